@@ -1,0 +1,50 @@
+# Everything runs in .venv, which is made on first use; pass PYTHON=... to choose the interpreter (3.10 or newer).
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Ranks share the cores: one thread for each.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format docs bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+install: $(INSTALLED) ## make .venv with everything below
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 or newer found; pass PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -e '.[examples,test,lint,docs]' -c constraints.txt
+	@touch $@
+
+demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digits/
+	$(BIN)/python examples/01_digits/run.py
+
+test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## check style, types, imports and docstrings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pydoclint --config=pydoclint.toml xffl
+
+format: $(INSTALLED) ## put the code into the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED) ## build docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+bench: $(INSTALLED) ## time a round against one raw all-reduce; writes runs/bench/round.json
+	$(BIN)/xffl exec --processes 2 --federated 1,1 benchmarks/round.py --out runs/bench/round.json
+
+clean: ## remove what make has made, .venv included
+	rm -rf .venv build docs/_build docs/reference/api runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

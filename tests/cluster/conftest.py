@@ -1,0 +1,133 @@
+"""Real launchers. A missing component skips its tests with the reason, or fails them where XFFL_REQUIRE_CLUSTER=1."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEADLINE_S = 120
+MINISLURM = HERE / "slurm" / "minislurm.sh"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cluster: needs system packages (tests/cluster/install.sh)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+
+
+def require(present: object, what: str) -> None:
+    """Skip the test where a component is missing, or fail it where all components are required."""
+    if present:
+        return
+    reason = f"{what} is missing; run tests/cluster/install.sh as root"
+    if os.environ.get("XFFL_REQUIRE_CLUSTER") == "1":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def base_environ() -> dict[str, str]:
+    """Give this process's environment without what a launcher around the tests may have set."""
+    foreign = ("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "MPI4PY_", "XFFL_", "TORCHELASTIC", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+class Mpi:
+    """One MPI: its mpirun, and the variables that make mpi4py load its library."""
+
+    def __init__(self, mpirun: Path, options: Sequence[str], environ: dict[str, str]) -> None:
+        self.mpirun, self.options, self.environ = mpirun, list(options), environ
+
+    def command(self, processes: int, *options: str) -> list[str]:
+        return [str(self.mpirun), *self.options, *options, "-n", str(processes)]
+
+
+@pytest.fixture(scope="session")
+def openmpi(base_environ: dict[str, str]) -> Mpi:
+    """Debian's Open MPI. With MPICH's wheel beside it, mpi4py must be told which of the two to load."""
+    found = shutil.which("mpirun.openmpi")
+    require(found, "Debian's Open MPI (openmpi-bin)")
+    require(importlib.util.find_spec("mpi4py"), "mpi4py")
+    # Without ob1 over TCP, Open MPI 4 crashes where several nodes of SLURM are one host.
+    transport = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    environ = {**base_environ, **transport, "MPI4PY_MPIABI": "openmpi"}
+    return Mpi(Path(str(found)), ["--allow-run-as-root", "--oversubscribe"], environ)
+
+
+@pytest.fixture(scope="session")
+def mpich(base_environ: dict[str, str]) -> Mpi:
+    """MPICH from its PyPI wheel, in this virtual environment, where mpi4py finds it first."""
+    folder = Path(sys.executable).parent
+    require((folder / "mpichversion").exists(), "MPICH's wheel (pip install mpich)")
+    require(importlib.util.find_spec("mpi4py"), "mpi4py")
+    return Mpi(folder / "mpirun", [], base_environ)
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    """Each of the two, one after the other."""
+    chosen: Mpi = request.getfixturevalue(request.param)
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def slurm(base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Bring up a SLURM of two cells of two nodes, and give the environment for its commands."""
+    path = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
+    for program in ("slurmctld", "slurmd", "munged", "srun"):
+        require(shutil.which(program, path=path), program)
+    require(os.geteuid() == 0, "root, which SLURM's daemons need,")
+    # munge's socket has a path limit of 108 characters, so the folder's name must be short.
+    folder = tmp_path_factory.mktemp("slurm") / "s"
+    with ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(5)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        ports = " ".join(str(probe.getsockname()[1]) for probe in sockets)
+    environ = {**base_environ, "MS_DIR": str(folder), "MS_CELLS": "a:2 b:2", "MS_PORTS": ports}
+    try:
+        subprocess.run([str(MINISLURM), "up"], env=environ, check=True, timeout=DEADLINE_S)
+        yield {**base_environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    finally:
+        subprocess.run([str(MINISLURM), "down"], env=environ, check=False, timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def run() -> Callable[..., list[dict[str, Any]]]:
+    """Return a function that runs a command and gives the JSON lines of its ranks, in rank order."""
+
+    def start(command: Sequence[str], environ: dict[str, str]) -> list[dict[str, Any]]:
+        ran = subprocess.run(
+            list(command),
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            cwd=ROOT,
+        )
+        assert ran.returncode == 0, f"{' '.join(command)}\nexit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+        lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+        return sorted(lines, key=lambda line: int(line["rank"]))
+
+    return start

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Install the system packages that tests/cluster needs: Open MPI, SLURM, munge, ip. For root on Debian or Ubuntu.
+set -eu
+packages="openmpi-bin libopenmpi-dev slurm-wlm munge iproute2"
+missing=
+for package in $packages; do
+    dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"
+done
+[ -z "$missing" ] && exit 0
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+export DEBIAN_FRONTEND=noninteractive
+# shellcheck disable=SC2086 # $missing is a list of words
+if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing; } >"$log" 2>&1; then
+    tail -n 40 "$log" >&2
+    exit 1
+fi

@@ -1,0 +1,31 @@
+"""Open a session, add over all ranks, and print one JSON line: what the tests of real launchers run on every rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+import xffl
+
+
+def main(sizes: str) -> None:
+    with xffl.session(federated=tuple(map(int, sizes.split(","))), backend="gloo", device=torch.device("cpu")) as state:
+        total = torch.tensor([float(state.rank + 1)])
+        dist.all_reduce(total)
+        told = {
+            "rank": state.rank,
+            "world_size": state.world_size,
+            "node": [state.node_local_rank, state.node_local_size, state.node_rank, state.node_world_size],
+            "cell": state.federated_rank,
+            "total": total.item(),
+        }
+        # One write, so that lines of ranks do not mix.
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

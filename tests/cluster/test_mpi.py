@@ -1,0 +1,53 @@
+"""Real mpirun: Debian's Open MPI and MPICH from its PyPI wheel."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conftest import Mpi
+
+HERE = Path(__file__).parent
+DEMO = HERE.parents[1] / "examples" / "01_digits" / "train.py"
+Run = Callable[..., list[dict[str, Any]]]
+WHERE = [sys.executable, str(HERE / "where.py")]
+LAYOUT = [sys.executable, str(HERE / "layout.py")]
+
+
+def test_four_ranks_find_each_other(mpi: Mpi, run: Run) -> None:
+    found = run([*mpi.command(4), *WHERE], mpi.environ)
+    assert [(e["rank"], e["world_size"], e["node_local_size"]) for e in found] == [(r, 4, 4) for r in range(4)]
+    assert sorted(e["node_local_rank"] for e in found) == [0, 1, 2, 3]
+    assert {(e["node_rank"], e["node_world_size"], e["master_addr"]) for e in found} == {(0, 1, "127.0.0.1")}
+    assert len({e["master_port"] for e in found}) == 1
+
+
+def test_uneven_pretended_hosts(mpich: Mpi, run: Run) -> None:
+    hosts = ("-launcher", "fork", "-hosts", "127.0.0.2:3,127.0.0.3:1")
+    found = run([*mpich.command(4, *hosts), *WHERE], mpich.environ)
+    places = [(e["node_local_rank"], e["node_local_size"], e["node_rank"], e["node_world_size"]) for e in found]
+    assert places == [(0, 3, 0, 2), (1, 3, 0, 2), (2, 3, 0, 2), (0, 1, 1, 2)]
+
+
+def test_one_rank_needs_no_rendezvous(mpi: Mpi, run: Run) -> None:
+    (found,) = run([*mpi.command(1), *WHERE], mpi.environ)
+    assert (found["world_size"], found["master_addr"]) == (1, None) and found["launcher"] in ("openmpi", "mpich")
+
+
+def test_a_session_over_mpi(mpi: Mpi, run: Run) -> None:
+    found = run([*mpi.command(4), *LAYOUT, "2,2"], mpi.environ)
+    assert [e["cell"] for e in found] == [0, 0, 1, 1]
+    assert {e["total"] for e in found} == {10.0}
+
+
+def test_the_demo_script(mpi: Mpi, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "metrics.jsonl"
+    environ = {**mpi.environ, "XFFL_FEDERATED": "2,2"}
+    script = [sys.executable, str(DEMO), "--epochs", "2", "--out", str(out)]
+    run([*mpi.command(4), *script], environ)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) > 1 and max(record["accuracy"] for record in records) > 0.5

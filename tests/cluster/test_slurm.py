@@ -1,0 +1,65 @@
+"""A real SLURM: four virtual nodes in two cells, on this host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Mpi
+
+HERE = Path(__file__).parent
+Run = Callable[..., list[dict[str, Any]]]
+WHERE = [sys.executable, str(HERE / "where.py")]
+LAYOUT = [sys.executable, str(HERE / "layout.py")]
+
+
+def places(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    return [(e["node_local_rank"], e["node_local_size"], e["node_rank"], e["node_world_size"]) for e in found]
+
+
+def test_even_step(slurm: dict[str, str], run: Run) -> None:
+    found = run(["srun", "-N2", "--ntasks-per-node=2", *WHERE], slurm)
+    assert {(e["launcher"], e["world_size"]) for e in found} == {("slurm", 4)}
+    assert places(found) == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+    # The nodes' names do not resolve: the controller was asked.
+    assert {e["master_addr"] for e in found} == {"127.0.0.1"} and len({e["master_port"] for e in found}) == 1
+
+
+def test_uneven_step(slurm: dict[str, str], run: Run) -> None:
+    found = run(["srun", "-w", "a1,b1", "-N2", "-n4", *WHERE], slurm)
+    assert places(found) == [(0, 3, 0, 2), (1, 3, 0, 2), (2, 3, 0, 2), (0, 1, 1, 2)]
+
+
+@pytest.mark.parametrize("plugin", ["pmi2", "pmix"])
+def test_steps_with_a_process_manager(plugin: str, slurm: dict[str, str], run: Run) -> None:
+    found = run(["srun", "-N2", "-n2", f"--mpi={plugin}", *WHERE], slurm)
+    assert {e["launcher"] for e in found} == {"slurm"} and places(found) == [(0, 1, 0, 2), (0, 1, 1, 2)]
+
+
+def test_an_allocation_without_srun_is_a_single_process(slurm: dict[str, str], run: Run) -> None:
+    (found,) = run(["salloc", "-Q", "-N2", "-n4", *WHERE], slurm)
+    assert (found["launcher"], found["world_size"]) == ("none", 1)
+
+
+def test_a_step_of_part_of_an_allocation(slurm: dict[str, str], run: Run) -> None:
+    found = run(["salloc", "-Q", "-N2", "-n4", "srun", "-N1", "-n2", *WHERE], slurm)
+    assert places(found) == [(0, 2, 0, 1), (1, 2, 0, 1)]
+
+
+def test_mpirun_inside_an_allocation(mpi: Mpi, slurm: dict[str, str], run: Run) -> None:
+    # Both start their daemons with srun, whose variables the ranks inherit: those of another step.
+    environ = {**slurm, **mpi.environ}
+    found = run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *mpi.command(4), *WHERE], environ)
+    assert {e["launcher"] for e in found} < {"openmpi", "mpich"} and {e["world_size"] for e in found} == {4}
+    assert places(found) == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+
+
+def test_a_session_over_two_cells(slurm: dict[str, str], run: Run) -> None:
+    found = run(["srun", "-w", "a1,b1", "-N2", "-n3", *LAYOUT, "2,1"], slurm)
+    assert [(e["cell"], *e["node"]) for e in found] == [(0, 0, 2, 0, 2), (0, 1, 2, 0, 2), (1, 0, 1, 1, 2)]
+    assert {e["total"] for e in found} == {6.0}

@@ -1,0 +1,30 @@
+"""A deadline for every test, by its tier, and an environment without a launcher's variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+DEADLINES_S = {"unit": 60, "ranks": 300, "cluster": 600}
+LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MV2_", "TORCHELASTIC_", "XFFL_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+KEPT = ("XFFL_SHARED", "XFFL_REQUIRE_CLUSTER")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        raise pytest.UsageError("pytest-timeout is missing: a test of ranks that hang would never end; install it")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in list(os.environ):
+        if name in LAUNCHER_NAMES or (name.startswith(LAUNCHER_PREFIXES) and name not in KEPT):
+            del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            tier = item.path.relative_to(HERE).parts[0] if HERE in item.path.parents else ""
+            item.add_marker(pytest.mark.timeout(DEADLINES_S.get(tier, 60)))

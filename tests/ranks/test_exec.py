@@ -1,0 +1,240 @@
+"""``xffl exec`` with real processes. The scripts need no torch, so that each run costs about two seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 60
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """Give this process's environment without what another launcher or test may have left."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC", "OMP_"))}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    return kept
+
+
+@pytest.fixture
+def xffl(tmp_path: Path, environ: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts ``xffl exec OPTIONS SCRIPT ARGUMENTS`` in a fresh folder."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(options: str, script: str, *arguments: str, name: str = "script.py") -> subprocess.Popen[str]:
+        (tmp_path / name).write_text(script)
+        command = [sys.executable, "-m", "xffl", "exec", *options.split(), name, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environ, **pipes))  # type: ignore[call-overload]
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, out, err
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait for processes that are no children of this one."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([handle], [], [], DEADLINE_S)
+        os.close(handle)
+        assert ready, f"process {pid} is still there"
+
+
+def test_success_passes_arguments_and_federation(xffl: Start, tmp_path: Path) -> None:
+    hostile = ["--processes", "a b", "$HOME ${local_rank} $$", 'it\'s "q"', "", "-", "--", "*", "\n", "é", "`id`;"]
+    script = """
+        import json, os, sys
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "XFFL_FEDERATED", "XFFL_HSDP", "OMP_NUM_THREADS", "MASTER_ADDR")
+        told = {"argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0]}
+        told.update({name: os.environ[name] for name in names})
+        open(f"told.{os.environ['RANK']}", "w").write(json.dumps(told))
+    """
+    name = "a'; echo foo $(id) ${local_rank}.py"
+    code, out, err = finish(
+        xffl("--processes 4 --federated (2,2) --hsdp 1", textwrap.dedent(script), *hostile, name=name)
+    )
+    assert (code, out, err) == (0, "", "")
+    for rank in range(4):
+        told = json.loads((tmp_path / f"told.{rank}").read_text())
+        assert told["argv"] == [name, *hostile] and told["name"] == "__main__" and told["file"] == name
+        assert told["path"] == str(tmp_path)
+        assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == (str(rank), "4", str(rank))
+        assert (told["XFFL_FEDERATED"], told["XFFL_HSDP"], told["OMP_NUM_THREADS"]) == ("2,2", "1", "1")
+
+
+def test_a_failing_rank_is_shown_once_and_ends_the_job(xffl: Start) -> None:
+    script = (
+        "import os, signal\n"
+        "print('hello from', os.environ['RANK'])\n"
+        "def unlucky():\n"
+        "    raise ValueError('seven years')\n"
+        "if os.environ['RANK'] == '2':\n"
+        "    unlucky()\n"
+        "signal.pause()\n"
+    )
+    code, out, err = finish(xffl("--processes 4 --federated 2,2", script))
+    assert code == 1
+    assert "hello from 2" in out
+    assert err.count("Traceback") == 1 and err.count("raise ValueError") == 1
+    assert "runpy" not in err and "runner.py" not in err and "elastic" not in err
+    assert err.endswith("xffl: rank 2 (cell 1) failed with ValueError: seven years; all other ranks were stopped\n")
+
+
+def test_what_follows_from_the_first_failure_is_not_shown(xffl: Start, tmp_path: Path) -> None:
+    # Rank 0 opens the pipe when rank 1 is about to die without a word, and reports its loss before rank 1 is found.
+    os.mkfifo(tmp_path / "pipe")
+    script = """
+import os
+if os.environ["RANK"] == "1":
+    os.open("pipe", os.O_RDONLY)
+    os._exit(17)
+os.open("pipe", os.O_WRONLY)
+raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+"""
+    code, _, err = finish(xffl("--processes 2", script))
+    assert (code, err) == (17, "xffl: rank 1 (cell 0) exited with code 17; all other ranks were stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("os._exit(17)", 17, "exited with code 17"),
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("sys.exit('no data')", 1, "exited with code 1"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (signal 9)"),
+        ("os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV (signal 11)"),
+    ],
+)
+def test_exit_codes(xffl: Start, ending: str, code: int, words: str) -> None:
+    script = f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {ending}\nsignal.pause()\n"
+    ended, _, err = finish(xffl("--processes 2", script))
+    assert ended == code
+    assert err.endswith(f"xffl: rank 1 (cell 0) {words}; all other ranks were stopped\n") and "Traceback" not in err
+    assert ("no data" in err) == ("no data" in ending)
+
+
+def test_an_error_of_xffls_own_is_one_line(xffl: Start) -> None:
+    script = "from xffl import TopologyError\nraise TopologyError('sizes (2, 3) do not fit; give others')\n"
+    code, _, err = finish(xffl("--processes 3", script))
+    assert code == 2 and err.count("\n") == 1
+    assert "(cell 0) failed with TopologyError: sizes (2, 3) do not fit; give others" in err
+    code, _, err = finish(xffl("--processes 3 --traceback", script))
+    assert code == 2 and err.count("Traceback") == 1
+
+
+def test_a_script_with_a_syntax_error(xffl: Start) -> None:
+    code, _, err = finish(xffl("--processes 2", "x = (\n"))
+    assert code == 1 and err.count("SyntaxError: '(' was never closed") == 2 and "runpy" not in err
+
+
+READY = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print(os.getpid(), child.pid)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_stop_everything(xffl: Start, number: signal.Signals, code: int) -> None:
+    process = xffl("--processes 2", READY)
+    pids = [int(word) for _ in range(2) for word in process.stdout.readline().split()]
+    assert len(pids) == 4 and all(map(is_alive, pids))
+    process.send_signal(number)
+    ended, _, err = finish(process)
+    wait_until_gone(pids)
+    assert ended == code
+    told = [line for line in err.splitlines() if line.startswith("xffl")]
+    assert told == [f"xffl: stopped all ranks after {number.name}"]
+    assert "script.py" not in err
+
+
+def test_a_killed_launcher_leaves_no_ranks(xffl: Start) -> None:
+    process = xffl("--processes 2", "import os, signal\nprint(os.getpid())\nsignal.pause()\n")
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    wait_until_gone(pids)
+
+
+def test_a_killed_rank_ends_the_job(xffl: Start) -> None:
+    process = xffl("--processes 2", "import os, signal\nprint(os.environ['RANK'], os.getpid())\nsignal.pause()\n")
+    pids = dict(process.stdout.readline().split() for _ in range(2))
+    os.kill(int(pids["0"]), signal.SIGKILL)
+    code, _, err = finish(process)
+    assert (code, err) == (
+        137,
+        "xffl: rank 0 (cell 0) was killed by SIGKILL (signal 9); all other ranks were stopped\n",
+    )
+    wait_until_gone([int(pids["1"])])
+
+
+def test_the_time_limit(xffl: Start) -> None:
+    code, _, err = finish(xffl("--processes 2 --timeout 4", "import signal\nsignal.pause()\n"))
+    assert (code, err) == (124, "xffl: stopped all ranks after 4.0 s, as --timeout says\n")
+
+
+SESSION = """
+import os, signal, sys, torch, torch.distributed as dist, xffl
+with xffl.session(device="cpu") as state:
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    print(state.rank, state.federated_rank, os.getpid())
+    if state.rank == 2 and sys.argv[1] == "raise":
+        raise ValueError("mine")
+    if state.rank == 2 and sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "words"),
+    [("raise", 1, "failed with ValueError: mine"), ("kill", 137, "was killed by SIGKILL (signal 9)")],
+)
+def test_a_rank_that_dies_in_a_session_is_the_one_that_is_told(xffl: Start, way: str, code: int, words: str) -> None:
+    # The others fail too, in an all-reduce, within the time in which the launcher looks at the ranks once.
+    ended, _, err = finish(xffl("--processes 4 --federated 2,2", SESSION, way))
+    assert ended == code
+    assert err.count("Traceback") == (1 if way == "raise" else 0)
+    assert err.endswith(f"xffl: rank 2 (cell 1) {words}; all other ranks were stopped\n")
+
+
+def test_ctrl_c_ends_a_session(xffl: Start) -> None:
+    process = xffl("--processes 2 --federated 1", SESSION, "stay")
+    ranks = sorted(process.stdout.readline().split() for _ in range(2))
+    assert [rank[:2] for rank in ranks] == [["0", "0"], ["1", "1"]]
+    process.send_signal(signal.SIGINT)
+    ended, _, err = finish(process)
+    assert ended == 130 and "Traceback" not in err
+    wait_until_gone([int(rank[2]) for rank in ranks])

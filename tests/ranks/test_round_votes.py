@@ -1,0 +1,247 @@
+"""What a round does when something is wrong: everyone learns it, and nobody steps on with other weights."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.ranks.test_round import digests, make_state
+from tests.worlds import WorldError, run_world
+
+
+def net() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The class and text of the XfflError that a call raises."""
+    try:
+        call()
+    except xffl.XfflError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def plant(model: nn.Module, value: float, name: str = "0.weight") -> None:
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = value
+
+
+def check_alike(told: str, *parts: str) -> None:
+    gathered: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(gathered, told)
+    assert set(gathered) == {told}, gathered
+    for part in parts:
+        assert part in told, told
+
+
+def nonfinite(rank: int, world_size: int) -> None:
+    state = make_state(rank, (2, 1), 1)
+    model = net()
+    aggregator = xffl.Aggregator(model, state)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if rank == 2:
+            plant(model, value)
+        before = digests(model)
+        check_alike(raised(aggregator.aggregate), "RoundError", "cell 1", "'0.weight'", "keep their weights")
+        assert digests(model) == before
+        model.load_state_dict(saved)
+    assert aggregator.aggregate().round == 1  # the next clean round takes place, and is the first
+
+
+def drop_cell(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1, 1), None)
+    model = net()
+    aggregator = xffl.Aggregator(model, state, nonfinite="drop_cell")
+    with torch.no_grad():
+        model[0].weight.fill_(float(rank))
+        model[1].num_batches_tracked.fill_(rank)
+    if rank == 0:
+        plant(model, float("nan"))
+    report = aggregator.aggregate(rank + 1.0)
+    assert (report.weights, report.dropped) == ((0.0, 2.0, 3.0), (0,))
+    torch.testing.assert_close(model[0].weight, torch.full((8, 6), (2 * 1 + 3 * 2) / 5.0), rtol=0, atol=1e-6)
+    assert model[1].num_batches_tracked == 1  # cell 0 was left out, so "first" is cell 1
+    plant(model, float("nan"))
+    check_alike(raised(aggregator.aggregate), "RoundError", "no cell", "(0, 1, 2)")
+
+
+WEIGHTS: list[tuple[str, Callable[[int], Any], tuple[str, ...]]] = [
+    ("negative", lambda rank: -1.0, ("ConfigError", "-1.0", "negative or not finite")),
+    ("negative on one rank", lambda rank: -1.0 if rank == 1 else 1.0, ("ConfigError", "-1.0")),
+    ("nan", lambda rank: float("nan"), ("ConfigError", "nan")),
+    ("infinite on one rank", lambda rank: float("inf") if rank == 2 else 1.0, ("ConfigError", "inf")),
+    ("all zero", lambda rank: 0.0, ("ConfigError", "all cells are 0")),
+    ("a string", lambda rank: "3", ("ConfigError", "'3' is no number")),
+    ("a bool", lambda rank: True, ("ConfigError", "True is no number")),
+    ("a tensor of two", lambda rank: torch.ones(2), ("ConfigError", "is no number")),
+    ("none on some ranks", lambda rank: None if rank == 0 else 1.0, ("ConfigError", "[0] gave no weight")),
+    ("an overflowing sum", lambda rank: 1.7e308, ("ConfigError", "no finite sum")),
+]
+
+
+def weights(rank: int, world_size: int) -> None:
+    state = make_state(rank, (2, 1), None)
+    model = net()
+    aggregator = xffl.Aggregator(model, state)
+    before = digests(model)
+    for _, weight, parts in WEIGHTS:
+        told = raised(lambda weight=weight: aggregator.aggregate(weight(rank)))  # type: ignore[misc]
+        check_alike(told, *parts)
+        assert digests(model) == before
+    assert aggregator.aggregate(torch.tensor(2.0)).round == 1
+
+
+def other_rounds(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(net(), state)
+    aggregator.load_state_dict({"rounds": 4 + rank})
+    check_alike(raised(aggregator.aggregate), "RoundError", "rank 0 in round 5", "rank 1 in round 6")
+
+
+class Odd(nn.Module):
+    """A model that differs between ranks in one way."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5 if (how, rank) == ("shape", 1) else 4)
+        self.second = nn.Linear(4, 4, dtype=torch.float64 if (how, rank) == ("dtype", 1) else torch.float32)
+        self.third = nn.Linear(4, 4).requires_grad_((how, rank) != ("frozen", 1))
+        if (how, rank) != ("missing", 1):
+            self.fourth = nn.Linear(4, 4)
+
+
+def other_models(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    for how, parts in {
+        "shape": ("'first.bias'", "(4,) float32", "ranks 0", "(5,) float32", "ranks 1"),
+        "dtype": ("'second.bias'", "float32", "float64"),
+        "frozen": ("'third.bias'", "average", "local"),
+        "missing": ("'fourth.bias'", "missing on ranks 1"),
+    }.items():
+        check_alike(raised(lambda how=how: xffl.Aggregator(Odd(rank, how), state)), "ConfigError", *parts)  # type: ignore[misc]
+        check_alike(
+            raised(lambda how=how: xffl.shard(Odd(rank, how), state)) if how != "frozen" else "ConfigError",
+            "ConfigError",
+        )  # type: ignore[misc]
+    check_alike(
+        raised(lambda: xffl.Aggregator(net(), state, bucket_bytes=100 + rank)), "ConfigError", "bucket", "ranks 0"
+    )
+
+
+def wrong_options(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    model = net()
+    model.register_buffer("picks", torch.zeros(3, dtype=torch.int64))
+    model.register_parameter("sparse", nn.Parameter(torch.zeros(3, 3).to_sparse()))
+    local = {"sparse": "local"}
+    for options, parts in [
+        ({}, ("'sparse'", "'local'")),
+        ({"policies": {**local, "0.weigth": "first"}}, ("0.weigth", "match no tensor")),
+        ({"policies": {**local, "0.*": "mean"}}, ("'mean'", "average, local, first")),
+        ({"policies": {**local, "picks": "average"}}, ("'picks'", "int64", "'first' or 'local'")),
+        ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes 0",)),
+        ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes '1M'",)),
+        ({"policies": local, "nonfinite": "ignore"}, ("'ignore'", "reject, drop_cell")),
+        ({"policies": local, "atomic": "yes"}, ("atomic 'yes'",)),
+    ]:
+        check_alike(raised(lambda o=options: xffl.Aggregator(model, state, **o)), "ConfigError", *parts)  # type: ignore[misc]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for every in (0, -1, 2.0, True, None):
+        told = raised(lambda every=every: xffl.FederatedScaling(model, optimizer, state, every=every))  # type: ignore[misc]
+        check_alike(told, "ConfigError", f"every {every!r}")
+
+
+def policies(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    model = net()
+    chosen = {"0.bias": "local", "0.*": "first", "*tracked": "local"}
+    aggregator = xffl.Aggregator(model, state, policies=chosen)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(rank))
+    aggregator.aggregate()
+    values = {name: float(parameter.detach().reshape(-1)[0]) for name, parameter in model.named_parameters()}
+    assert values == {"0.weight": 0.0, "0.bias": float(rank), "1.weight": 0.5, "1.bias": 0.5}
+
+
+def local_failure(rank: int, world_size: int, atomic: bool) -> None:
+    """A rank that fails in the middle keeps up with the exchange, and all learn why at once."""
+    state = make_state(rank, (2, 2), None)
+    model = xffl.shard(net(), state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=64, atomic=atomic)
+    if rank == 3:
+        exchange: Any = aggregator._exchange
+        pack = exchange._pack
+
+        def fail_once(bucket: Any, into: Any) -> None:
+            exchange._pack = pack
+            raise MemoryError("planted on rank 3")
+
+        exchange._pack = fail_once
+    before, start = digests(model), time.monotonic()
+    told = raised(aggregator.aggregate)
+    assert time.monotonic() - start < 20
+    check_alike(told, "RoundError", "rank 3 (cell 1): MemoryError: planted on rank 3")
+    if atomic:
+        assert digests(model) == before and not aggregator.is_torn
+        assert aggregator.aggregate().round == 1
+        return
+    assert aggregator.is_torn
+    for use in (
+        aggregator.aggregate,
+        lambda: model(torch.ones(2, 6)),
+        lambda: xffl.Aggregator(model, state) and model(torch.ones(2, 6)),
+    ):
+        check_alike(raised(use), "RoundError", "torn", "load a checkpoint")
+    model.load_state_dict(model.state_dict())
+    assert not aggregator.is_torn and aggregator.aggregate().round == 1
+    assert model(torch.ones(2, 6)).isfinite().all()
+
+
+def dies(rank: int, world_size: int) -> str:
+    state = make_state(rank, (2, 2), None)
+    aggregator = xffl.Aggregator(xffl.shard(net(), state), state, bucket_bytes=64)
+    if rank == 2:
+        aggregator._exchange._unpack = aggregator._exchange._pack = lambda *_: os._exit(17)  # type: ignore[method-assign]
+    aggregator.aggregate()
+    return "the round took place"
+
+
+@pytest.mark.parametrize(
+    "case, ranks",
+    [
+        (nonfinite, 3),
+        (drop_cell, 3),
+        (weights, 3),
+        (other_rounds, 2),
+        (other_models, 2),
+        (wrong_options, 2),
+        (policies, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_all_ranks_conclude_alike(case: Callable[[int, int], None], ranks: int) -> None:
+    run_world(ranks, case)
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_local_failure_is_told_to_all(atomic: bool) -> None:
+    run_world(4, local_failure, atomic)
+
+
+def test_a_rank_that_dies_in_mid_round_ends_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorldError):
+        run_world(4, dies)
+    assert time.monotonic() - start < 60

@@ -1,0 +1,265 @@
+"""Rounds in a training loop: oracles that do not know of rounds, and cells that do not march in step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import xffl
+from tests.ranks.test_round import complete, digests, make_state
+from tests.worlds import run_world
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(step: int, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + source)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, source: int) -> None:
+    inputs, targets = batch(step, source)
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [complete(parameter).clone() for parameter in model.parameters()]
+
+
+def starts_from_rank_0(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None) -> list[float]:
+    state = make_state(rank, sizes, hsdp)
+    model = net(seed=rank)  # different on every rank
+    model.register_buffer("steps", torch.tensor(rank))
+    model = xffl.shard(model, state)
+    return [float(w.double().sum()) for w in weights(model)] + [float(b) for b in model.buffers()]
+
+
+@pytest.mark.parametrize("sizes, hsdp", [((4, 2), 2), ((4, 2), None), ((3, 1), 1), ((2, 2), None)], ids=str)
+def test_all_ranks_start_from_rank_0_s_weights(sizes: tuple[int, ...], hsdp: int | None) -> None:
+    expected = [float(p.detach().double().sum()) for p in net(seed=0).parameters()] + [0.0]
+    assert run_world(sum(sizes), starts_from_rank_0, sizes, hsdp) == [expected] * sum(sizes)
+
+
+def one_cell(rank: int, world_size: int) -> None:
+    plain = fully_shard(net(), mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("oracle",)))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(7):
+        train_step(plain, optimizer, step, rank)
+    state = make_state(rank, (world_size,), None)
+    model = xffl.shard(net(), state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with xffl.FederatedScaling(model, optimizer, state, every=2):
+        for step in range(7):
+            train_step(model, optimizer, step, rank)
+    assert digests(model) == digests(plain)
+
+
+def test_one_cell_is_plain_fsdp() -> None:
+    run_world(4, one_cell)
+
+
+def every_step(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None) -> None:
+    ddp = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        train_step(ddp, optimizer, step, rank)
+    state = make_state(rank, sizes, hsdp)
+    model = xffl.shard(net(), state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with xffl.FederatedScaling(model, optimizer, state, every=1, weight=lambda: 4.0):
+        for step in range(5):
+            train_step(model, optimizer, step, rank)
+    for ours, theirs in zip(weights(model), weights(ddp), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes, hsdp", [((1, 1), None), ((2, 2), None), ((2, 2), 1), ((4, 2), 2), ((3, 1), None)], ids=str
+)
+def test_a_round_after_every_sgd_step_is_ddp(sizes: tuple[int, ...], hsdp: int | None) -> None:
+    run_world(sum(sizes), every_step, sizes, hsdp)
+
+
+def twins(rank: int, world_size: int) -> list[dict[str, str]]:
+    state = make_state(rank, (2, 2), None)
+    model = xffl.shard(net(), state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    history: list[dict[str, str]] = []
+    with xffl.FederatedScaling(model, optimizer, state, every=3, on_round=lambda _: history.append(digests(model))):
+        for step in range(9):
+            train_step(model, optimizer, step, rank % 2)
+            history.append(digests(model))
+    return history
+
+
+def test_cells_with_the_same_data_and_seeds_stay_the_same() -> None:
+    histories = run_world(4, twins)
+    assert len(histories[0]) == 12
+    assert all(history == histories[0] for history in histories)
+    assert all(histories[0][i] == histories[0][i + 1] for i in (2, 6, 10))  # a round between equals changes no bit
+
+
+def uneven(
+    rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, weigh: bool
+) -> tuple[list[tuple[float, ...]], dict[str, str]]:
+    state = make_state(rank, sizes, hsdp)
+    model = xffl.shard(net(), state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    reports: list[xffl.RoundReport] = []
+    counted = [0]
+
+    def weight() -> float:
+        fresh, counted[0] = counted[0], 0
+        return float(fresh)
+
+    federation = xffl.FederatedScaling(
+        model, optimizer, state, every=5, weight=weight if weigh else None, on_round=reports.append
+    )
+    with federation:
+        for step in range(13 if state.federated_rank == 0 else 31):
+            counted[0] += 4
+            train_step(model, optimizer, step, rank)
+    assert [report.round for report in reports] == list(range(1, len(reports) + 1))
+    assert [report.is_last for report in reports] == [False] * (len(reports) - 1) + [True]
+    return [report.weights for report in reports], digests(model)
+
+
+@pytest.mark.parametrize("sizes, hsdp", [((1, 1), None), ((2, 2), None), ((2, 1), 1), ((3, 1), None)], ids=str)
+@pytest.mark.parametrize("weigh", [False, True])
+def test_loaders_of_13_and_31_batches_finish_and_agree(sizes: tuple[int, ...], hsdp: int | None, weigh: bool) -> None:
+    results = run_world(sum(sizes), uneven, sizes, hsdp, weigh)
+    assert all(result == results[0] for result in results)
+    a, b = (4.0 * sizes[0], 4.0 * sizes[1]) if weigh else (1.0, 1.0)
+    five, three = (5, 3) if weigh else (1, 1)
+    # Cell 0: two full rounds, its last three steps in the third, then nothing; cell 1: six rounds and one step more.
+    expected = [(five * a, five * b)] * 2 + [(three * a, five * b)] + [(0.0, five * b)] * 3 + [(0.0, b)]
+    assert results[0][0] == expected
+
+
+def even_finish(rank: int, world_size: int) -> int:
+    state = make_state(rank, (1, 1), None)
+    model = xffl.shard(net(), state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with xffl.FederatedScaling(model, optimizer, state, every=5) as federation:
+        for step in range(10):
+            train_step(model, optimizer, step, rank)
+    return federation.aggregator.rounds
+
+
+def test_nothing_pending_means_no_further_round() -> None:
+    assert run_world(2, even_finish) == [2, 2]
+
+
+def leaves_by_exception(rank: int, world_size: int) -> str:
+    state = make_state(rank, (1, 1), None)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    try:
+        with xffl.FederatedScaling(model, optimizer, state, every=5):
+            train_step(model, optimizer, 0, rank)
+            if rank == 0:
+                raise KeyError("the user's own")
+            raise ValueError("another")
+    except (KeyError, ValueError) as error:
+        caught = type(error).__name__
+    train_step(model, optimizer, 1, rank)  # the hook is gone: no round is tried however many steps follow
+    for step in range(9):
+        train_step(model, optimizer, step, rank)
+    return caught
+
+
+def test_leaving_by_an_exception_does_not_communicate() -> None:
+    assert run_world(2, leaves_by_exception, timeout_s=60.0) == ["KeyError", "ValueError"]
+
+
+def two_hops_apart(rank: int, world_size: int) -> None:
+    """A single-process FedAvg over the cells' own optimizers gives the same weights."""
+    state = make_state(rank, (1, 1, 1), None)
+    model = xffl.shard(net(), state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with xffl.FederatedScaling(model, optimizer, state, every=4, weight=lambda: 1.0 + rank):
+        for step in range(8):
+            train_step(model, optimizer, step, rank)
+    clients = [copy.deepcopy(net()) for _ in range(3)]
+    optimizers = [torch.optim.SGD(client.parameters(), lr=0.05, momentum=0.9) for client in clients]
+    for first in (0, 4):
+        for source, (client, own) in enumerate(zip(clients, optimizers, strict=True)):
+            for step in range(first, first + 4):
+                train_step(client, own, step, source)
+        with torch.no_grad():
+            for parameters in zip(*(client.parameters() for client in clients), strict=True):
+                mean = sum((1.0 + i) * p.double() for i, p in enumerate(parameters)) / 6.0
+                for parameter in parameters:
+                    parameter.copy_(mean)  # type: ignore[arg-type]
+    for ours, theirs in zip(weights(model), weights(clients[0]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_federated_averaging_with_momentum_and_weights() -> None:
+    run_world(3, two_hops_apart)
+
+
+def evaluates_between_rounds(rank: int, world_size: int) -> None:
+    """A forward pass without a backward one leaves FSDP2's gathered copy behind; a round must not let it grow stale."""
+    state = make_state(rank, (2, 2), None)
+    model = xffl.shard(net(), state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(float(state.federated_rank))  # type: ignore[attr-defined]
+    inputs = torch.ones(2, 6)
+    model(inputs)
+    xffl.Aggregator(model, state).aggregate()
+    oracle = net()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.fill_(0.5)
+    torch.testing.assert_close(model(inputs), oracle(inputs), rtol=0, atol=0)
+    dist.barrier()
+
+
+def test_a_round_after_an_evaluation_is_seen_by_the_next_forward() -> None:
+    run_world(4, evaluates_between_rounds)
+
+
+class Tied(nn.Module):
+    """A language model's embedding and head in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8, bias=False)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.embed(inputs) + self.head(inputs)  # type: ignore[no-any-return]
+
+
+def tied(rank: int, world_size: int) -> list[str]:
+    state = make_state(rank, (2, 2), None)
+    model = xffl.shard(Tied(), state)
+    assert model.embed.weight is model.head.weight
+    told = []
+    for wrap in ([nn.Linear], ["Linear"], [nn.Conv2d]):
+        try:
+            xffl.shard(Tied(), state, wrap=wrap)  # type: ignore[arg-type]
+        except xffl.ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+def test_shard_keeps_ties_and_refuses_what_it_cannot_do() -> None:
+    told = run_world(4, tied)
+    assert all(texts == told[0] for texts in told)
+    assert "'embed.weight' and 'head.weight'" in told[0][0]
+    assert "give classes of layers" in told[0][1] and "no such layer" in told[0][2]

@@ -1,0 +1,226 @@
+"""The command line where it needs no process of its own: ``plan``, ``env`` and what goes wrong before a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xffl.cli.execute import split_command
+from xffl.cli.main import main
+from xffl.cluster.failure import FailureRecord, first_failure, note_failure, record_failure
+from xffl.errors import RoundError, TopologyError
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XFFL_FEDERATED", "XFFL_HSDP", "XFFL_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def xffl(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process that cannot import torch."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_plan_draws_without_torch() -> None:
+    ran = xffl("plan", "--federated", "4,4", "--hsdp", "2", "--params", "8e9", "--link-gbps", "10")
+    assert ran.returncode == 0, ran.stderr
+    assert "8 ranks in 2 cells of 4" in ran.stdout
+    assert "32 GB" in ran.stdout and "25.6 s at 10 Gbit/s" in ran.stdout
+
+
+def test_plan_as_json() -> None:
+    ran = xffl("plan", "--federated=(4,2)", "--hsdp", "2", "--params", "1000", "--json")
+    told = json.loads(ran.stdout)
+    assert told["federated_sizes"] == [4, 2] and told["replicas"] == [2, 1] and told["senders"] == [[0, 3], [4, 5]]
+    assert told["traffic"]["model_bytes"] == 4000
+
+
+def test_plan_of_a_large_world() -> None:
+    ran = xffl("plan", "--federated", "1000", "--world", "100000", "--hsdp", "8")
+    assert ran.returncode == 0 and len(ran.stdout.splitlines()) < 100
+
+
+def test_env_without_torch() -> None:
+    ran = xffl("env")
+    assert ran.returncode == 0, ran.stderr
+    assert "rank        0 of 1" in ran.stdout and "slurm     no, without SLURM_PROCID" in ran.stdout
+
+
+def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    others = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "4000"}
+    for name, value in {**ranks, **others, "XFFL_FEDERATED": "2,2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["env", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["launcher"], told["rank"], told["node_rank"], told["master_port"]) == ("torchrun", 3, 1, 4000)
+    assert told["federated"] == [2, 2] and told["hsdp"] is None and told["missing"]["torchrun"] == []
+
+
+BAD = [
+    (["plan", "--federated", "4,3", "--world", "8"], "TopologyError: federated sizes (4, 3) sum to 7"),
+    (["plan", "--federated", "4"], "ConfigError: --federated 4 does not say how many ranks"),
+    (["plan"], "ConfigError: --federated None"),
+    (["plan", "--federated", "4,x"], "ConfigError: --federated is '4,x'"),
+    (["plan", "--federated", "4,4", "--hsdp", "3"], "TopologyError: replica size (hsdp) 3 does not divide"),
+    (["plan", "--federated", "4,4", "--params", "-1"], "ConfigError: --params is -1"),
+    (["plan", "--federated", "4,4", "--params", "0"], "ConfigError: --params is 0.0"),
+    (["plan", "--federated", "4,4", "--link-gbps", "10"], "ConfigError: --link-gbps 10.0 needs"),
+    (["exec", "--processes", "3", "--federated", "2,2", __file__], "TopologyError: federated sizes (2, 2) sum to 4"),
+    (["exec", "--processes", "0", __file__], "TopologyError: world size 0 is less than 1"),
+    (["exec", "--processes", "2"], "ConfigError: no script is given"),
+    (["exec", "--processes", "2", "no such.py"], "LaunchError: script 'no such.py' does not exist"),
+    (["exec", "--processes", "2", "--timeout", "0", __file__], "ConfigError: --timeout is 0.0"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_wrong_set_ups_are_one_line_and_exit_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(f"xffl: {message}") and told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "--bogus", "1"], ["exec", "train.py"], ["exec", "--processes", "two", "x"], []]
+)
+def test_wrong_options_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2 and "error" in capsys.readouterr().err
+
+
+def test_variables_fill_what_options_leave_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XFFL_FEDERATED", "2,2")
+    assert main(["exec", "--processes", "3", __file__]) == 2
+    assert "(2, 2) sum to 4" in capsys.readouterr().err
+    assert main(["plan"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["exec", "--help"], ["env", "--help"], ["plan", "--help"]]
+)
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 0 and "xffl" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "plan", "--federated", "2,2"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "script"),
+    [
+        ("exec s.py", "exec", "s.py"),
+        ("exec --processes 2 s.py --processes 3 -- x", "exec --processes 2", "s.py --processes 3 -- x"),
+        ("exec --processes=2 s.py", "exec --processes=2", "s.py"),
+        ("exec --processes 2 --traceback s.py -h", "exec --processes 2 --traceback", "s.py -h"),
+        ("exec --processes 2 -- --s.py a", "exec --processes 2", "--s.py a"),
+        ("exec --help", "exec --help", ""),
+        ("exec --processes", "exec --processes", ""),
+    ],
+)
+def test_the_script_begins_at_the_first_word_that_is_no_option(words: str, own: str, script: str) -> None:
+    assert split_command(words.split()) == (own.split(), script.split())
+
+
+# Who failed first -----------------------------------------------------------------------------------------------------
+
+
+def record(time: float, headline: str = "ValueError: x", *, lost_peer: bool = False) -> dict[str, object]:
+    return {"xffl": vars(FailureRecord(time, 1, headline, "Traceback ...\n", is_xffl=False, lost_peer=lost_peer))}
+
+
+LOST = "RuntimeError: Connection closed by peer"
+NOTHING: dict[str, object] = {"message": "<NONE>"}
+
+
+@pytest.mark.parametrize(
+    ("codes", "contents", "rank", "exit_code"),
+    [
+        ({0: 1, 1: 1}, {0: record(2.0), 1: record(1.0)}, 1, 1),
+        # A lost peer is lost because of somebody: of the rank with an error of its own, or of the one without a word.
+        ({0: 1, 1: 1}, {0: record(1.0, LOST, lost_peer=True), 1: record(2.0)}, 1, 1),
+        ({0: 1, 1: 17}, {0: record(1.0, LOST, lost_peer=True), 1: NOTHING}, 1, 17),
+        ({0: 1, 2: -9}, {0: record(1.0, LOST, lost_peer=True)}, 2, 137),
+        # A survivor that the launcher ended, and one that aborted while it was torn down, are no causes.
+        ({0: -15, 1: -6, 2: 1}, {2: record(1.0)}, 2, 1),
+        ({0: -15, 1: 1}, {1: record(1.0, LOST, lost_peer=True)}, 1, 1),
+        ({0: -15, 1: -9}, {}, 1, 137),
+        ({1: -15}, {}, 1, 143),
+    ],
+)
+def test_first_failure(
+    codes: dict[int, int], contents: dict[int, dict[str, object]], rank: int, exit_code: int
+) -> None:
+    found = first_failure(codes, contents)
+    assert (found.rank, found.exit_code) == (rank, exit_code)
+
+
+def test_failures_in_words() -> None:
+    assert first_failure({0: -9}, {}).describe() == "was killed by SIGKILL (signal 9)"
+    assert first_failure({0: 17}, {}).describe() == "exited with code 17"
+    assert first_failure({0: 1}, {0: record(1.0)}).describe() == "failed with ValueError: x"
+
+
+def test_a_record_tells_of_causes(tmp_path: Path) -> None:
+    try:
+        try:
+            raise ConnectionResetError("Connection reset by peer")
+        except ConnectionResetError as cause:
+            raise RoundError("round 3 did not take place;\n the old weights stand") from cause
+    except RoundError as error:
+        written = record_failure(error, tmp_path / "error.json")
+    assert (written.exit_code, written.is_xffl, written.lost_peer) == (2, True, True)
+    assert written.headline == "RoundError: round 3 did not take place; the old weights stand"
+    assert FailureRecord(**json.loads((tmp_path / "error.json").read_text())["xffl"]) == written
+
+
+def test_the_time_of_a_failure_is_noted_once(tmp_path: Path) -> None:
+    error = TopologyError("x")
+    note_failure(error)
+    earlier = record_failure(error, tmp_path / "a").time
+    note_failure(error)
+    assert record_failure(error, tmp_path / "b").time == earlier
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(3), 3),
+        (SystemExit(-1), 255),
+        (SystemExit("text"), 1),
+        (KeyboardInterrupt(), 128 + signal.SIGINT),
+        (ValueError("x"), 1),
+        (TopologyError("x"), 2),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, tmp_path: Path) -> None:
+    assert record_failure(error, tmp_path / "error.json").exit_code == code

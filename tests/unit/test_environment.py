@@ -1,0 +1,422 @@
+"""Who started this process: recordings of real launchers, written ones where none was at hand, and bad values."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xffl.cluster import hosts
+from xffl.cluster.environment import (
+    ProcessEnvironment,
+    detect_environment,
+    parse_sizes,
+    requested_federation,
+    use_interface,
+)
+from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
+from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.mpi import Claim, number_nodes
+from xffl.errors import ConfigError, LaunchError
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Environments of real processes: common variables first, then a block for each process, in rank order."""
+
+
+def recording(name: str) -> list[dict[str, str]]:
+    common, *processes = (RECORDED / f"{name}.env").read_text().split("[process]\n")
+    return [dict(line.split("=", 1) for line in (common + process).splitlines()) for process in processes]
+
+
+def places(found: list[ProcessEnvironment]) -> list[tuple[int, ...]]:
+    return [(e.rank, e.world_size, e.node_local_rank, e.node_local_size, e.node_rank, e.node_world_size) for e in found]
+
+
+class FakeWorld:
+    """MPI.COMM_WORLD of a recorded launch, played through by one process after the other, rank 0 first."""
+
+    def __init__(self, size: int, claims: list[Claim], names: list[str]) -> None:
+        self.size, self.rows, self.told = (size, list(zip(claims, names, strict=True)), None)
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def allgather(self, mine: tuple[Claim, str]) -> list[tuple[Claim, str]]:
+        assert mine[0][:3] in [row[0][:3] for row in self.rows]
+        return self.rows
+
+    def bcast(self, told: Any, root: int) -> Any:
+        self.told = told if told is not None else self.told
+        return self.told
+
+
+def fake_mpi(monkeypatch: pytest.MonkeyPatch, world: FakeWorld) -> None:
+    package = ModuleType("mpi4py")
+    package.MPI = SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Toy MPI 1.0\nmore")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+
+
+# Recorded launches ----------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_on_one_node() -> None:
+    found = [detect_environment(environ) for environ in recording("torchrun_one_node")]
+    assert places(found) == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
+    assert {(e.launcher, e.master_addr, e.master_port) for e in found} == {("torchrun", "localhost", 37415)}
+    assert "LOCAL_WORLD_SIZE" in found[0].reason
+
+
+def test_torchrun_on_uneven_nodes() -> None:
+    found = [detect_environment(environ) for environ in recording("torchrun_uneven_nodes")]
+    assert places(found) == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]
+
+
+SLURM_STEPS = {
+    "srun_even": [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)],
+    "srun_uneven_3_1": [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)],
+    "srun_two_cells": [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)],
+    "srun_part_of_allocation": [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)],
+    "srun_in_sbatch": [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)],
+    "srun_het_job": [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)],
+    # PMI_RANK and PMI_SIZE are set here, or PMIX_RANK, but no local rank of theirs.
+    "srun_pmi2": [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)],
+    "srun_pmix": [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)],
+}
+
+
+@pytest.mark.parametrize("name", SLURM_STEPS)
+def test_slurm_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xffl.cluster.launchers.node_address", lambda node: f"addr-of-{node}")
+    found = [detect_environment(environ) for environ in recording(name)]
+    assert places(found) == SLURM_STEPS[name]
+    assert {e.launcher for e in found} == {"slurm"}
+    assert {e.master_addr for e in found} == {"addr-of-a1"}
+    ports = {e.master_port for e in found}
+    assert len(ports) == 1 and 20000 <= (ports.pop() or 0) < 32000
+
+
+def test_steps_and_jobs_have_their_own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xffl.cluster.launchers.node_address", lambda node: node)
+    environ = recording("srun_even")[0]
+    ports = {
+        detect_environment({**environ, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in range(900_000, 900_100)
+        for step in range(16)
+    }
+    assert len(ports) == 1600
+
+
+@pytest.mark.parametrize("name", ["salloc_shell", "sbatch_script", "sbatch_from_inside_a_step"])
+def test_an_allocation_without_srun_is_a_single_process(name: str) -> None:
+    (environ,) = recording(name)
+    assert detect_environment(environ) == ProcessEnvironment()
+
+
+def test_an_interactive_step_is_a_single_process() -> None:
+    # A salloc shell as a step of its own (use_interactive_step): written after the manual, its id is 0xfffffffa.
+    environ = {**recording("srun_part_of_allocation")[0], "SLURM_STEP_ID": str(0xFFFFFFFA)}
+    assert detect_environment(environ) == ProcessEnvironment()
+
+
+MPI_LAUNCHES = {
+    # name: (launcher, expected places)
+    "openmpi4": ("openmpi", [(r, 4, r, 4, 0, 1) for r in range(4)]),
+    # Open MPI 5 numbered these local ranks 0, 2, 1: a local rank is never rank % n.
+    "openmpi5": ("openmpi", [(0, 3, 0, 3, 0, 1), (1, 3, 2, 3, 0, 1), (2, 3, 1, 3, 0, 1)]),
+    "openmpi_in_sbatch": ("openmpi", [(r, 3, r, 3, 0, 1) for r in range(3)]),
+    "mpich_one_host": ("mpich", [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]),
+    "mpich_two_hosts": ("mpich", [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)]),
+    "mpich_in_sbatch": ("mpich", [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]),
+    # Hydra starts its proxies with srun, so each process has a SLURM step of another size.
+    "mpich_over_srun": ("mpich", [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]),
+}
+KEYS = {
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpich": ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+@pytest.mark.parametrize("name", MPI_LAUNCHES)
+def test_mpi_launchers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, expected = MPI_LAUNCHES[name]
+    environs = recording(name)
+    claims = [Claim(*(int(environ[key]) for key in KEYS[launcher]), host="vm/1") for environ in environs]
+    fake_mpi(monkeypatch, FakeWorld(len(environs), claims, ["vm"] * len(environs)))
+    found = [detect_environment(environ) for environ in environs]
+    assert places(found) == expected
+    assert {(e.launcher, e.master_addr) for e in found} == {(launcher, "127.0.0.1")}
+    assert len({e.master_port for e in found}) == 1
+
+
+def test_mpi_without_mpi4py_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    environ = recording("openmpi4")[1]
+    with pytest.raises(LaunchError, match="pip install mpi4py"):
+        detect_environment(environ)
+    # One node and a rendezvous from outside leave nothing to ask.
+    found = detect_environment({**environ, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert (found.rank, found.node_rank, found.master_addr, found.master_port) == (1, 0, "10.0.0.1", 4000)
+
+
+def test_mpi4py_of_another_mpi_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpi(monkeypatch, FakeWorld(1, [Claim(0, 0, 1)], ["vm"]))
+    with pytest.raises(LaunchError, match=r"started 4 ranks, but mpi4py has loaded 'Toy MPI 1.0' and sees 1"):
+        detect_environment(recording("openmpi4")[0])
+
+
+def test_rank_zero_without_an_address_fails_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    environs = recording("mpich_two_hosts")
+    claims = [
+        Claim(*(int(environ[key]) for key in KEYS["mpich"]), host=environ["PMI_HOSTNAME"]) for environ in environs
+    ]
+    fake_mpi(monkeypatch, FakeWorld(4, claims, ["vm", "vm", "vm", "elsewhere"]))
+    monkeypatch.setattr(hosts, "_resolve", lambda name: ("127.0.1.1",))
+    for environ in environs:
+        with pytest.raises(LaunchError, match="rank 0 has no rendezvous: .*XFFL_IFNAME"):
+            detect_environment(environ)
+
+
+def test_rank_zero_listens_at_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {**recording("mpich_two_hosts")[0], "XFFL_IFNAME": "lo"}
+    claims = [Claim(0, 0, 3, "x"), Claim(1, 1, 3, "x"), Claim(2, 2, 3, "x"), Claim(3, 0, 1, "y")]
+    fake_mpi(monkeypatch, FakeWorld(4, claims, ["x", "x", "x", "y"]))
+    assert detect_environment(environ).master_addr == "127.0.0.1"
+
+
+# Launchers that were not at hand: variables as their documents and users give them ------------------------------------
+
+WRITTEN = {
+    "intel": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "I_MPI_ROOT": "/opt/intel"},
+        "mpich",
+    ),
+    "pals": (
+        {
+            "PALS_RANKID": "1",
+            "PALS_LOCAL_RANKID": "1",
+            "PALS_LOCAL_SIZE": "2",
+            "PALS_NODEID": "0",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+            "PMI_LOCAL_RANK": "1",
+            "PMI_LOCAL_SIZE": "2",
+        },
+        "pals",
+    ),
+    "mvapich": (
+        {f"MV2_COMM_WORLD_{n}": v for n, v in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "1212", strict=True)},
+        "mvapich",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_written_launchers(name: str) -> None:
+    environ, launcher = WRITTEN[name]
+    found = detect_environment({**environ, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert (found.launcher, *places([found])[0]) == (launcher, 1, 2, 1, 2, 0, 1)
+
+
+@pytest.mark.parametrize("launcher", [row.name for row in LAUNCHERS])
+def test_a_row_needs_all_of_its_variables(launcher: str) -> None:
+    row = next(row for row in LAUNCHERS if row.name == launcher)
+    full = dict.fromkeys((*row.variables.values(), *row.also), "1")
+    assert row.matches(full)
+    for name in full:
+        assert not row.matches({key: value for key, value in full.items() if key != name})
+
+
+def test_the_order_of_the_rows() -> None:
+    assert [row.name for row in LAUNCHERS] == ["torchrun", "openmpi", "mpich", "pals", "mvapich", "slurm"]
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_a_single_process() -> None:
+    found = detect_environment({})
+    assert found == ProcessEnvironment(0, 1, 0, 1, 0, 1, None, None, "none", "no launcher's variables are set")
+    assert detect_environment({}, rank=0, world_size=1).master_addr is None
+
+
+def test_arguments_beat_single_variables() -> None:
+    environ = recording("torchrun_one_node")[0]
+    found = detect_environment(environ, rank=1, master_port=1234)
+    assert (found.rank, found.world_size, found.master_addr, found.master_port) == (1, 2, "localhost", 1234)
+
+
+def test_own_processes_inside_a_launcher_take_nothing_from_it() -> None:
+    # One SLURM task that starts four processes by itself.
+    environ = recording("srun_even")[2]
+    found = detect_environment(environ, rank=3, world_size=8, master_addr="127.0.0.1", master_port=5000)
+    assert (found.launcher, *places([found])[0]) == ("arguments", 3, 8, 3, 8, 0, 1)
+
+
+def test_arguments_for_two_nodes() -> None:
+    given = {"node_local_rank": 1, "node_local_size": 3, "node_rank": 1, "node_world_size": 2}
+    found = detect_environment({}, rank=4, world_size=6, master_addr="h", master_port=5000, **given)
+    assert places([found]) == [(4, 6, 1, 3, 1, 2)]
+
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "4000",
+}
+SRUN = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "127.0.0.1",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+}
+BAD = [
+    ({**TORCHRUN, "RANK": "one"}, {}, "RANK is 'one'"),
+    ({**TORCHRUN, "RANK": ""}, {}, "RANK is ''"),
+    ({**TORCHRUN, "RANK": "4"}, {}, "RANK=4 is outside 0 to 3, as WORLD_SIZE=4"),
+    ({**TORCHRUN, "RANK": "-1"}, {}, "RANK=-1"),
+    ({**TORCHRUN, "WORLD_SIZE": "0"}, {}, "WORLD_SIZE=0"),
+    ({**TORCHRUN, "LOCAL_RANK": "2"}, {}, "LOCAL_RANK=2"),
+    ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, {}, "LOCAL_WORLD_SIZE=4 ranks on this node do not fit WORLD_SIZE=4"),
+    ({**TORCHRUN, "GROUP_WORLD_SIZE": "1"}, {}, "LOCAL_WORLD_SIZE=2"),
+    ({**TORCHRUN, "GROUP_RANK": "2"}, {}, "GROUP_RANK=2"),
+    ({**TORCHRUN, "MASTER_PORT": "70000"}, {}, "MASTER_PORT=70000"),
+    ({**TORCHRUN, "MASTER_PORT": "http"}, {}, "MASTER_PORT is 'http'"),
+    (TORCHRUN, {"rank": 9}, "argument rank=9"),
+    (TORCHRUN, {"world_size": 8}, "rank and world_size"),
+    ({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, {}, "torchrun, but LOCAL_RANK is missing"),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, {}, "MPI_LOCALRANKID"),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, {}, "OMPI_COMM_WORLD_SIZE"),
+    ({**SRUN, "SLURM_PROCID": "x"}, {}, "SLURM_PROCID"),
+    ({**SRUN, "SLURM_PROCID": "4"}, {}, "SLURM_PROCID=4"),
+    ({**SRUN, "SLURM_LOCALID": "2"}, {}, "SLURM_LOCALID=2"),
+    ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_TASKS_PER_NODE": "3"}, {}, "SLURM_STEP_TASKS_PER_NODE=3"),
+    ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x2", "SLURM_TASKS_PER_NODE": "2x2"}, {}, "2x2"),
+    ({**SRUN, "SLURM_STEP_NODELIST": "a[1-"}, {}, r"a\[1-"),
+    ({}, {"rank": 1}, "rank=1 .* rank and world_size"),
+    ({}, {"world_size": 2}, "rank and world_size"),
+    ({}, {"rank": 1, "world_size": 2}, "master_addr, master_port"),
+    ({}, {"rank": 2, "world_size": 2, "master_addr": "h", "master_port": 1}, "argument rank=2"),
+    ({}, {"rank": True, "world_size": 2}, "argument rank is True"),
+    ({}, {"rank": "0", "world_size": 2}, "argument rank is '0'"),
+    ({}, {"rank": 0, "world_size": 4, "node_rank": 0}, "node_local_rank, node_local_size, node_world_size"),
+    ({}, {"rank": 0, "world_size": 0}, "world_size=0"),
+]
+
+
+@pytest.mark.parametrize(("environ", "given", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_bad_values(environ: dict[str, str], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        detect_environment(environ, **given)
+
+
+# Hosts ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("login", ("login",)),
+        ("a[1-3,7],b09,login", ("a1", "a2", "a3", "a7", "b09", "login")),
+        ("n[08-11]", ("n08", "n09", "n10", "n11")),
+        ("r[1-2]n[1,3]x", ("r1n1x", "r1n3x", "r2n1x", "r2n3x")),
+        ("b,a", ("b", "a")),
+        ("[1-2]", ("1", "2")),
+    ],
+)
+def test_host_lists(text: str, names: tuple[str, ...]) -> None:
+    assert expand_hosts(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "a[1-", "a]", "a[3-1]", "a[x]", "a,,b", "a[1-2]],b", "a[]", ",a"])
+def test_bad_host_lists(text: str) -> None:
+    with pytest.raises(LaunchError, match="host list"):
+        expand_hosts(text)
+
+
+def test_counts() -> None:
+    assert expand_counts("4(x2),3") == (4, 4, 3)
+    assert expand_counts("1") == (1,)
+    for text in ("", "4x2", "4(x)", "4,,1"):
+        with pytest.raises(LaunchError, match="tasks per node"):
+            expand_counts(text)
+
+
+def test_nodes_are_numbered_by_their_lowest_rank() -> None:
+    # Cyclic placement over two machines; the second one holds two pretended hosts of one name.
+    claims = [Claim(0, 0, 2, "x"), Claim(1, 0, 1, "y"), Claim(2, 0, 1, "y"), Claim(3, 1, 2, "x")]
+    assert number_nodes(claims) == {0: 0, 1: 1, 2: 2, 3: 0}
+
+
+def test_local_ranks_that_do_not_fit_are_told() -> None:
+    with pytest.raises(LaunchError, match=r"host x should have local ranks 0 to 2, but its ranks have \{0: 0, 1: 1\}"):
+        number_nodes([Claim(0, 0, 3, "x"), Claim(1, 1, 3, "x")])
+
+
+def test_node_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert node_address("localhost") == "localhost"
+    monkeypatch.setattr(hosts, "_resolve", lambda name: ())
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
+    assert node_address("a1") == "a1"
+    shown = "NodeName=a1 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.7 NodeHostName=vm Port=17001"
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: "/usr/bin/scontrol")
+    monkeypatch.setattr(
+        hosts.subprocess, "run", lambda command, **kw: subprocess.CompletedProcess(command, 0, stdout=shown)
+    )
+    assert node_address("a1") == "10.0.0.7"
+
+
+def test_interfaces() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    with pytest.raises(LaunchError, match="XFFL_IFNAME to one of: .*lo"):
+        interface_address("nosuch0")
+    environ: dict[str, str] = {}
+    assert use_interface(None, environ) is None and environ == {}
+    assert use_interface("lo", environ) == "lo"
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert use_interface(None, {"XFFL_IFNAME": "lo"}) == "lo"
+    with pytest.raises(LaunchError, match=f"'nosuch0' does not exist on {socket.gethostname()}"):
+        use_interface(None, {"XFFL_IFNAME": "nosuch0"})
+
+
+# The federation that is asked for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("4", 4), ("4,4", (4, 4)), ("(4, 2)", (4, 2)), ("[1,2,3]", (1, 2, 3)), (" 8 ", 8), ("(4,)", 4), ("-1", -1)],
+)
+def test_sizes(text: str, sizes: object) -> None:
+    assert parse_sizes(text, "--federated") == sizes
+
+
+@pytest.mark.parametrize("text", ["", "four", "4;4", "4,,4", "4.0", "(4", "()"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="--federated"):
+        parse_sizes(text, "--federated")
+
+
+def test_requested_federation() -> None:
+    assert requested_federation({}) == (None, None)
+    assert requested_federation({"XFFL_FEDERATED": "", "XFFL_HSDP": " "}) == (None, None)
+    assert requested_federation({"XFFL_FEDERATED": "4,2", "XFFL_HSDP": "2"}) == ((4, 2), 2)
+    with pytest.raises(ConfigError, match="XFFL_FEDERATED"):
+        requested_federation({"XFFL_FEDERATED": "4 and 4"})
+    with pytest.raises(LaunchError, match="XFFL_HSDP"):
+        requested_federation({"XFFL_HSDP": "two"})

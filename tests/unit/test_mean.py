@@ -1,0 +1,84 @@
+"""The weighted mean: accurate, rounded once, and without effect on equal values."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xffl.aggregation.mean import weighted_mean
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+weight_lists = st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    weight_lists,
+    st.sampled_from(DTYPES),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=9),
+)
+def test_equal_values_keep_every_bit(weights: list[float], dtype: torch.dtype, numbers: list[float]) -> None:
+    limits = torch.finfo(dtype)
+    value = torch.tensor(numbers, dtype=torch.float64).clamp(limits.min, limits.max).to(dtype)
+    out = torch.empty_like(value)
+    weighted_mean([value.clone() for _ in weights], weights, out)
+    assert same_bits(out, value)
+
+
+def test_zeros_keep_their_sign_and_subnormals_their_value() -> None:
+    value = torch.tensor([-0.0, 0.0, 1e-45, -1e-45, 3.4e38])
+    out = torch.empty_like(value)
+    weighted_mean([value, value, value], [0.3, 0.1, 7.0], out)
+    assert same_bits(out, value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.floats(-(2.0**100), 2.0**100, width=32)), min_size=1, max_size=6).filter(
+        lambda pairs: any(weight for weight, _ in pairs)
+    )
+)
+def test_fp32_against_exact_fractions(pairs: list[tuple[float, float]]) -> None:
+    weights, numbers = [weight for weight, _ in pairs], [number for _, number in pairs]
+    total = sum(map(Fraction, weights))
+    exact = sum(Fraction(w) * Fraction(x) for w, x in pairs) / total
+    bound = sum(Fraction(w) * abs(Fraction(x)) for w, x in pairs) / total
+    out = torch.empty(1)
+    weighted_mean([torch.tensor([number]) for number in numbers], weights, out)
+    # Far inside the contract's 1e-6, down to the spacing of the smallest numbers.
+    assert abs(Fraction(out.item()) - exact) <= Fraction(6e-8) * bound + Fraction(2) ** -149
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_floats_are_the_fp32_mean_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(150_000, generator=generator).to(dtype) for _ in range(3)]
+    weights = [0.25, 5.0, 3.0]
+    out = torch.empty_like(values[0])
+    weighted_mean(values, weights, out)
+    mean = sum(w * v.double() for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert torch.equal(out, mean.float().to(dtype))  # type: ignore[union-attr]
+
+
+def test_a_value_of_weight_zero_is_not_read() -> None:
+    out = torch.empty(2)
+    weighted_mean([torch.full((2,), float("nan")), torch.tensor([1.0, 3.0])], [0.0, 2.0], out)
+    assert out.tolist() == [1.0, 3.0]
+
+
+def test_the_result_may_overwrite_a_value() -> None:
+    values = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0]), torch.tensor([5.0, 1.0])]
+    expected = torch.empty(2)
+    weighted_mean(values, [1.0, 4.0, 2.0], expected)
+    for index in range(3):
+        aliased = [value.clone() for value in values]
+        weighted_mean(aliased, [1.0, 4.0, 2.0], aliased[index])
+        assert torch.equal(aliased[index], expected)

@@ -1,0 +1,244 @@
+"""The package as a whole: what it exports, what it loads, and whether its files say the same of it."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import xffl
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "xffl"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(xffl.__path__, "xffl.") if "__main__" not in module.name
+)
+WITHOUT_TORCH = ("errors", "topology", "cluster", "report", "workflow")
+EXPORTS = {"DistributedState", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport", "Topology"}
+
+
+@pytest.fixture(scope="module")
+def settings() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def listed(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+# Exports --------------------------------------------------------------------------------------------------------------
+
+
+def test_xffl_exports_what_the_two_scripts_need_and_the_errors() -> None:
+    assert set(xffl.__all__) == EXPORTS | set(xffl.errors.__all__)
+    assert xffl.__all__ == sorted(xffl.__all__)
+    for name in xffl.__all__:
+        assert getattr(xffl, name).__name__ == name
+        assert name in dir(xffl)
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = xffl.nothing_of_this_name
+
+
+def test_what_readers_see_is_what_is_loaded() -> None:
+    """Type checkers read the imports under TYPE_CHECKING; at run time ``_HOMES`` counts."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in guarded for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == xffl._HOMES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    for public in getattr(module, "__all__", ()):
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert value.__doc__, f"{name}.{public} has no docstring"
+        else:
+            assert public in documented_data(module.__file__), f"no string below {name}.{public} says what it is"
+
+
+def documented_data(path: str | None) -> set[str]:
+    """Return the names of a module that are assigned and followed by a string."""
+    body = ast.parse(Path(str(path)).read_text()).body
+    found = set()
+    for node, after in pairwise(body):
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+            continue
+        if isinstance(node, ast.Assign):
+            found |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.AnnAssign):
+            found.add(ast.unparse(node.target))
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_is_public(name: str) -> None:
+    module = importlib.import_module(name)
+    assert hasattr(module, "__path__") or module.__all__
+
+
+# What is loaded -------------------------------------------------------------------------------------------------------
+
+
+def run_without(blocked: tuple[str, ...], code: str) -> str:
+    """Run code in a process where importing the blocked packages fails."""
+    hidden = "".join(f"sys.modules[{name!r}] = None; " for name in blocked)
+    command = [sys.executable, "-c", f"import sys; {hidden}sys.path.insert(0, {str(ROOT)!r})\n{code}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, cwd="/")
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_arithmetic_command_line_and_plan_do_without_torch() -> None:
+    told = run_without(
+        ("torch", "numpy", "matplotlib", "mpi4py"),
+        "import xffl, xffl.cluster, xffl.report\n"
+        "from xffl.cli.main import main\n"
+        "print(xffl.Topology(8, 4).cells, xffl.ConfigError.__name__)\n"
+        "sys.exit(main(['plan', '--federated', '4,4', '--hsdp', '2', '--params', '8e9', '--link-gbps', '10']))",
+    )
+    assert told.startswith("2 ConfigError")
+    assert "cell 1" in told
+
+
+def test_rooms_without_torch_load_none() -> None:
+    modules = [name for name in MODULES if name.split(".")[1] in (*WITHOUT_TORCH, "cli")]
+    code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(len(sys.modules))"
+    assert int(run_without(("torch", "matplotlib", "mpi4py"), code)) > len(modules)
+
+
+def test_the_errors_are_the_tree_of_their_docstring() -> None:
+    tree = re.findall(r"^ +[├└]── (\w+) +\((\w+)\)", str(xffl.errors.__doc__), re.MULTILINE)
+    assert {name for name, _ in tree} | {"XfflError"} == set(xffl.errors.__all__)
+    for name, builtin in tree:
+        assert [base.__name__ for base in getattr(xffl.errors, name).__bases__] == ["XfflError", builtin]
+
+
+# Files that must agree ------------------------------------------------------------------------------------------------
+
+
+def test_the_version_has_one_source(settings: configparser.ConfigParser) -> None:
+    assert settings["metadata"]["version"] == "attr: xffl.__version__"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", xffl.__version__)
+    told = run_without(("torch",), "from xffl.cli.main import main\nmain(['--version'])")
+    assert told.split()[-1] == xffl.__version__
+    try:
+        installed = importlib.metadata.version("xffl")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("xffl is not installed here, only on the path")
+    assert installed == xffl.__version__
+
+
+def test_every_console_script_exists(settings: configparser.ConfigParser) -> None:
+    scripts = listed(settings["options.entry_points"]["console_scripts"])
+    assert len(scripts) == 1
+    for script in scripts:
+        name, _, target = (part.strip() for part in script.partition("="))
+        module, _, function = target.partition(":")
+        assert name == "xffl"
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_every_room_has_its_import_contracts(settings: configparser.ConfigParser) -> None:
+    rooms = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    layers = re.split(r"[\s|]+", settings["importlinter:contract:rooms"]["layers"].strip())
+    assert rooms - {"__init__"} <= {layer.strip("()") for layer in layers}
+    named = {layer for layer in layers if not layer.startswith("(")}
+    assert named <= rooms, "brackets are for rooms that are still to come"
+    kept_free = set(listed(settings["importlinter:contract:torch"]["source_modules"]))
+    assert kept_free == {f"xffl.{room}" for room in WITHOUT_TORCH if room in rooms}
+
+
+def test_constraints_pin_all_direct_dependencies_and_no_others(settings: configparser.ConfigParser) -> None:
+    wanted = listed(settings["options"]["install_requires"])
+    for extra in settings["options.extras_require"].values():
+        wanted += listed(extra)
+    names = {re.split(r"[<>=!~; ]", requirement)[0].lower() for requirement in wanted}
+    lines = [line for line in listed((ROOT / "constraints.txt").read_text()) if not line.startswith("#")]
+    pins = [re.fullmatch(r'([\w-]+)==([\w.]+)(; python_version >= "3\.11")?', line) for line in lines]
+    assert all(pins), lines
+    assert sorted(pin[1].lower() for pin in pins if pin) == sorted(names)
+
+
+def test_types_are_shipped(settings: configparser.ConfigParser) -> None:
+    assert "py.typed" in listed(settings["options.package_data"]["xffl"])
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_readme_names_what_exists() -> None:
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "lint", "docs", "bench"} <= targets
+    assert {"demo", "test", "docs"} <= set(re.findall(r"\bmake (\w+)", readme)) <= targets
+    first_screen = readme[: readme.index("## ")]
+    for promise in ("make demo", "xffl.session(", "docs/_static/topology.svg"):
+        assert promise in first_screen
+    tree = re.findall(r"^  (\w+(?:/|\.py)) ", readme, re.MULTILINE)
+    rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    rooms |= {path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
+    assert set(tree) == rooms
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/first_run.rst"])
+def test_the_shown_script_is_python_and_uses_what_is_exported(page: str) -> None:
+    text = (ROOT / page).read_text()
+    start = text.index("import torch, xffl")
+    lines = text[start:].splitlines()
+    end = next(i for i, line in enumerate(lines) if i > 2 and line and (line.startswith("```") or line[0] not in " "))
+    indent = start - text.rindex("\n", 0, start) - 1
+    script = "\n".join(line[indent:] if i else line for i, line in enumerate(lines[:end]))
+    used = {node.attr for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Attribute) and on_xffl(node)}
+    assert {"session", "shard", "FederatedScaling"} <= used <= set(xffl.__all__)
+
+
+def on_xffl(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "xffl"
+
+
+# House rules that no linter knows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_small_and_use_public_torch(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= 420
+    vague = {"utils", "common", "helpers", "custom", "processing"}
+    assert not vague & set(path.relative_to(ROOT).with_suffix("").parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = node.end_lineno - body[0].lineno + 1 if body and node.end_lineno else 0
+            assert lines <= 60, f"{node.name} has {lines} lines"
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+            for name in names:
+                assert not (name.startswith("torch") and "._" in name), f"{name} is private to torch"
+
+
+def test_only_the_worlds_use_private_parts_of_torch() -> None:
+    private = re.compile(r"^\s*(?:from|import) torch[\w.]*\._\w+", re.MULTILINE)
+    users = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py") if private.search(path.read_text())}
+    assert users <= {Path("tests/worlds.py")}

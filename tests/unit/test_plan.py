@@ -1,0 +1,113 @@
+"""The plan: nothing lost, nothing twice, the same on all ranks that share a lane."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xffl.aggregation.plan import Cut, Item, Lane, plan_lanes
+from xffl.topology import Topology
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Topology, tuple[Item, ...], int]:
+    """A federation, tensors of any size cut in any way, and a bucket size."""
+    replica_size = draw(st.none() | st.integers(1, 3))
+    replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    sizes = tuple(count * (replica_size or 1) for count in replicas)
+    topology = Topology(sum(sizes), sizes, replica_size)
+    items = []
+    for index in range(draw(st.integers(0, 5))):
+        length, inner = draw(st.integers(0, 12)), draw(st.integers(0, 5))
+        is_cut = [draw(st.booleans()) for _ in sizes]
+        cuts = tuple(
+            Cut.of_axis(length, inner, topology.shards(cell))
+            if cut
+            else Cut.of_copy(length * inner, topology.shards(cell))
+            for cell, cut in enumerate(is_cut)
+        )
+        rule = draw(st.sampled_from(["average", "first"]))
+        items.append(Item(index, draw(st.sampled_from(["float32", "int64"])), rule, draw(st.booleans()), cuts))
+    return topology, tuple(items), draw(st.integers(1, 40))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_every_element_has_one_owner_in_each_cell(case: tuple[Topology, tuple[Item, ...], int]) -> None:
+    topology, items, _ = case
+    planned = {rank: plan_lanes(items, topology, rank) for rank in range(topology.world_size)}
+    for cell in range(topology.cells):
+        owned: dict[int, list[int]] = {item.position: [] for item in items}
+        for rank in topology.federation(cell):
+            at = topology.coordinates(rank)
+            for lane in planned[rank]:
+                if at.is_sender and lane.owners[cell] == at.shard:
+                    for index, start, stop in lane.pieces:
+                        owned[index].extend(range(start, stop))
+        for item in items:
+            assert sorted(owned[item.position]) == list(range(item.cuts[cell].numel))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_a_rank_sees_all_elements_that_it_holds(case: tuple[Topology, tuple[Item, ...], int]) -> None:
+    topology, items, _ = case
+    for rank in range(topology.world_size):
+        at = topology.coordinates(rank)
+        seen: dict[int, list[int]] = {item.position: [] for item in items}
+        for lane in plan_lanes(items, topology, rank):
+            for index, start, stop in lane.pieces:
+                seen[index].extend(range(start, stop))
+        for item in items:
+            cut = item.cuts[at.cell]
+            held = cut.bounds(at.shard) if cut.is_held_by_part else (0, cut.numel)
+            assert sorted(seen[item.position]) == list(range(*held))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_participants_of_a_lane_see_the_same_lane_in_the_same_order(
+    case: tuple[Topology, tuple[Item, ...], int],
+) -> None:
+    topology, items, limit = case
+    lanes: dict[tuple[object, ...], Lane] = {}
+    for rank in range(topology.world_size):
+        own = plan_lanes(items, topology, rank)
+        assert [lane.key for lane in own] == sorted(lane.key for lane in own)  # type: ignore[type-var]
+        for lane in own:
+            assert lanes.setdefault(lane.key, lane) == lane
+            assert list(lanes[lane.key].buckets(limit)) == list(lane.buckets(limit))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_buckets_hold_everything_once_and_are_full(case: tuple[Topology, tuple[Item, ...], int]) -> None:
+    topology, items, limit = case
+    for lane in plan_lanes(items, topology, 0):
+        buckets = list(lane.buckets(limit))
+        elements = [
+            (piece.item, e) for bucket in buckets for piece in bucket.pieces for e in range(piece.start, piece.stop)
+        ]
+        assert elements == [(index, e) for index, start, stop in lane.pieces for e in range(start, stop)]
+        assert [bucket.start for bucket in buckets] == list(range(0, lane.numel, limit))
+        assert all(b.stop - b.start == sum(p.stop - p.start for p in b.pieces) <= limit for b in buckets)
+        assert all(b.stop - b.start == limit for b in buckets[:-1])
+
+
+def test_equal_cuts_make_one_lane_for_each_shard() -> None:
+    topology = Topology(8, (4, 4), 2)
+    item = Item(0, "float32", "average", False, (Cut.of_axis(7, 3, 2),) * 2)
+    (lane,) = plan_lanes([item], topology, 6)
+    assert lane.owners == (0, 0)
+    assert lane.pieces == ((0, 0, 12),)
+
+
+def test_unequal_cuts_meet_in_the_common_refinement() -> None:
+    topology = Topology(6, (4, 2))
+    item = Item(0, "float32", "average", False, (Cut.of_axis(10, 1, 4), Cut.of_axis(10, 1, 2)))
+    # Cell 0 cuts at 3, 6, 9; cell 1 at 5.
+    pieces = {
+        rank: [(lane.owners, *lane.pieces[0][1:]) for lane in plan_lanes([item], topology, rank)] for rank in range(6)
+    }
+    assert pieces[1] == [((1, 0), 3, 5), ((1, 1), 5, 6)]
+    assert pieces[5] == [((1, 1), 5, 6), ((2, 1), 6, 9), ((3, 1), 9, 10)]

@@ -1,0 +1,64 @@
+"""xffl trains one sharded model on several groups of GPUs that are joined by slow links.
+
+The names below are imported when they are first used, so that what needs no torch (``xffl plan``) does without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from xffl.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    RoundError,
+    StateError,
+    TopologyError,
+    XfflError,
+)
+from xffl.topology import Topology
+
+if TYPE_CHECKING:
+    from xffl.aggregation import Aggregator, FederatedScaling, RoundReport
+    from xffl.distributed import DistributedState, session
+    from xffl.parallel import shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aggregator",
+    "CheckpointError",
+    "ConfigError",
+    "DistributedState",
+    "FederatedScaling",
+    "LaunchError",
+    "RoundError",
+    "RoundReport",
+    "StateError",
+    "Topology",
+    "TopologyError",
+    "XfflError",
+    "session",
+    "shard",
+]
+
+_HOMES = {
+    "Aggregator": "xffl.aggregation",
+    "DistributedState": "xffl.distributed",
+    "FederatedScaling": "xffl.aggregation",
+    "RoundReport": "xffl.aggregation",
+    "session": "xffl.distributed",
+    "shard": "xffl.parallel",
+}
+"""Where the names live whose import brings torch along."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xffl' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

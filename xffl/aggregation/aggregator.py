@@ -1,0 +1,312 @@
+"""The federated round, from the vote to the new weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from xffl.aggregation.exchange import Exchange, Homes, Turnout
+from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
+from xffl.aggregation.plan import plan_lanes
+from xffl.aggregation.report import RoundReport
+from xffl.aggregation.torn import Tear
+from xffl.aggregation.vote import Ballot, cast, cell_weights, check_rounds, checked_weight
+from xffl.distributed.agreement import agree
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import ConfigError, RoundError, StateError, XfflError
+
+__all__ = ["Aggregator"]
+
+NONFINITE = ("reject", "drop_cell")
+DEFAULT_BUCKET_BYTES = 4 * 2**20
+
+
+class Aggregator:
+    """Average a model over the cells of a federation, shard by shard.
+
+    Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
+    moves each shard once from its sender to each peer in the other cells, and from there to the replicas at home; the
+    number of replicas does not change what crosses. Memory: ``C`` buckets for ``C`` cells, and with ``atomic`` one copy of
+    this rank's shard.
+
+    What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
+    (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
+    non-persistent buffers stay local. The optimizer's state is left alone.
+
+    :param model: The model that trains: plain, DDP, or FSDP2/HSDP over the state's meshes.
+    :param state: The state that describes the federation; without one the world is a single cell.
+    :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`), first match first.
+    :param bucket_bytes: Size of the pieces that cross at a time, in bytes.
+    :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
+        failed exchange tears the model: it cannot be used until a checkpoint is loaded.
+    :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
+    :raises StateError: if torch.distributed is not initialized.
+    :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: DistributedState,
+        *,
+        policies: Mapping[str, str] | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        atomic: bool = True,
+        nonfinite: str = "reject",
+    ) -> None:
+        if not dist.is_initialized():
+            raise StateError(
+                "torch.distributed is not initialized; open xffl.session() or call init_process_group first"
+            )
+        self._model = model
+        self._topology = state.topology
+        self._rank = dist.get_rank()
+        at = self._topology.coordinates(self._rank)
+        self._device = _communication_device(state)
+        self._drops_cells = nonfinite == "drop_cell"
+        self._atomic = atomic
+        self._rounds = 0
+        self._tear: Tear | None = None
+        error: XfflError | None = None
+        text = ""
+        try:
+            _check_options(bucket_bytes, atomic, nonfinite)
+            self._manifest = Manifest(model, policies)
+            self._axes = self._manifest.axes(self._topology, at)
+            text = f"(options)\t{bucket_bytes} bytes a bucket, atomic={atomic}, nonfinite={nonfinite}\n{self._manifest}"
+        except XfflError as wrong:
+            error = wrong
+        agree("models", text, error=error, describe=describe_difference)
+        axes = gather_axes(self._axes, self._topology)
+        items = self._manifest.items(self._topology, axes)
+        self._exchange = Exchange(
+            self._manifest.moving,
+            items,
+            axes,
+            plan_lanes(items, self._topology, self._rank),
+            topology=self._topology,
+            rank=self._rank,
+            homes=_homes(state),
+            device=self._device,
+            bucket_bytes=bucket_bytes,
+            atomic=atomic,
+        )
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds that have taken place."""
+        return self._rounds
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a failed round may have left different weights on different ranks."""
+        return self._tear is not None and not self._tear.is_mended
+
+    def aggregate(self, weight: float | None = None) -> RoundReport:
+        """Run one round: afterwards every rank holds the weighted mean over the cells.
+
+        Collective over the world. Moves each shard once to each other cell and once to each replica at home, after a
+        vote of 56 bytes a rank and before another.
+
+        :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
+            ranks. ``None`` on all ranks: every cell counts 1.
+        :return: What the round did.
+        :raises ConfigError: if a weight is negative or not finite, or all are zero; on all ranks, the model unchanged.
+        :raises RoundError: if the round did not take place; the message says whether the old weights stand.
+        """
+        report = self.take_part(weight)
+        assert report is not None, "a rank that has not finished always gets a round"
+        return report
+
+    def take_part(
+        self, weight: float | None = None, *, is_absent: bool = False, is_finished: bool = False
+    ) -> RoundReport | None:
+        """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
+
+        Collective over the world, together with the other ranks' :meth:`aggregate`.
+
+        :param weight: As in :meth:`aggregate`; not read where ``is_absent``.
+        :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
+        :param is_finished: Say that this rank makes no further step. The report's ``is_last`` tells that all have said so.
+        :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
+        :raises ConfigError: as :meth:`aggregate`.
+        :raises RoundError: as :meth:`aggregate`.
+        """
+        start = time.perf_counter()
+        self.check()
+        ballots = self._open(weight, is_absent, is_finished)
+        is_last = all(ballot.is_finished for ballot in ballots)
+        if is_last and all(ballot.is_absent for ballot in ballots):
+            return None
+        turnout, dropped = self._turnout(ballots)
+        self._run(turnout)
+        self._rounds += 1
+        return RoundReport(
+            round=self._rounds,
+            weights=turnout.weights,
+            bytes_across=self._exchange.bytes_across,
+            bytes_home=self._exchange.bytes_home,
+            seconds=time.perf_counter() - start,
+            dropped=dropped,
+            is_last=is_last,
+        )
+
+    def check(self) -> None:
+        """Raise while the model is torn; local.
+
+        :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
+            been loaded into the model.
+        """
+        if self._tear is not None:
+            self._tear.check()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a resumed run needs; the same on all ranks."""
+        return {"rounds": self._rounds}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
+
+        :param state: The saved state.
+        """
+        self._rounds = int(state["rounds"])
+
+    def _open(self, weight: float | None, is_absent: bool, is_finished: bool) -> list[Ballot]:
+        """Vote on whether there is a round, and with what weights."""
+        error: XfflError | None = None
+        count, found = 0.0, []
+        try:
+            reshard(self._model)
+            if not is_absent:
+                count = 1.0 if weight is None else checked_weight(weight)
+            found = self._nonfinite_tensors()
+            if found and not self._drops_cells:
+                cell = self._topology.cell_of(self._rank)
+                raise RoundError(
+                    f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
+                    "their weights; nonfinite='drop_cell' would leave the cell out"
+                )
+        except XfflError as wrong:
+            error = wrong
+        except Exception as wrong:
+            error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
+        ballot = Ballot(
+            round=self._rounds + 1,
+            weight=count,
+            is_uniform=weight is None,
+            is_absent=is_absent,
+            is_finished=is_finished,
+            is_nonfinite=bool(found),
+            is_failed=error is not None,
+        )
+        ballots = cast(ballot, self._device)
+        check_rounds(ballots)
+        if any(ballot.is_failed for ballot in ballots):
+            agree(f"opening of round {self._rounds + 1}", "", error=error)
+        return ballots
+
+    def _turnout(self, ballots: list[Ballot]) -> tuple[Turnout, tuple[int, ...]]:
+        """Conclude whose values count; the same on all ranks."""
+        weights = cell_weights(ballots, self._topology)
+        if not any(weights):
+            raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
+        bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
+        dropped = tuple(sorted(bad))
+        weights = tuple(0.0 if cell in bad else weight for cell, weight in enumerate(weights))
+        if not any(weights):
+            raise RoundError(
+                f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
+            )
+        first = next(cell for cell in range(self._topology.cells) if cell not in bad)
+        return Turnout(weights, first), dropped
+
+    def _run(self, turnout: Turnout) -> None:
+        """Exchange, vote on the outcome, and write the new weights or leave the old."""
+        number = self._rounds + 1
+        failure: Exception | None = None
+        try:
+            with torch.no_grad():
+                self._exchange.run(turnout)
+            failure = self._exchange.failure
+        except Exception as error:
+            failure = error
+        try:
+            ballots = cast(Ballot(number, is_failed=failure is not None), self._device)
+            check_rounds(ballots)
+            is_agreed = not any(ballot.is_failed for ballot in ballots)
+            reasons = [] if is_agreed else _gather_reasons(failure)
+        except Exception as error:
+            why = f"the outcome of round {number} could not be learned ({failure or error})"
+            self._tear = Tear(self._model, why)
+            raise RoundError(f"{why}; the model is torn: load a checkpoint on all ranks") from (failure or error)
+        if not is_agreed:
+            self._reject(number, failure, reasons)
+        with torch.no_grad():
+            self._exchange.commit()
+
+    def _reject(self, number: int, failure: Exception | None, reasons: list[str]) -> None:
+        told = "; ".join(
+            f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
+        )
+        if self._atomic:
+            raise RoundError(
+                f"round {number} was not taken, all ranks keep their weights of before: {told}"
+            ) from failure
+        self._tear = Tear(self._model, f"round {number} failed with atomic=False: {told}")
+        raise RoundError(f"{self._tear.reason}; the model is torn: load a checkpoint on all ranks") from failure
+
+    def _nonfinite_tensors(self) -> list[str]:
+        """Name the moving tensors with a value on this rank that is not finite. One pass over them, no copy."""
+        names, extremes = [], []
+        for entry, axis in zip(self._manifest.moving, self._axes, strict=True):
+            elements = entry.elements(axis)
+            if elements.is_floating_point() and elements.numel():
+                names.append(entry.name)
+                extremes.append(torch.stack(torch.aminmax(elements)).double().to(self._device))
+        if not extremes:
+            return []
+        is_finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()
+        return [name for name, finite in zip(names, is_finite, strict=True) if not finite]
+
+
+def _check_options(bucket_bytes: object, atomic: object, nonfinite: object) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ConfigError(
+            f"bucket_bytes {bucket_bytes!r} is no positive whole number; give bytes, such as {DEFAULT_BUCKET_BYTES}"
+        )
+    if not isinstance(atomic, bool):
+        raise ConfigError(f"atomic {atomic!r} is neither True nor False")
+    if nonfinite not in NONFINITE:
+        raise ConfigError(f"nonfinite {nonfinite!r} is unknown; choose one of {', '.join(NONFINITE)}")
+
+
+def _communication_device(state: DistributedState) -> torch.device:
+    """Return where tensors must lie for the state's backend."""
+    if "nccl" not in str(state.backend):
+        return torch.device("cpu")
+    device = state.current_device if state.current_device is not None else torch.cuda.current_device()
+    return torch.device("cuda", device) if isinstance(device, int) else device
+
+
+def _homes(state: DistributedState) -> Homes:
+    """Pick the groups of a round from the state; groups of one rank are left out."""
+    if state.is_federated_scaling_setup():
+        across = state.federated_group[0] if state.federated_group else None
+        replica = state.replica_group[0] if state.replica_group else None
+        cell = state.federation
+    else:
+        across = None
+        replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
+        cell = dist.group.WORLD
+    return Homes(across, *(None if group is None or group.size() == 1 else group for group in (replica, cell)))
+
+
+def _gather_reasons(failure: Exception | None) -> list[str]:
+    """Return each rank's reason for its no; collective over the world."""
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    return reasons

@@ -1,0 +1,103 @@
+"""The votes of a round: every rank tells every rank a few numbers, and all draw the same conclusion from them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from xffl.errors import ConfigError, RoundError
+from xffl.topology import Topology
+
+__all__ = ["Ballot", "cast", "cell_weights", "check_rounds", "checked_weight"]
+
+
+class Ballot(NamedTuple):
+    """What one rank says at the opening or the close of a round.
+
+    :param round: Number of the round that the rank believes to be in.
+    :param weight: Its count; 1 where cells count alike.
+    :param is_uniform: Whether it gave no count.
+    :param is_absent: Whether it has nothing to contribute any more.
+    :param is_finished: Whether its cell has no more steps to make.
+    :param is_nonfinite: Whether it holds a value that is not finite.
+    :param is_failed: Whether it cannot go on; the reason is gathered afterwards.
+    """
+
+    round: float
+    weight: float = 0.0
+    is_uniform: bool = False
+    is_absent: bool = False
+    is_finished: bool = False
+    is_nonfinite: bool = False
+    is_failed: bool = False
+
+
+def cast(ballot: Ballot, device: torch.device) -> list[Ballot]:
+    """Give this rank's ballot and read everybody's.
+
+    Collective over the world: one all-gather of seven 64-bit floats from each rank.
+
+    :param ballot: This rank's ballot.
+    :param device: Where the world's backend communicates from.
+    :return: The ballots, by rank.
+    """
+    mine = torch.tensor(ballot, dtype=torch.float64, device=device)
+    rows = torch.empty(dist.get_world_size(), mine.numel(), dtype=torch.float64, device=device)
+    dist.all_gather(list(rows.unbind()), mine)
+    return [Ballot(row[0], row[1], *map(bool, row[2:])) for row in rows.tolist()]
+
+
+def check_rounds(ballots: Sequence[Ballot]) -> None:
+    """Raise, on all ranks alike, where the ranks are not in the same round.
+
+    :raises RoundError: if two ballots carry different numbers.
+    """
+    found = {int(ballot.round): rank for rank, ballot in reversed(list(enumerate(ballots)))}
+    if len(found) > 1:
+        shown = ", ".join(f"rank {rank} in round {number}" for number, rank in sorted(found.items()))
+        raise RoundError(f"the ranks are in different rounds ({shown}); call aggregate equally often on every rank")
+
+
+def checked_weight(weight: object) -> float:
+    """Return a rank's count as a float.
+
+    :param weight: A real number or a tensor of one element.
+    :raises ConfigError: if it is none, negative or not finite.
+    """
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise ConfigError(f"weight {weight!r} is no number; give this rank's count of samples or tokens, or None")
+    if not math.isfinite(weight) or weight < 0:
+        raise ConfigError(
+            f"weight {weight} is negative or not finite; give this rank's count of samples or tokens, or None"
+        )
+    return float(weight)
+
+
+def cell_weights(ballots: Sequence[Ballot], topology: Topology) -> tuple[float, ...]:
+    """Add the ranks' counts up to one weight for each cell.
+
+    Local and deterministic; all ranks get the same. Where no rank gave a count, a cell counts 1, or 0 once it has
+    nothing to contribute.
+
+    :param ballots: The ballots, by rank.
+    :param topology: The federation.
+    :raises ConfigError: if some ranks gave a count and others none, or a sum is not finite.
+    """
+    present = [(rank, ballot) for rank, ballot in enumerate(ballots) if not ballot.is_absent]
+    uniform = [rank for rank, ballot in present if ballot.is_uniform]
+    if uniform and len(uniform) < len(present):
+        raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
+    weights = []
+    for cell in range(topology.cells):
+        counts = [ballots[rank].weight for rank in topology.federation(cell)]
+        weights.append(max(counts) if uniform else sum(counts))
+    if not math.isfinite(sum(weights)):
+        raise ConfigError(f"the weights of the cells {tuple(weights)} have no finite sum; give smaller counts")
+    return tuple(weights)

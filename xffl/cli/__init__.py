@@ -1,0 +1,1 @@
+"""What one types: commands that parse and call. Torch is imported only inside a command."""

@@ -1,0 +1,237 @@
+"""Who started this process: explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
+
+This package is the only reader of the environment's process variables; the launchers it knows are a table in
+:mod:`xffl.cluster.launchers`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
+from xffl.errors import ConfigError, LaunchError
+
+__all__ = ["ProcessEnvironment", "detect_environment", "parse_sizes", "requested_federation", "use_interface"]
+
+_PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
+"""Fields that count from 0, each with the field that says to where."""
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """Where this process stands among all.
+
+    The rendezvous is ``None`` where the world is this one process and nobody gave an address. Nodes may hold different
+    numbers of ranks; ``node_local_size`` is that of this rank's node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    node_local_rank: int = 0
+    node_local_size: int = 1
+    node_rank: int = 0
+    node_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: str = "none"
+    reason: str = "no launcher's variables are set"
+
+
+def detect_environment(
+    environ: Mapping[str, str] | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    node_local_rank: int | None = None,
+    node_local_size: int | None = None,
+    node_rank: int | None = None,
+    node_world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> ProcessEnvironment:
+    """Find out where this process stands.
+
+    Under an MPI launcher it is collective over ``MPI.COMM_WORLD`` unless the variables and arguments tell everything,
+    so every rank must call it with the same kinds of arguments. Otherwise no process talks to another.
+
+    An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
+    processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :param rank: Rank of this process in the world.
+    :param world_size: Number of all processes.
+    :param node_local_rank: Rank of this process on its node.
+    :param node_local_size: Processes on this node.
+    :param node_rank: Number of this node.
+    :param node_world_size: Number of nodes.
+    :param master_addr: Address where rank 0 listens.
+    :param master_port: Port where rank 0 listens.
+    :return: The environment; a single process where nothing is given and no launcher matches.
+    :raises LaunchError: if values are no numbers, contradict each other, or leave something open.
+    """
+    environ = os.environ if environ is None else environ
+    arguments = {
+        "rank": rank,
+        "world_size": world_size,
+        "node_local_rank": node_local_rank,
+        "node_local_size": node_local_size,
+        "node_rank": node_rank,
+        "node_world_size": node_world_size,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    given: Fields = {name: value for name, value in arguments.items() if value is not None}
+    sources = {name: f"argument {name}" for name in arguments}
+    _check(given, sources)
+    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    found = row.read(environ) if row is not None else {}
+    if row is None or given.get("world_size", found["world_size"]) != found["world_size"]:
+        found = _complete_arguments(given, environ)
+        launcher, reason = ProcessEnvironment.launcher, ProcessEnvironment.reason
+        if found:
+            launcher, reason = "arguments", "rank and world size were given"
+    else:
+        sources |= {name: variable for name, variable in row.variables.items() if name not in given}
+        found.update(given)
+        _check(found, sources)
+        row.complete(found, environ)
+        launcher, reason = (row.name, f"{', '.join((*row.variables.values(), *row.also))} are set")
+    _check(found, sources)
+    if found.get("world_size", 1) == 1 and not {"master_addr", "master_port"} <= found.keys():
+        # Half a rendezvous is of no use to a single process, which needs none.
+        found.pop("master_addr", None)
+        found.pop("master_port", None)
+    return ProcessEnvironment(**found, launcher=launcher, reason=reason)
+
+
+def _complete_arguments(given: Fields, environ: Mapping[str, str]) -> Fields:
+    """Fill in what arguments leave open where no launcher is to be asked."""
+    found = dict(given)
+    if "rank" not in found and found.get("world_size", 1) == 1:
+        _refuse_half_a_launcher(environ)
+        if not found:
+            return found
+        found |= {"rank": 0, "world_size": 1}
+    if "rank" not in found or "world_size" not in found:
+        raise LaunchError(f"{_shown(given)} without a launcher of that world needs rank and world_size; give both")
+    world = found["world_size"]
+    places = ("node_local_rank", "node_local_size", "node_rank", "node_world_size")
+    if not any(name in found for name in places):
+        found |= {"node_local_rank": found["rank"], "node_local_size": world, "node_rank": 0, "node_world_size": 1}
+    elif found.get("node_local_size") == world:
+        found.setdefault("node_local_rank", found["rank"])
+        found.setdefault("node_rank", 0)
+        found.setdefault("node_world_size", 1)
+    absent = [name for name in places if name not in found]
+    if world > 1:
+        honour_master(found, environ)
+        absent += [name for name in ("master_addr", "master_port") if name not in found]
+    if absent:
+        raise LaunchError(f"{_shown(given)} leaves {', '.join(absent)} open; give them, or start with a launcher")
+    return found
+
+
+def _refuse_half_a_launcher(environ: Mapping[str, str]) -> None:
+    """Raise where a launcher was at work whose variables are incomplete: every rank would train alone."""
+    for row in LAUNCHERS:
+        missing = row.missing(environ)
+        names = [row.variables["rank"]] if row.alone else [row.variables["rank"], row.variables["world_size"]]
+        if not missing or any(name not in environ for name in names):
+            continue
+        if environ.get(row.variables["world_size"]) != "1":
+            shown = ", ".join(f"{name}={environ[name]}" for name in names)
+            raise LaunchError(
+                f"{shown} looks like {row.name}, but {', '.join(missing)} is missing; start with torchrun, mpirun or "
+                f"srun, give rank and world_size as arguments, or unset {names[0]} for a single process"
+            )
+
+
+def _check(found: Fields, sources: Mapping[str, str]) -> None:
+    """Raise where fields are impossible or contradict each other; fields that are not found yet are left out."""
+    for name, value in found.items():
+        if name != "master_addr" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise LaunchError(f"{sources[name]} is {value!r}; give a whole number")
+    for part, whole in _PARTS:
+        size = found.get(whole)
+        if size is not None and size < 1:
+            raise LaunchError(f"{sources[whole]}={size} is less than 1; start at least one process")
+        if found.get(part, 0) < 0 or (size is not None and found.get(part, 0) >= size):
+            limit = "what is counted from 0" if size is None else f"0 to {size - 1}, as {sources[whole]}={size} says"
+            raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
+    port = found.get("master_port")
+    if port is not None and not 0 < port < 65536:
+        raise LaunchError(f"{sources['master_port']}={port} is no port; give 1 to 65535")
+    if any(whole not in found for _, whole in _PARTS):
+        return
+    world, local, nodes = (found[whole] for _, whole in _PARTS)
+    if local > world - (nodes - 1) or (nodes == 1 and local != world):
+        raise LaunchError(
+            f"{sources['node_local_size']}={local} ranks on this node do not fit {sources['world_size']}={world} ranks "
+            f"on {sources['node_world_size']}={nodes} nodes; every node holds at least one"
+        )
+
+
+def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
+    """Read federated sizes such as ``4``, ``4,4`` or ``(4, 4)``.
+
+    :param text: What was typed.
+    :param knob: Name of the option or variable, for the message.
+    :return: A number for equal cells of that size, or the size of each cell.
+    :raises ConfigError: if it is not numbers joined by commas.
+    """
+    plain = text.strip()
+    if plain[:1] + plain[-1:] in ("()", "[]"):
+        plain = plain[1:-1]
+    items = [item.strip() for item in plain.strip().removesuffix(",").split(",")]
+    if not all(item.removeprefix("-").isdecimal() for item in items):
+        raise ConfigError(f"{knob} is {text!r}; give sizes like 4,4, or one number for equal cells")
+    sizes = tuple(int(item) for item in items)
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[int | tuple[int, ...] | None, int | None]:
+    """Return the federation that the environment asks for.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Federated sizes from ``XFFL_FEDERATED`` and the replica size from ``XFFL_HSDP``, ``None`` where unset or
+        empty.
+    :raises ConfigError: if the sizes cannot be read.
+    :raises LaunchError: if the replica size is no number.
+    """
+    environ = os.environ if environ is None else environ
+    federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
+    return (
+        parse_sizes(federated, "XFFL_FEDERATED") if federated else None,
+        read_number("XFFL_HSDP", hsdp) if hsdp else None,
+    )
+
+
+def use_interface(name: str | None, environ: MutableMapping[str, str] | None = None) -> str | None:
+    """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
+
+    Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
+
+    :param name: Interface, such as ``ib0``; ``None`` means what ``XFFL_IFNAME`` says, if anything.
+    :param environ: Environment to read and change; ``None`` means the process's own.
+    :return: The interface, or ``None`` where none is asked for.
+    :raises LaunchError: if this host has no such interface.
+    """
+    environ = os.environ if environ is None else environ
+    chosen = name or environ.get("XFFL_IFNAME") or None
+    if chosen is None:
+        return None
+    known = sorted(interface for _, interface in socket.if_nameindex())
+    if chosen not in known:
+        raise LaunchError(
+            f"interface {chosen!r} does not exist on {socket.gethostname()}; set XFFL_IFNAME (or ifname) to one of: "
+            f"{', '.join(known)}"
+        )
+    environ["GLOO_SOCKET_IFNAME"] = environ["NCCL_SOCKET_IFNAME"] = chosen
+    return chosen
+
+
+def _shown(given: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())

@@ -1,0 +1,157 @@
+"""How a rank's failure reaches the launcher: a small file for each rank, and the rule for who failed first.
+
+When one rank fails, the others soon fail too, with "connection closed by peer" and the like. The launcher shows the
+first failure alone, so ranks print no traceback but write a record, and :func:`first_failure` picks one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xffl.errors import XfflError
+
+__all__ = ["FailureRecord", "RankFailure", "first_failure", "note_failure", "record_failure"]
+
+_LOST_PEER = (
+    "broken pipe",
+    "connection closed by peer",
+    "connection refused",
+    "connection reset",
+    "connection was closed",
+    "connection was likely closed",
+    "dead peer",
+    "failed to recv",
+    "remote process exited",
+    "socket closed",
+    "timed out waiting",
+)
+"""What gloo, NCCL and the store say, in lower case, when another rank has gone."""
+
+_NOTED_AT = "_xffl_noted_at"
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What a rank writes about the exception that ended it."""
+
+    time: float
+    """When the rank had failed, in seconds since the epoch."""
+    exit_code: int
+    headline: str
+    """The exception in one line; empty for a rank that left by ``sys.exit``."""
+    traceback: str
+    is_xffl: bool
+    """Whether it is an :class:`~xffl.errors.XfflError`, which needs no traceback to be understood."""
+    lost_peer: bool
+    """Whether it only says that another rank has gone."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The failure that ended a job."""
+
+    rank: int
+    exit_code: int
+    """What the launcher exits with: the rank's own code, or 128 + n after signal n."""
+    record: FailureRecord | None
+    """What the rank wrote; ``None`` where it was killed or left by ``os._exit``."""
+
+    def describe(self) -> str:
+        """Return in words how the rank ended."""
+        if self.record is not None and self.record.headline:
+            return f"failed with {self.record.headline}"
+        if self.record is None and self.exit_code > 128:
+            number = self.exit_code - 128
+            name = signal.Signals(number).name if number in set(signal.Signals) else "a signal"
+            return f"was killed by {name} (signal {number})"
+        return f"exited with code {self.exit_code}"
+
+
+def note_failure(error: BaseException) -> None:
+    """Note on an exception that it has happened by now, if nobody has before.
+
+    Whoever tears connections down while an exception passes calls this first: what the other ranks then fail with is
+    later by the clock.
+
+    :param error: The exception on its way out.
+    """
+    if not hasattr(error, _NOTED_AT):
+        setattr(error, _NOTED_AT, time.time())
+
+
+def record_failure(error: BaseException, path: Path, *, skip: Container[str] = ()) -> FailureRecord:
+    """Write what ended this rank where the launcher finds it.
+
+    :param error: The exception that ended it.
+    :param path: File to write, in the form that torch's elastic agent reads too.
+    :param skip: Files whose frames are left out at the beginning of the traceback.
+    :return: What was written.
+    """
+    note_failure(error)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in skip:
+        frames = frames.tb_next
+    leaves = isinstance(error, SystemExit)
+    record = FailureRecord(
+        time=getattr(error, _NOTED_AT),
+        exit_code=_exit_code(error),
+        headline="" if leaves else f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "),
+        traceback="" if leaves else "".join(traceback.format_exception(type(error), error, frames)),
+        is_xffl=isinstance(error, XfflError),
+        lost_peer=any(sign in str(link).lower() for link in _chain(error) for sign in _LOST_PEER),
+    )
+    extra = {"py_callstack": record.traceback, "timestamp": str(int(record.time))}
+    content = {"message": {"message": record.headline, "extraInfo": extra}, "xffl": asdict(record)}
+    path.write_text(json.dumps(content))
+    return record
+
+
+def first_failure(exit_codes: Mapping[int, int], contents: Mapping[int, Mapping[str, Any]]) -> RankFailure:
+    """Pick the failure that the others followed from.
+
+    That is the earliest of the ranks that failed by themselves; where every record only tells of a lost peer, a rank
+    that died without a word was that peer. Ranks ended by SIGTERM come last, since the launcher ends the survivors so.
+
+    :param exit_codes: Exit code of each failed rank, -n after signal n.
+    :param contents: What the failed ranks wrote, as read back from their files; ranks may be missing.
+    :return: The failure, with the exit code for the launcher.
+    """
+    records = {rank: FailureRecord(**content["xffl"]) for rank, content in contents.items() if "xffl" in content}
+
+    def order(rank: int) -> tuple[int, float, int]:
+        record = records.get(rank)
+        if record is None:
+            return (4 if exit_codes[rank] == -signal.SIGTERM else 2, 0.0, rank)
+        return (3 if record.lost_peer else 1, record.time, rank)
+
+    rank = min(exit_codes, key=order)
+    record, code = records.get(rank), exit_codes[rank]
+    if record is not None:
+        return RankFailure(rank, record.exit_code, record)
+    return RankFailure(rank, 128 - code if code < 0 else code, None)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        return error.code & 0xFF if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 2 if isinstance(error, XfflError) else 1
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

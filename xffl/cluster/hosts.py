@@ -1,0 +1,152 @@
+"""Hosts: lists of names as SLURM writes them, and addresses that other hosts can reach. No process talks to another."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+
+from xffl.errors import LaunchError
+
+__all__ = ["expand_counts", "expand_hosts", "host_identity", "interface_address", "node_address", "reachable_address"]
+
+_SIOCGIFADDR = 0x8915
+"""Linux: ask a socket for the IPv4 address of an interface."""
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Expand a host list such as ``a[1-3,07],b09,login``, in its order.
+
+    Several brackets in one name multiply (``r[1-2]n[1-2]``); the width of a range's first number is kept
+    (``n[08-10]`` is ``n08, n09, n10``).
+
+    :param text: Host list as in ``SLURM_STEP_NODELIST``.
+    :return: The names.
+    :raises LaunchError: if the text is empty or malformed.
+    """
+    pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not pieces or ",".join(pieces) != text:
+        raise LaunchError(f"host list {text!r} cannot be read; write it like a[1-3,07],b09,login")
+    return tuple(name for piece in pieces for name in _expand_name(piece, text))
+
+
+def _expand_name(piece: str, text: str) -> Iterable[str]:
+    # Splitting at a captured group alternates: plain text, inside of a bracket, plain text, ...
+    parts = re.split(r"\[([^\[\]]*)\]", piece)
+    choices = [_numbers(part, text) if index % 2 else (part,) for index, part in enumerate(parts)]
+    return ("".join(chosen) for chosen in product(*choices))
+
+
+def _numbers(ranges: str, text: str) -> tuple[str, ...]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise LaunchError(f"host list {text!r} has the range {item!r}; write ranges like 1-3 or 08-10")
+        numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return tuple(numbers)
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Expand counts by node such as ``4(x2),3`` into ``(4, 4, 3)``.
+
+    :param text: Counts as in ``SLURM_STEP_TASKS_PER_NODE``.
+    :return: One count for each node, in the order of the node list.
+    :raises LaunchError: if the text is malformed.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise LaunchError(f"tasks per node {text!r} cannot be read at {item!r}; write them like 4(x2),3")
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return tuple(counts)
+
+
+def host_identity() -> str:
+    """Name this machine so that two machines of the same host name differ.
+
+    The kernel's boot id tells cloned hosts apart; where it is missing, the host name alone has to do.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
+
+
+def interface_address(name: str) -> str:
+    """Find the IPv4 address of a network interface of this host.
+
+    :param name: Interface, such as ``ib0``.
+    :return: The address, in dotted form.
+    :raises LaunchError: if there is no such interface, or it has no IPv4 address.
+    """
+    import fcntl  # POSIX only: a module-level import would break the parsing of host lists elsewhere
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
+            raise LaunchError(
+                f"interface {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror}); "
+                f"set XFFL_IFNAME to one of: {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def node_address(name: str) -> str:
+    """Return an address for a node of a SLURM cluster.
+
+    A name that resolves is used as it is, so that a start of many tasks does not flood the controller. Otherwise
+    ``scontrol`` is asked for the node's ``NodeAddr``; without an answer the name itself has to do.
+
+    :param name: Name of the node as in the node list.
+    :return: A name or an address.
+    """
+    if _resolve(name) or shutil.which("scontrol") is None:
+        return name
+    command = ["scontrol", "-o", "show", "node", name]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL)
+    match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+    return match[1] if match else name
+
+
+def reachable_address(peers: Iterable[str]) -> str:
+    """Return an address of this host that other hosts can reach.
+
+    That is the first address of the host's own name that is not loopback, or else the address from which a peer is
+    reached (a route is looked up; nothing is sent).
+
+    :param peers: Names of other hosts.
+    :return: An IPv4 address, in dotted form.
+    :raises LaunchError: if neither is to be had.
+    """
+    own = socket.gethostname()
+    for address in _resolve(own):
+        if not address.startswith("127."):
+            return address
+    for peer in peers:
+        for address in _resolve(peer):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))
+                source = str(probe.getsockname()[0])
+            if not source.startswith("127."):
+                return source
+    raise LaunchError(
+        f"host {own!r} resolves to no address that other hosts can reach; set XFFL_IFNAME to a network interface, or "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _resolve(name: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(str(entry[4][0]) for entry in found)

@@ -1,0 +1,102 @@
+"""Start processes on this machine and see them through, with torch's elastic agent underneath."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from xffl.cluster.failure import RankFailure, first_failure
+from xffl.errors import LaunchError
+
+__all__ = ["launch_local"]
+
+_GRACE_S = 10
+"""How long ranks may take to end after a signal before they are killed (torch 2.12 and later; before, 30 s)."""
+
+
+class _TimeLimit(BaseException):
+    """The job's time is up."""
+
+
+def launch_local(
+    processes: int, command: Sequence[str], *, environ: Mapping[str, str], timeout_s: float | None = None
+) -> RankFailure | int:
+    """Run a Python script in several processes on this machine, and wait for them.
+
+    The ranks get torchrun's variables; the rendezvous is a free port of 127.0.0.1 that this process already holds, so
+    jobs do not collide. Output streams through. When a rank fails, the others are ended at once. SIGINT, SIGTERM,
+    SIGHUP and SIGQUIT are passed on to the ranks; if this process is killed, Linux ends them. Call it from the main
+    thread of a process of its own: environment, signal handlers and logging are changed for good.
+
+    :param processes: How many, at least 1.
+    :param command: Script and its arguments, passed on unchanged.
+    :param environ: Variables that the ranks get on top of this process's own.
+    :param timeout_s: End the job after this many seconds; ``None`` means no limit.
+    :return: The failure that ended the job, or an exit code: 0, 128 + n where signal n stopped it, 124 where its time
+        was up.
+    :raises LaunchError: if the script does not exist, or the agent itself fails.
+    """
+    if not os.path.exists(command[0]):
+        raise LaunchError(f"script {command[0]!r} does not exist in {os.getcwd()}; give the path of a Python script")
+    os.environ.update(environ)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if "LOGLEVEL" not in os.environ:
+        # The agent logs every rank that it ends; what matters of it is returned.
+        logger = logging.getLogger("torch.distributed")
+        logger.propagate = False
+        logger.handlers[:] = [logging.NullHandler()]
+    # The agent substitutes ${local_rank} in arguments; "$$" is a "$" that is left alone.
+    arguments = ["-u", "-m", "xffl.cluster.runner", *(part.replace("$", "$$") for part in command)]
+    with tempfile.TemporaryDirectory(prefix="xffl-exec-") as logs, _time_limit(timeout_s):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=os.path.basename(logs),
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            return first_failure(codes, {rank: failure.error_file_data for rank, failure in error.failures.items()})
+        except SignalException as stop:
+            return 128 + stop.sigval
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except _TimeLimit:
+            return 124
+    return 0
+
+
+@contextmanager
+def _time_limit(timeout_s: float | None) -> Iterator[None]:
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise _TimeLimit
+
+    if timeout_s is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

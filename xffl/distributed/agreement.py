@@ -1,0 +1,147 @@
+"""Let all ranks decide alike: one small reduction tells whether they were given the same and found the same fault."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from xffl import errors
+from xffl.errors import ConfigError, LaunchError, XfflError
+
+__all__ = ["agree", "agree_on_store", "ranks_text"]
+
+
+def agree(
+    what: str,
+    value: str,
+    *,
+    error: XfflError | None = None,
+    describe: Callable[[dict[int, str]], XfflError] | None = None,
+) -> None:
+    """Return if all ranks were given the same and none has an error; raise the same error on all of them otherwise.
+
+    Collective over the world: one all-reduce of 16 bytes, and only where ranks differ an all-gather of their values.
+    Where torch.distributed is not initialized nothing moves, and this rank's own error is raised.
+
+    :param what: What is compared, for the message: "ranks were given different WHAT".
+    :param value: This rank's value, as a person would write it; it counts only where there is no error.
+    :param error: What this rank found wrong.
+    :param describe: Makes the error from the values by rank where they differ; by default one that lists them.
+    :raises XfflError: the ranks' common error, or that of the lowest rank that has one with the ranks named, or the
+        one that tells how the values differ.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    told = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
+    h = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8], "big") >> 1
+    extremes = torch.tensor([h, -h], dtype=torch.int64, device=_device())
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN)
+    low, high = extremes.tolist()
+    if low == -high:
+        if error is not None:
+            raise error
+        return
+    gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size()
+    dist.all_gather_object(gathered, told)
+    raise _difference(gathered, describe)
+
+
+def agree_on_store(
+    store: Store, rank: int, world_size: int, value: str, error: XfflError | None, timeout_s: float
+) -> None:
+    """Do what :func:`agree` does before there is a process group, over the store that ranks meet at.
+
+    Collective over the world: a handful of small requests to the store from each rank.
+
+    :param store: A store that no rank has used for this before.
+    :param rank: Rank of this process.
+    :param world_size: Number of processes.
+    :param value: What the ranks must have in common, as a person would write it.
+    :param error: What this rank found wrong.
+    :param timeout_s: How long to wait for the others, in seconds.
+    :raises XfflError: the same on all ranks: the first rank's error, or one that tells how the values differ.
+    :raises LaunchError: if not all ranks come in time.
+    """
+    common = store.compare_set("value", "", value).decode()
+    if error is not None:
+        store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
+    elif common != value:
+        text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
+        store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
+    if store.add("arrived", 1) == world_size:
+        store.set("verdict", store.compare_set("error", "", "null").decode())
+    try:
+        store.wait(["verdict"], timedelta(seconds=timeout_s))
+    except RuntimeError as late:
+        raise LaunchError(
+            f"only {store.add('arrived', 0)} of {world_size} ranks came within {timeout_s:g} s; see the other ranks' "
+            "output, or raise timeout_s"
+        ) from late
+    verdict: list[str] | None = json.loads(store.get("verdict").decode())
+    if verdict is None:
+        return
+    # The store may live in one of these processes, which must not leave before all have read.
+    if store.add("read", 1) == world_size:
+        store.set("all_read", "")
+    store.wait(["all_read"], timedelta(seconds=timeout_s))
+    raise _rebuild(*verdict)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Write ranks the short way, such as ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
+
+
+def _device() -> torch.device:
+    """Return where a tensor must lie for the default group: NCCL alone has no CPU side."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _difference(
+    gathered: list[tuple[str, str, tuple[str, str] | None]],
+    describe: Callable[[dict[int, str]], XfflError] | None,
+) -> XfflError:
+    """Make the one error that all ranks raise from what each of them told."""
+    failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
+    if failures:
+        first = failures[min(failures)]
+        name, text = first
+        alike = [rank for rank, failure in failures.items() if failure == first]
+        others = sorted(set(failures) - set(alike))
+        also = f"; {ranks_text(others)} failed too, in other ways" if others else ""
+        return _rebuild(name, f"{text} ({ranks_text(alike)} of {len(gathered)}{also})")
+    calls = {what for what, _, _ in gathered}
+    values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
+    if describe is not None and len(calls) == 1:
+        return describe(values)
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in by_value.items())
+    what = calls.pop() if len(calls) == 1 else "calls"
+    return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
+
+
+def _rebuild(name: str, text: str) -> XfflError:
+    """Make an error of xffl from its class's name; a class from elsewhere becomes its base."""
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, XfflError)):
+        return XfflError(f"{name}: {text}")
+    return kind(text)

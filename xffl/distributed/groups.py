@@ -1,0 +1,113 @@
+"""Process groups and meshes: made for a topology in the same order on every rank, and destroyed without a trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from xffl.errors import StateError
+from xffl.topology import Topology
+
+__all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "make_groups"]
+
+Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
+"""Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is no member."""
+
+ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
+STREAMED = frozenset({"replica", "federated"})
+"""Kinds that carry a round: one handle for each CUDA stream, so that buckets overlap."""
+
+_meshes_made: Counter[tuple[object, ...]] = Counter()
+"""How many meshes this process made of each kind of device and ranks: the package's only module-level state.
+
+torch compares meshes by ranks, shape and dimension names, and its operator caches (which live as long as the process)
+hand out the first of two equal ones, whose groups may be destroyed by then. A name that was never used before is the
+only public cure, so this count must live as long as those caches do.
+"""
+
+
+def make_groups(
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup],
+    topology: Topology,
+    rank: int,
+    kinds: Collection[str],
+    handles: int,
+) -> Groups:
+    """Make this rank's groups of the given kinds.
+
+    Collective over the world: every rank makes the same number of groups in the same order, a placeholder of itself
+    where it is no member, since torch derives a group's name from how many groups the rank has.
+
+    :param create: Makes one group of ranks with a description.
+    :param topology: The topology that all ranks agreed on.
+    :param rank: Rank of this process.
+    :param kinds: Kinds of groups to make.
+    :param handles: Groups to make for each group that carries a round.
+    :return: The handles by kind.
+    """
+    made: Groups = {}
+    for group in topology.groups_of(rank):
+        if group.kind not in kinds:
+            continue
+        count = handles if group.kind in STREAMED else 1
+        names = (f"xffl_{group.kind}" if group.member else f"xffl_{group.kind}_placeholder" for _ in range(count))
+        groups = tuple([create(group.ranks, name) for name in names])
+        made[group.kind] = groups if group.member else None
+    return made
+
+
+def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:
+    """Lay a mesh over the groups of this rank's cell. Nothing moves and no group is made.
+
+    The dimensions are ``replica`` and ``shard``, or ``shard`` alone without HSDP. Where this process made a mesh of the
+    same ranks before, they get a number (``shard_2``).
+
+    :param topology: The topology that the groups were made for.
+    :param rank: Rank of this process.
+    :param groups: Handles by kind: ``replica`` and ``shard`` with HSDP, else ``federation``.
+    :param device_type: Kind of device, ``cpu`` or ``cuda``.
+    :return: The mesh, ``[replicas, shards]`` with HSDP, else ``[shards]``.
+    """
+    cell = topology.cell_of(rank)
+    ranks = torch.tensor([topology.shard_group(cell, replica) for replica in range(topology.replicas(cell))])
+    key = (device_type, topology.federation(cell))
+    _meshes_made[key] += 1
+    suffix = "" if _meshes_made[key] == 1 else f"_{_meshes_made[key]}"
+    if not topology.is_hsdp:
+        (federation,) = _members(groups, "federation")
+        return DeviceMesh.from_group(federation, device_type, mesh_dim_names=(f"shard{suffix}",))
+    return DeviceMesh.from_group(
+        [_members(groups, "replica")[0], _members(groups, "shard")[0]],
+        device_type,
+        mesh=ranks,
+        mesh_dim_names=(f"replica{suffix}", f"shard{suffix}"),
+    )
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group and what it left in the store, so that a group of the same name can be made again.
+
+    Nothing moves between ranks. Every member must have finished making the group before one of them destroys it.
+
+    :param group: A group of the current world that this rank belongs to.
+    """
+    store = group.get_group_store()
+    dist.destroy_process_group(group)
+    try:
+        keys = store.list_keys()
+    except NotImplementedError:  # a store in Python or in memory only: nothing outlives the group there
+        return
+    # A later group of these ranks may get this one's name, and would connect to the addresses of this one.
+    for key in keys:
+        store.delete_key(key)
+
+
+def _members(groups: Groups, kind: str) -> tuple[dist.ProcessGroup, ...]:
+    handles = groups[kind]
+    if handles is None:
+        raise StateError(f"this rank is no member of its own {kind} group; make the groups from one topology")
+    return handles

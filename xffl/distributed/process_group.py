@@ -1,0 +1,243 @@
+"""Set-up and teardown of the default process group, with the state that describes it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from xffl.cluster.devices import pick_gpu
+from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
+from xffl.distributed import checks
+from xffl.distributed.agreement import agree_on_store
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.errors import ConfigError, LaunchError, StateError, XfflError
+
+__all__ = ["cleanup_distributed_process_group", "setup_distributed_process_group"]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for beside the place in the world; the same on all ranks but for the device's index."""
+
+    backend: str
+    device: torch.device
+    federated: int | tuple[int, ...] | None
+    hsdp: int | None
+    streams: int | None
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"backend={self.backend!r}, device={self.device.type!r}, federated={self.federated!r}, hsdp={self.hsdp!r}, "
+            f"streams={self.streams!r}, timeout_s={self.timeout_s:g}"
+        )
+
+
+def setup_distributed_process_group(
+    rank: int | None = None,
+    world_size: int | None = None,
+    group_local_rank: int | None = None,
+    group_local_size: int | None = None,
+    group_rank: int | None = None,
+    group_world_size: int | None = None,
+    backend: str | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    device: torch.device | str | int | None = None,
+    hsdp: int | None = None,
+    federated: int | tuple[int, ...] | None = None,
+    streams: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    ifname: str | None = None,
+) -> DistributedState:
+    """Find out where this process stands, join the others, and return the state that describes it all.
+
+    Collective over the world: every rank calls it once. Arguments beat the environment (torchrun, MPI, SLURM;
+    ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
+    federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
+    The ranks compare what they were asked for as soon as they meet, so that all raise the same error.
+
+    :param rank: Rank of this process.
+    :param world_size: Number of processes.
+    :param group_local_rank: Rank of this process on its node.
+    :param group_local_size: Processes on this node.
+    :param group_rank: Number of this node.
+    :param group_world_size: Number of nodes.
+    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param master_addr: Address where rank 0 listens.
+    :param master_port: Port where rank 0 listens.
+    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
+    :param hsdp: Size of a replica.
+    :param federated: Sizes of the federated groups, or one size for equal ones.
+    :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
+    :param timeout_s: Seconds after which a collective over the world gives up; over smaller groups it is half of that.
+    :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
+    :return: The state, ready for use.
+    :raises StateError: if torch.distributed is initialized already.
+    :raises LaunchError: if the processes cannot be found or joined.
+    :raises ConfigError: if an argument cannot be meant.
+    :raises TopologyError: if the sizes do not fit the world.
+    """
+    if dist.is_initialized():
+        raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")
+    timeout_s = _checked_timeout(timeout_s)
+    use_interface(ifname)
+    place = detect_environment(
+        rank=rank,
+        world_size=world_size,
+        node_local_rank=group_local_rank,
+        node_local_size=group_local_size,
+        node_rank=group_rank,
+        node_world_size=group_world_size,
+        master_addr=master_addr,
+        master_port=master_port,
+    )
+    store = _meet(place, timeout_s, is_own_address=master_addr is not None or master_port is not None)
+    request: _Request | None = None
+    error: XfflError | None = None
+    try:
+        request = _request(place, backend, device, federated, hsdp, streams, timeout_s)
+    except XfflError as wrong:
+        error = wrong
+    agree_on_store(store, place.rank, place.world_size, str(request), error, timeout_s)
+    if request is None:
+        raise AssertionError("unreachable: the ranks agree on errors only by raising one")
+    try:
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore("world", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as broken:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} could not join over {request.backend}: {broken}; name the "
+            "network interface with XFFL_IFNAME, and see the other ranks' output"
+        ) from broken
+    try:
+        return _describe(place, request)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+def cleanup_distributed_process_group(
+    state: DistributedState, del_obj: Collection[Any] = (), *, synchronize: bool = True
+) -> None:
+    """Leave the process group and release what the state made; its set-ups are gone afterwards.
+
+    Collective over the world with ``synchronize``: the ranks wait for each other first, since a process that ends while
+    another still talks to it may abort. After an exception give ``synchronize=False``: nothing is communicated.
+
+    :param state: The state that the set-up returned.
+    :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
+    :param synchronize: Whether to wait for all ranks.
+    """
+    if isinstance(del_obj, list):
+        del_obj.clear()
+    del del_obj
+    gc.collect()
+    is_cuda = state.device_type is not None and state.device_type.type == "cuda"
+    if is_cuda:
+        torch.cuda.empty_cache()
+    try:
+        if synchronize and dist.is_initialized():
+            if is_cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+    finally:
+        state._forget()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e9:
+        raise ConfigError(f"timeout_s {timeout_s!r} is no positive number of seconds; give one, such as 600")
+    return float(timeout_s)
+
+
+def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:
+    """Return a store that this world alone uses; a process that is alone needs no port."""
+    if place.master_addr is None or place.master_port is None:
+        return HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    address = f"{place.master_addr}:{place.master_port}"
+    try:
+        if place.launcher == "torchrun" and not is_own_address:
+            # torchrun's agent may listen at the address itself, which torch's own rendezvous knows.
+            store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        else:
+            store = TCPStore(
+                place.master_addr, place.master_port, place.world_size, is_master=place.rank == 0, timeout=timeout
+            )
+        # A store that outlives a world (torchrun's) serves the next one, too: each takes a name of its own. The W
+        # ranks of a world all arrive before one of the next does, since none leaves before all have met.
+        world = (store.add("xffl_arrivals", 1) - 1) // place.world_size
+    except RuntimeError as broken:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at {address}: {broken}"
+            "; check the address, that the port is free on rank 0's host, and that all ranks were started"
+        ) from broken
+    return PrefixStore(f"xffl_{world}", store)
+
+
+def _request(
+    place: ProcessEnvironment,
+    backend: str | None,
+    device: torch.device | str | int | None,
+    federated: int | tuple[int, ...] | None,
+    hsdp: int | None,
+    streams: int | None,
+    timeout_s: float,
+) -> _Request:
+    """Fill in what was not asked for, from the environment and the machine."""
+    chosen = checks.check_device("device", device if device is not None else _default_kind())
+    if chosen.type == "cuda" and chosen.index is None:
+        index = pick_gpu(place.node_local_rank, place.node_local_size, torch.cuda.device_count())
+        chosen = torch.device("cuda", index)
+    kind = str(checks.check_backend(backend or ("nccl" if chosen.type == "cuda" else "gloo")))
+    if kind == "nccl" and chosen.type == "cpu":
+        raise ConfigError("backend 'nccl' needs a GPU, but the device is the CPU; give backend='gloo'")
+    count = checks.check_streams(streams, chosen)
+    asked_sizes, asked_hsdp = requested_federation()
+    sizes = asked_sizes if federated is None else federated
+    return _Request(kind, chosen, sizes, asked_hsdp if hsdp is None else hsdp, count, timeout_s)
+
+
+def _default_kind() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
+    """Fill a state by its setters; collective over the world."""
+    state = DistributedState()
+    state._timeout_s = request.timeout_s
+    state.set_global(
+        backend=dist.Backend(request.backend),
+        device_type=torch.device(request.device.type),
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    state.set_node(place.node_local_rank, place.node_local_size, place.node_rank, place.node_world_size)
+    state.set_exec_device(request.device, request.streams)
+    state.set_init_device(None)
+    if request.federated is not None:
+        state.set_federated_scaling(request.federated, request.hsdp)
+    elif request.hsdp is not None:
+        state.set_hsdp(request.hsdp)
+    else:
+        state.set_fsdp()
+    return state

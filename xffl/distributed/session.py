@@ -1,0 +1,62 @@
+"""A process group for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
+
+__all__ = ["session"]
+
+
+@contextmanager
+def session(
+    *,
+    federated: int | tuple[int, ...] | None = None,
+    hsdp: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str | int | None = None,
+    streams: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    ifname: str | None = None,
+) -> Iterator[DistributedState]:
+    """Join the other processes, yield the state, and leave again.
+
+    Entering and leaving are collective over the world. Leaving by an exception (Ctrl-C too) does not communicate, so a
+    rank that fails is not kept waiting by the others.
+
+    .. code-block:: python
+
+       with xffl.session(federated=(4, 4), hsdp=2) as state:
+           model = xffl.shard(build_model(), state)
+
+    :param federated: Sizes of the federated groups, or one size for equal ones; by default what ``XFFL_FEDERATED``
+        says, else no federation.
+    :param hsdp: Size of a replica; by default what ``XFFL_HSDP`` says, else none.
+    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
+    :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
+    :param timeout_s: Seconds after which a collective over the world gives up.
+    :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
+    :yield: The state.
+    """
+    state = setup_distributed_process_group(
+        backend=backend,
+        device=device,
+        hsdp=hsdp,
+        federated=federated,
+        streams=streams,
+        timeout_s=timeout_s,
+        ifname=ifname,
+    )
+    try:
+        yield state
+    except BaseException:
+        cleanup_distributed_process_group(state, synchronize=False)
+        raise
+    cleanup_distributed_process_group(state)

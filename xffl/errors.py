@@ -1,0 +1,52 @@
+"""The exceptions of xffl.
+
+.. code-block:: text
+
+   XfflError
+   ├── ConfigError      (ValueError)    an argument, an option or a model that cannot be meant
+   ├── TopologyError    (ValueError)    sizes and ranks that do not fit each other
+   ├── LaunchError      (RuntimeError)  processes that cannot be found, started or joined
+   ├── StateError       (RuntimeError)  calls in the wrong order
+   ├── RoundError       (RuntimeError)  a round that did not take place
+   └── CheckpointError  (RuntimeError)  something saved that cannot be trusted
+
+A message holds the value, the rule and the knob that mends it.
+"""
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "LaunchError",
+    "RoundError",
+    "StateError",
+    "TopologyError",
+    "XfflError",
+]
+
+
+class XfflError(Exception):
+    """Base of everything that xffl raises on purpose."""
+
+
+class ConfigError(XfflError, ValueError):
+    """Report an argument, an option or a model that cannot be meant."""
+
+
+class TopologyError(XfflError, ValueError):
+    """Report sizes or ranks that do not fit each other."""
+
+
+class LaunchError(XfflError, RuntimeError):
+    """Report processes that cannot be found, started or joined."""
+
+
+class StateError(XfflError, RuntimeError):
+    """Report calls in the wrong order."""
+
+
+class RoundError(XfflError, RuntimeError):
+    """Report a round that did not take place; the message says which state the model is in."""
+
+
+class CheckpointError(XfflError, RuntimeError):
+    """Report something saved that cannot be trusted."""

@@ -1,0 +1,313 @@
+"""Rank arithmetic: who stands where, who talks to whom, for worlds of any size, without torch.
+
+Everything here is a pure function of the world size, the cells' sizes, the replica size and a rank. Coordinates cost
+``O(log C)`` and peers ``O(C)`` for ``C`` cells, so one rank of a very large federation never pays for the others.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple, SupportsIndex
+
+from xffl.errors import TopologyError
+
+__all__ = ["Coordinates", "RankGroup", "Topology"]
+
+REPLICATE_AXIS = "dp_replicate"
+"""The axis of a cell's shape that counts replicas; all other axes cut the model."""
+
+
+class Coordinates(NamedTuple):
+    """Where one rank stands.
+
+    ``shard`` and ``replica`` are counted inside the cell; without HSDP every cell is one replica, so ``replica`` is 0.
+    """
+
+    rank: int
+    cell: int
+    local_rank: int
+    replica: int
+    shard: int
+    is_sender: bool
+    receive_from: int | None
+
+
+class RankGroup(NamedTuple):
+    """One process group as one rank sees it.
+
+    ``member`` is False for a placeholder: a group of the rank alone, made so that all ranks make equally many groups.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    member: bool = True
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Cells, replicas and shards of a world.
+
+    :param world_size: Number of all ranks, at least 1.
+    :param federated_sizes: Ranks of each cell, in rank order, summing to ``world_size``; a single number means equal
+        cells of that size; ``None`` means one cell of all ranks.
+    :param replica_size: Ranks that together hold one copy of the model (the ``hsdp`` argument); it divides every
+        cell's size. ``None`` means that each cell is one replica.
+    :param cell_shape: Sizes of the axes of the mesh inside a cell, outermost first, for cells with tensor, context or
+        pipeline parallelism. One axis is ``dp_replicate``, where -1 means "whatever the cell's size leaves".
+    :raises TopologyError: if the sizes do not fit each other.
+    """
+
+    world_size: int
+    federated_sizes: tuple[int, ...] | int | None = None
+    replica_size: int | None = None
+    cell_shape: Mapping[str, int] | tuple[tuple[str, int], ...] | None = None
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _run: int = field(init=False, repr=False, compare=False)
+    """Shards that stand next to each other in rank order before the next replica begins."""
+
+    def __post_init__(self) -> None:
+        world = _size("world size", self.world_size, "start at least one process")
+        sizes = _cell_sizes(world, self.federated_sizes)
+        replica = self.replica_size
+        if replica is not None:
+            replica = _size("replica size (hsdp)", replica, "give the ranks that hold one copy of the model")
+        shape = None if self.cell_shape is None else _shape(self.cell_shape)
+        run = 0
+        if shape is not None:
+            replica, run = _replica_of_shape(shape, replica)
+        if replica is not None:
+            _check_replicas(sizes, replica, shape)
+        set_ = object.__setattr__
+        set_(self, "world_size", world)
+        set_(self, "federated_sizes", sizes)
+        set_(self, "replica_size", replica)
+        set_(self, "cell_shape", shape)
+        set_(self, "sizes", sizes)
+        set_(self, "offsets", (0, *accumulate(sizes)))
+        set_(self, "_run", run)
+
+    # Sizes ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def cells(self) -> int:
+        """Number of cells, ``C``."""
+        return len(self.sizes)
+
+    @property
+    def is_hsdp(self) -> bool:
+        """Whether cells consist of replicas of a given size."""
+        return self.replica_size is not None
+
+    @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """Replicas in each cell, ``(R_0, ..., R_{C-1})``."""
+        if self.replica_size is None:
+            return (1,) * self.cells
+        return tuple(size // self.replica_size for size in self.sizes)
+
+    @property
+    def is_cut_alike(self) -> bool:
+        """Whether every cell cuts the model into the same number of shards."""
+        return self.replica_size is not None or min(self.sizes) == max(self.sizes)
+
+    def replicas(self, cell: int) -> int:
+        """Count the replicas in a cell, ``R_c``."""
+        size = self.sizes[self._cell(cell)]
+        return 1 if self.replica_size is None else size // self.replica_size
+
+    def shards(self, cell: int) -> int:
+        """Count the shards that a cell cuts the model into."""
+        size = self.sizes[self._cell(cell)]
+        return size if self.replica_size is None else self.replica_size
+
+    # Coordinates ------------------------------------------------------------------------------------------------------
+
+    def cell_of(self, rank: int) -> int:
+        """Return the cell that a rank belongs to."""
+        return bisect_right(self.offsets, self._rank(rank)) - 1
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where a rank stands and what its part in a round is.
+
+        :param rank: Global rank, ``0 <= rank < world_size``.
+        :raises TopologyError: if the rank is outside the world.
+        """
+        cell = self.cell_of(rank)
+        local = rank - self.offsets[cell]
+        replicas, shards = self.replicas(cell), self.shards(cell)
+        run = self._run or shards
+        outer, rest = divmod(local, replicas * run)
+        replica, inner = divmod(rest, run)
+        shard = outer * run + inner
+        sender = self.sender(cell, shard)
+        return Coordinates(rank, cell, local, replica, shard, rank == sender, None if rank == sender else sender)
+
+    def rank_of(self, cell: int, replica: int, shard: int) -> int:
+        """Return the rank that holds a shard in a replica of a cell; the inverse of :meth:`coordinates`.
+
+        :raises TopologyError: if a coordinate is outside its axis.
+        """
+        replicas, shards = self.replicas(cell), self.shards(cell)
+        if not 0 <= replica < replicas or not 0 <= shard < shards:
+            raise TopologyError(
+                f"replica {replica}, shard {shard} is outside cell {cell}, which has {replicas} replicas of {shards} "
+                "shards; count both from 0"
+            )
+        run = self._run or shards
+        outer, inner = divmod(shard, run)
+        return self.offsets[cell] + (outer * replicas + replica) * run + inner
+
+    def sender(self, cell: int, shard: int) -> int:
+        """Return the rank that carries a shard between this cell and the others.
+
+        Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so that they spread over replicas, nodes and
+        network cards.
+        """
+        return self.rank_of(cell, shard % self.replicas(cell), shard)
+
+    def senders(self, cell: int) -> tuple[int, ...]:
+        """Return the senders of a cell, by shard."""
+        return tuple(self.sender(cell, shard) for shard in range(self.shards(cell)))
+
+    # Groups -----------------------------------------------------------------------------------------------------------
+
+    def federation(self, cell: int) -> tuple[int, ...]:
+        """Return all ranks of a cell."""
+        return tuple(range(self.offsets[self._cell(cell)], self.offsets[cell + 1]))
+
+    def shard_group(self, cell: int, replica: int) -> tuple[int, ...]:
+        """Return the ranks of one replica, by shard."""
+        return tuple(self.rank_of(cell, replica, shard) for shard in range(self.shards(cell)))
+
+    def replica_group(self, cell: int, shard: int) -> tuple[int, ...]:
+        """Return the ranks of a cell that hold a shard, by replica."""
+        return tuple(self.rank_of(cell, replica, shard) for replica in range(self.replicas(cell)))
+
+    def federated_group(self, shard: int) -> tuple[int, ...]:
+        """Return the ranks that exchange a shard: its sender in each cell, or all ranks where cells are cut unlike."""
+        if not self.is_cut_alike:
+            return tuple(range(self.world_size))
+        return tuple(self.sender(cell, shard) for cell in range(self.cells))
+
+    def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
+        """Return the process groups that a rank makes, in creation order: the same kinds on every rank.
+
+        :param rank: Global rank.
+        :return: ``federation``, then with HSDP ``shard`` and ``replica``, then ``federated``.
+        :raises TopologyError: if the rank is outside the world.
+        """
+        at = self.coordinates(rank)
+        groups = [RankGroup("federation", self.federation(at.cell))]
+        if self.is_hsdp:
+            groups.append(RankGroup("shard", self.shard_group(at.cell, at.replica)))
+            groups.append(RankGroup("replica", self.replica_group(at.cell, at.shard)))
+        if at.is_sender:
+            groups.append(RankGroup("federated", self.federated_group(at.shard)))
+        else:
+            groups.append(RankGroup("federated", (rank,), member=False))
+        return tuple(groups)
+
+    def groups(self) -> Iterator[RankGroup]:
+        """Yield every group of the world once, kind by kind in creation order; placeholders are left out."""
+        cells = range(self.cells)
+        yield from (RankGroup("federation", self.federation(c)) for c in cells)
+        if self.is_hsdp:
+            yield from (RankGroup("shard", self.shard_group(c, k)) for c in cells for k in range(self.replicas(c)))
+            yield from (RankGroup("replica", self.replica_group(c, s)) for c in cells for s in range(self.shards(c)))
+        shards = range(self.shards(0)) if self.is_cut_alike else range(1)
+        yield from (RankGroup("federated", self.federated_group(s)) for s in shards)
+
+    # Checks -----------------------------------------------------------------------------------------------------------
+
+    def _rank(self, rank: int) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, SupportsIndex):
+            raise TopologyError(f"rank {rank!r} is no whole number; give 0 to {self.world_size - 1}")
+        if not 0 <= operator.index(rank) < self.world_size:
+            raise TopologyError(
+                f"rank {rank} is outside the world of {self.world_size}; give 0 to {self.world_size - 1}"
+            )
+        return rank
+
+    def _cell(self, cell: int) -> int:
+        if isinstance(cell, bool) or not isinstance(cell, SupportsIndex) or not 0 <= operator.index(cell) < self.cells:
+            raise TopologyError(f"cell {cell!r} is none of the {self.cells} cells; give 0 to {self.cells - 1}")
+        return cell
+
+
+def _size(what: str, value: object, knob: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TopologyError(f"{what} {value!r} is no whole number; {knob}")
+    number = operator.index(value)
+    if number < 1:
+        raise TopologyError(f"{what} {number} is less than 1; {knob}")
+    return number
+
+
+def _cell_sizes(world: int, sizes: object) -> tuple[int, ...]:
+    if sizes is None:
+        return (world,)
+    knob = f"give sizes that sum to {world}"
+    if isinstance(sizes, SupportsIndex) or isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        sizes = (sizes,)
+    if not sizes:
+        raise TopologyError(f"federated sizes () name no cell; {knob}")
+    if all(type(size) is int for size in sizes) and min(sizes) > 0:  # the common case, fast for very many cells
+        cells = tuple(sizes)
+    else:
+        cells = tuple(_size("federated size", size, knob) for size in sizes)
+    if len(cells) == 1:
+        if world % cells[0]:
+            raise TopologyError(
+                f"federated size {cells[0]} does not divide the world of {world} ranks into equal cells; give a divisor "
+                f"of {world}, or one size for each cell that sum to {world}"
+            )
+        return cells * (world // cells[0])
+    if sum(cells) != world:
+        shown = cells if len(cells) <= 16 else f"{cells[:16]} and {len(cells) - 16} more"
+        raise TopologyError(f"federated sizes {shown} sum to {sum(cells)}, but the world has {world} ranks; {knob}")
+    return cells
+
+
+def _shape(shape: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    axes = tuple(shape.items() if isinstance(shape, Mapping) else shape)
+    names = [name for name, _ in axes]
+    if REPLICATE_AXIS not in names or len(set(names)) != len(names):
+        raise TopologyError(
+            f"cell shape {dict(axes)} needs every axis once, {REPLICATE_AXIS!r} among them; -1 derives it"
+        )
+    for name, size in axes:
+        if name != REPLICATE_AXIS or size != -1:
+            _size(f"cell shape's {name}", size, "give the ranks along that axis")
+    return axes
+
+
+def _replica_of_shape(shape: tuple[tuple[str, int], ...], replica_size: int | None) -> tuple[int, int]:
+    """Return the ranks of a replica and the shards that stand next to each other."""
+    at = [name for name, _ in shape].index(REPLICATE_AXIS)
+    run = prod(size for _, size in shape[at + 1 :])
+    replica = run * prod(size for _, size in shape[:at])
+    if replica_size not in (None, replica):
+        raise TopologyError(f"replica size (hsdp) {replica_size} differs from cell shape {dict(shape)}; leave one out")
+    return replica, run
+
+
+def _check_replicas(sizes: tuple[int, ...], replica: int, shape: tuple[tuple[str, int], ...] | None) -> None:
+    asked = -1 if shape is None else dict(shape)[REPLICATE_AXIS]
+    for size in dict.fromkeys(sizes):
+        cell = sizes.index(size)
+        if size % replica:
+            raise TopologyError(
+                f"replica size (hsdp) {replica} does not divide cell {cell} of {size} ranks; give a size that divides "
+                "every cell"
+            )
+        if asked not in (-1, size // replica):
+            raise TopologyError(
+                f"cell {cell} of {size} ranks has {size // replica} replicas of {replica}, but the cell shape asks for "
+                f"{REPLICATE_AXIS}={asked}; give -1 to derive it"
+            )
