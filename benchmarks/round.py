@@ -1,6 +1,6 @@
 """Time full rounds against one raw flat all-reduce of the same bytes on the same ranks.
 
-    xffl exec --processes 2 --federated 1,1 benchmarks/round.py [--megabytes 64] [--tensors 157] [--repeats 7] [--out FILE]
+    xffl exec --processes 2 --federated 1,1 benchmarks/round.py [--megabytes 64] [--tensors 157] [--repeats 7]
 
 The two are interleaved, so that the noise of a shared machine meets both; the figure of merit is the ratio of medians.
 """

@@ -21,8 +21,9 @@ from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.aggregation import Aggregator, FederatedScaling, RoundReport
-    from xffl.distributed import DistributedState, session
-    from xffl.parallel import shard
+    from xffl.distributed.distributed_state import DistributedState
+    from xffl.distributed.session import session
+    from xffl.parallel.shard import shard
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from xffl.errors import TopologyError
 
@@ -136,6 +136,7 @@ class Topology:
         """Return where a rank stands and what its part in a round is.
 
         :param rank: Global rank, ``0 <= rank < world_size``.
+        :return: Cell, place in it, replica, shard, and whether the rank sends or from whom it receives.
         :raises TopologyError: if the rank is outside the world.
         """
         cell = self.cell_of(rank)
@@ -151,6 +152,10 @@ class Topology:
     def rank_of(self, cell: int, replica: int, shard: int) -> int:
         """Return the rank that holds a shard in a replica of a cell; the inverse of :meth:`coordinates`.
 
+        :param cell: The cell, from 0.
+        :param replica: The replica in the cell, from 0.
+        :param shard: The shard of the model, from 0.
+        :return: The global rank.
         :raises TopologyError: if a coordinate is outside its axis.
         """
         replicas, shards = self.replicas(cell), self.shards(cell)
@@ -253,21 +258,20 @@ def _cell_sizes(world: int, sizes: object) -> tuple[int, ...]:
     if sizes is None:
         return (world,)
     knob = f"give sizes that sum to {world}"
-    if isinstance(sizes, SupportsIndex) or isinstance(sizes, str) or not isinstance(sizes, Sequence):
-        sizes = (sizes,)
-    if not sizes:
+    is_list = isinstance(sizes, Sequence) and not isinstance(sizes, (SupportsIndex, str))
+    given: tuple[Any, ...] = tuple(sizes) if is_list else (sizes,)  # type: ignore[arg-type]
+    if not given:
         raise TopologyError(f"federated sizes () name no cell; {knob}")
-    if all(type(size) is int for size in sizes) and min(sizes) > 0:  # the common case, fast for very many cells
-        cells = tuple(sizes)
-    else:
-        cells = tuple(_size("federated size", size, knob) for size in sizes)
+    # The common case is checked at once, which is fast for very many cells.
+    is_plain = all(type(size) is int for size in given) and min(given) > 0
+    cells = given if is_plain else tuple(_size("federated size", size, knob) for size in given)
     if len(cells) == 1:
         if world % cells[0]:
             raise TopologyError(
-                f"federated size {cells[0]} does not divide the world of {world} ranks into equal cells; give a divisor "
-                f"of {world}, or one size for each cell that sum to {world}"
+                f"federated size {cells[0]} does not divide the world of {world} ranks into equal cells; give a "
+                f"divisor of {world}, or one size for each cell that sum to {world}"
             )
-        return cells * (world // cells[0])
+        return (cells[0],) * (world // cells[0])
     if sum(cells) != world:
         shown = cells if len(cells) <= 16 else f"{cells[:16]} and {len(cells) - 16} more"
         raise TopologyError(f"federated sizes {shown} sum to {sum(cells)}, but the world has {world} ranks; {knob}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from conftest import Mpi
+    from tests.cluster.conftest import Mpi
 
 HERE = Path(__file__).parent
 DEMO = HERE.parents[1] / "examples" / "01_digits" / "train.py"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Mpi
+    from tests.cluster.conftest import Mpi
 
 HERE = Path(__file__).parent
 Run = Callable[..., list[dict[str, Any]]]

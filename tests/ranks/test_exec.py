@@ -14,17 +14,18 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE_S = 60
+DEADLINE_S = 120
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def environ() -> dict[str, str]:
+def environ(tmp_path: Path) -> dict[str, str]:
     """Give this process's environment without what another launcher or test may have left."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC", "OMP_"))}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
-    return kept
+    # A launcher that is killed cannot remove its folder.
+    return {**kept, "TMPDIR": str(tmp_path)}
 
 
 @pytest.fixture

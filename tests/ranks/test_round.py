@@ -71,7 +71,7 @@ def make_state(rank: int, sizes: tuple[int, ...], hsdp: int | None) -> Distribut
 
 
 def whole(name: str, like: torch.Tensor, source: int) -> torch.Tensor:
-    """The full value of a tensor as ``source`` (a cell for parameters, a rank for buffers) holds it before the round."""
+    """The full value of a tensor that ``source`` (a cell for parameters, a rank for buffers) holds before the round."""
     seed = int.from_bytes(hashlib.sha256(f"{name} {source}".encode()).digest()[:6], "big")
     generator = torch.Generator().manual_seed(seed)
     if like.is_floating_point():
@@ -104,7 +104,7 @@ def fill(model: nn.Module, rank: int, cell: int) -> None:
 
 
 def complete(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[no-untyped-call]
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def digests(model: nn.Module) -> dict[str, str]:
@@ -128,7 +128,8 @@ def reference(
         if is_buffer:
             ranks = range(offsets[cell], offsets[cell + 1])
             value = sum(whole(name, like, rank).to(double) for rank in ranks) / len(ranks)
-            value = (value if like.is_complex() or like.dtype == torch.float32 else value.float()).to(like.dtype)  # type: ignore[union-attr]
+            assert isinstance(value, torch.Tensor)
+            value = (value if like.is_complex() or like.dtype == torch.float32 else value.float()).to(like.dtype)
         else:
             value = whole(name, like, cell)
         mean += weight * value.to(double)
@@ -146,7 +147,7 @@ def check_values(
             continue
         expected = reference(name, got, is_buffer, sizes, weights)
         if len(expected) == 1:
-            # Parts of a tensor taken from cell 0 come from its senders, which may hold different values: check membership.
+            # Parts of a tensor taken from cell 0 come from its senders, which may hold different values.
             candidates = torch.stack([whole(name, got, rank) for rank in range(sizes[0])])
             assert (candidates == got).any(dim=0).all(), f"{name} is not cell 0's"
         elif got.dtype in (torch.bfloat16, torch.float16):
@@ -190,7 +191,7 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
     for kind, dtype in itertools.product(["plain", "shard", "fully_shard"], DTYPES):
         model = build(kind, dtype, state)
         for number, (weight, weights) in enumerate(weightings(sizes, rank, cell)):
-            # A different bucket size and mode each time: tensors that do not fit, buckets of one element, everything at once.
+            # A bucket size and mode for each: everything at once, tensors that do not fit, a few elements at a time.
             bucket_bytes, atomic = [(1 << 20, True), (100, False), (24, True)][number]
             aggregator = xffl.Aggregator(model, state, bucket_bytes=bucket_bytes, atomic=atomic)
             fill(model, rank, cell)

@@ -106,7 +106,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
     clash.register_parameter("weight", nn.Parameter(torch.ones(2)))
     already = xffl.shard(nn.Linear(8, 8), state)
     attempts: list[Callable[[], object]] = [
-        *(lambda model=model: xffl.Aggregator(model, state) for model in (other_mesh, two_axes, lazy, meta, flat, clash)),  # type: ignore[misc]
+        *(
+            lambda model=model: xffl.Aggregator(model, state)
+            for model in (other_mesh, two_axes, lazy, meta, flat, clash)
+        ),  # type: ignore[misc]
         lambda: xffl.shard(meta, state),
         lambda: xffl.shard(already, state),
     ]
@@ -136,7 +139,16 @@ def test_kinds(world_size: int, case: Callable[..., None], args: tuple[object, .
 
 def test_models_that_no_round_can_take_are_refused_on_all_ranks() -> None:
     told = run_world(4, refusals)
-    expected = ["part", "placements", "no values yet", "no values yet", "FSDP1", "two tensors are called 'weight'", "meta device", "sharded already"]
+    expected = [
+        "part",
+        "placements",
+        "no values yet",
+        "no values yet",
+        "FSDP1",
+        "two tensors are called 'weight'",
+        "meta device",
+        "sharded already",
+    ]
     for position, phrase in enumerate(expected):
         assert phrase in told[0][position], told[0][position]
     # The part of the model that a rank holds stands in the message; all else is the same.

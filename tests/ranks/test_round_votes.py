@@ -15,6 +15,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
+from xffl.aggregation import exchange
 
 
 def net() -> nn.Module:
@@ -181,14 +182,13 @@ def local_failure(rank: int, world_size: int, atomic: bool) -> None:
     model = xffl.shard(net(), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=64, atomic=atomic)
     if rank == 3:
-        exchange: Any = aggregator._exchange
-        pack = exchange._pack
+        mean = exchange.weighted_mean
 
-        def fail_once(bucket: Any, into: Any) -> None:
-            exchange._pack = pack
+        def fail_once(*_: object) -> None:
+            exchange.weighted_mean = mean
             raise MemoryError("planted on rank 3")
 
-        exchange._pack = fail_once
+        exchange.weighted_mean = fail_once
     before, start = digests(model), time.monotonic()
     told = raised(aggregator.aggregate)
     assert time.monotonic() - start < 20
@@ -209,11 +209,28 @@ def local_failure(rank: int, world_size: int, atomic: bool) -> None:
     assert model(torch.ones(2, 6)).isfinite().all()
 
 
+def cannot_pack(rank: int, world_size: int) -> None:
+    """A rank that fails before anything moves: all learn why, and nothing is torn, atomic or not."""
+    state = make_state(rank, (2, 1), 1)
+    model = net()
+    aggregator = xffl.Aggregator(model, state, atomic=False)
+    before = digests(model)
+    if rank == 1:
+        kept, model[0].weight = model[0].weight, nn.Parameter(torch.zeros(2, 2))
+    check_alike(
+        raised(aggregator.aggregate), "ConfigError", "'0.weight'", "(8, 6)", "(2, 2)", "new Aggregator", "rank 1"
+    )
+    if rank == 1:
+        model[0].weight = kept
+    assert digests(model) == before and not aggregator.is_torn
+    assert aggregator.aggregate().round == 1
+
+
 def dies(rank: int, world_size: int) -> str:
     state = make_state(rank, (2, 2), None)
     aggregator = xffl.Aggregator(xffl.shard(net(), state), state, bucket_bytes=64)
     if rank == 2:
-        aggregator._exchange._unpack = aggregator._exchange._pack = lambda *_: os._exit(17)  # type: ignore[method-assign]
+        exchange.weighted_mean = lambda *_: os._exit(17)  # type: ignore[assignment]
     aggregator.aggregate()
     return "the round took place"
 
@@ -222,6 +239,7 @@ def dies(rank: int, world_size: int) -> str:
     "case, ranks",
     [
         (nonfinite, 3),
+        (cannot_pack, 3),
         (drop_cell, 3),
         (weights, 3),
         (other_rounds, 2),

@@ -30,8 +30,8 @@ class Aggregator:
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
     moves each shard once from its sender to each peer in the other cells, and from there to the replicas at home; the
-    number of replicas does not change what crosses. Memory: ``C`` buckets for ``C`` cells, and with ``atomic`` one copy of
-    this rank's shard.
+    number of replicas does not change what crosses. Memory: ``C`` buckets for ``C`` cells, and with ``atomic`` one copy
+    of this rank's shard.
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
@@ -39,7 +39,8 @@ class Aggregator:
 
     :param model: The model that trains: plain, DDP, or FSDP2/HSDP over the state's meshes.
     :param state: The state that describes the federation; without one the world is a single cell.
-    :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`), first match first.
+    :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`), the first match
+        wins.
     :param bucket_bytes: Size of the pieces that cross at a time, in bytes.
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
         failed exchange tears the model: it cannot be used until a checkpoint is loaded.
@@ -131,7 +132,7 @@ class Aggregator:
 
         :param weight: As in :meth:`aggregate`; not read where ``is_absent``.
         :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
-        :param is_finished: Say that this rank makes no further step. The report's ``is_last`` tells that all have said so.
+        :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
         :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
         :raises ConfigError: as :meth:`aggregate`.
         :raises RoundError: as :meth:`aggregate`.
@@ -183,16 +184,16 @@ class Aggregator:
             reshard(self._model)
             if not is_absent:
                 count = 1.0 if weight is None else checked_weight(weight)
-            found = self._nonfinite_tensors()
+            found = self._exchange.nonfinite()
             if found and not self._drops_cells:
                 cell = self._topology.cell_of(self._rank)
                 raise RoundError(
-                    f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
-                    "their weights; nonfinite='drop_cell' would leave the cell out"
+                    f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks "
+                    "keep their weights; nonfinite='drop_cell' would leave the cell out"
                 )
         except XfflError as wrong:
             error = wrong
-        except Exception as wrong:
+        except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
         ballot = Ballot(
             round=self._rounds + 1,
@@ -232,21 +233,25 @@ class Aggregator:
             with torch.no_grad():
                 self._exchange.run(turnout)
             failure = self._exchange.failure
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         try:
             ballots = cast(Ballot(number, is_failed=failure is not None), self._device)
             check_rounds(ballots)
             is_agreed = not any(ballot.is_failed for ballot in ballots)
             reasons = [] if is_agreed else _gather_reasons(failure)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
             why = f"the outcome of round {number} could not be learned ({failure or error})"
             self._tear = Tear(self._model, why)
             raise RoundError(f"{why}; the model is torn: load a checkpoint on all ranks") from (failure or error)
         if not is_agreed:
             self._reject(number, failure, reasons)
-        with torch.no_grad():
-            self._exchange.commit()
+        try:
+            with torch.no_grad():
+                self._exchange.commit()
+        except Exception as error:
+            self._tear = Tear(self._model, f"round {number} was agreed, but this rank could not write it: {error}")
+            raise RoundError(f"{self._tear.reason}; the model is torn: load a checkpoint on all ranks") from error
 
     def _reject(self, number: int, failure: Exception | None, reasons: list[str]) -> None:
         told = "; ".join(
@@ -258,19 +263,6 @@ class Aggregator:
             ) from failure
         self._tear = Tear(self._model, f"round {number} failed with atomic=False: {told}")
         raise RoundError(f"{self._tear.reason}; the model is torn: load a checkpoint on all ranks") from failure
-
-    def _nonfinite_tensors(self) -> list[str]:
-        """Name the moving tensors with a value on this rank that is not finite. One pass over them, no copy."""
-        names, extremes = [], []
-        for entry, axis in zip(self._manifest.moving, self._axes, strict=True):
-            elements = entry.elements(axis)
-            if elements.is_floating_point() and elements.numel():
-                names.append(entry.name)
-                extremes.append(torch.stack(torch.aminmax(elements)).double().to(self._device))
-        if not extremes:
-            return []
-        is_finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()
-        return [name for name, finite in zip(names, is_finite, strict=True) if not finite]
 
 
 def _check_options(bucket_bytes: object, atomic: object, nonfinite: object) -> None:

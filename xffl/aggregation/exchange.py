@@ -9,19 +9,24 @@ nobody waits for it, and reports the failure to the vote. Only a failed communic
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from xffl.aggregation.manifest import Entry, canonical_axis, spans
 from xffl.aggregation.mean import weighted_mean
-from xffl.aggregation.plan import Bucket, Item, Lane
+from xffl.aggregation.plan import Bucket, Item, Lane, Piece
 from xffl.topology import Topology
 
 __all__ = ["Exchange", "Homes", "Turnout"]
+
+IN_FLIGHT = 2
+"""Buckets under way at a time: while one crosses, the one before is combined and handed round."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,17 @@ class Turnout:
         if lane.rule == "first":
             return (self.first,)
         return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
+
+
+@dataclass
+class _Flight:
+    """A bucket on its way across."""
+
+    lane: Lane
+    bucket: Bucket
+    own: torch.Tensor
+    values: list[torch.Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
 
 
 class Exchange:
@@ -100,62 +116,134 @@ class Exchange:
         # Where this rank's part of each tensor begins, in canonical order.
         cuts = [item.cuts[self._at.cell] for item in items]
         self._origin = tuple(cut.bounds(self._at.shard)[0] if cut.is_held_by_part else 0 for cut in cuts)
-        # A lane's values: all of them with ``atomic``, else one bucket. Made in the first round and kept: fresh memory is slow.
-        self._own: list[torch.Tensor] = []
+        # Made in the first round and kept, since fresh memory is slow.
+        self._stages: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []
+        # This rank's elements of each tensor, in this round; flat, where they follow each other in memory.
+        self._views: list[torch.Tensor] = []
+        self._posted = 0
         self._turnout = Turnout((1.0,), 0)
         self.failure: Exception | None = None
         self.bytes_across = 0
         self.bytes_home = 0
 
-    def run(self, turnout: Turnout) -> None:
-        """Swap, combine and hand round every bucket of every lane.
+    def nonfinite(self) -> list[str]:
+        """Name tensors that hold a value which is not finite among those that this rank would send; local.
 
-        Collective over the world. Afterwards :attr:`failure` holds the first local failure, ``bytes_across`` and
-        ``bytes_home`` what this rank sent.
+        One pass over the values, which packs them as well.
+
+        :return: The names, in order.
+        """
+        self._prepare()
+        found: set[int] = set()
+        for lane, bucket, own in self._buckets():
+            if self._is_packed(lane):
+                self._pack(bucket, own)
+                if not _is_finite(own):
+                    found.update(piece.item for piece, part in self._cut(bucket, own) if not _is_finite(part))
+        return [self._entries[index].name for index in sorted(found)]
+
+    def run(self, turnout: Turnout) -> None:
+        """Swap, combine and hand round every bucket of every lane, once :meth:`nonfinite` has looked at them.
+
+        Collective over the world. While a bucket crosses, the one before is combined and handed round at home.
+        Afterwards :attr:`failure` holds the first local failure, ``bytes_across`` and ``bytes_home`` what this rank
+        sent.
 
         :param turnout: Whose values count; the same on all ranks.
         """
         self._turnout, self.failure = turnout, None
         self.bytes_across = self.bytes_home = 0
-        self._own = self._own or [self._buffer(lane) for lane in self._lanes]
-        for lane, own in zip(self._lanes, self._own, strict=True):
-            for bucket in lane.buckets(self._limit(lane)):
-                part = own[bucket.start : bucket.stop] if self._atomic else own[: bucket.stop - bucket.start]
-                self._move(lane, bucket, part)
-                if not self._atomic:
-                    with self._noting():
-                        self._unpack(bucket, part)
+        flights: deque[_Flight] = deque()
+        for lane, bucket, own in self._buckets():
+            # The mean at home is a collective that other ranks may enter with fewer buckets under way: land them first.
+            while flights and (len(flights) == IN_FLIGHT or lane.is_mean_at_home):
+                self._land(flights.popleft())
+            flights.append(self._take_off(lane, bucket, own))
+        while flights:
+            self._land(flights.popleft())
 
     def commit(self) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there already."""
-        for lane, own in zip(self._lanes, self._own, strict=True) if self._atomic else ():
+        for lane, stage in zip(self._lanes, self._stages, strict=True) if self._atomic else ():
             for bucket in lane.buckets(lane.numel):
-                self._unpack(bucket, own)
+                self._unpack(bucket, stage)
+
+    def _prepare(self) -> None:
+        """Look all tensors up anew, the ones that are only received too, and make the buffers if there are none yet."""
+        elements = (entry.elements(axis) for entry, axis in zip(self._entries, self._axis, strict=True))
+        self._views = [view.view(-1) if view.is_contiguous() else view for view in elements]
+        if not self._slots:
+            self._slots = [
+                torch.empty(self._topology.cells, self._slot_bytes(), dtype=torch.uint8, device=self._device)
+                for _ in range(IN_FLIGHT)
+            ]
+        if self._atomic and not self._stages:
+            self._stages = [torch.empty(lane.numel, dtype=_dtype(lane), device=self._device) for lane in self._lanes]
+
+    def _slot_bytes(self) -> int:
+        """Return the room that the largest bucket needs, in whole cache lines so that any data type is aligned."""
+        sizes = (_dtype(lane).itemsize * min(self._limit(lane), lane.numel) for lane in self._lanes)
+        return -(-max(sizes, default=0) // 64) * 64
+
+    def _buckets(self) -> Iterator[tuple[Lane, Bucket, torch.Tensor]]:
+        """Yield all buckets, each with the buffer for this rank's values: its stage, or the slot that is free next."""
+        slots = itertools.cycle(range(IN_FLIGHT))
+        for number, lane in enumerate(self._lanes):
+            for bucket in lane.buckets(self._limit(lane)):
+                if self._atomic:
+                    yield lane, bucket, self._stages[number][bucket.start : bucket.stop]
+                else:
+                    yield lane, bucket, self._slot(lane, bucket, next(slots), self._at.cell)
+
+    def _slot(self, lane: Lane, bucket: Bucket, slot: int, cell: int) -> torch.Tensor:
+        """Return a buffer for a cell's values of a bucket."""
+        dtype = _dtype(lane)
+        return self._slots[slot][cell, : (bucket.stop - bucket.start) * dtype.itemsize].view(dtype)
 
     def _limit(self, lane: Lane) -> int:
         """Return the elements of a bucket."""
         return max(1, self._bucket_bytes // _dtype(lane).itemsize)
 
-    def _buffer(self, lane: Lane) -> torch.Tensor:
-        length = lane.numel if self._atomic else min(self._limit(lane), lane.numel)
-        return torch.empty(length, dtype=_dtype(lane), device=self._device)
+    def _is_owner(self, lane: Lane) -> bool:
+        return self._at.is_sender and lane.owners[self._at.cell] == self._at.shard
 
-    def _move(self, lane: Lane, bucket: Bucket, own: torch.Tensor) -> None:
-        """Turn this rank's values of a bucket, packed into ``own``, into the round's."""
-        cell = self._at.cell
-        owner = self._topology.sender(cell, lane.owners[cell])
-        is_owner = owner == self._at.rank
-        home = self._homes.replica if lane.held_by_part[cell] else self._homes.cell
-        if is_owner or lane.is_mean_at_home:
+    def _is_packed(self, lane: Lane) -> bool:
+        """Tell whether this rank's values of a lane are needed: by its peers, or by its cell for a mean at home."""
+        return self._is_owner(lane) or lane.is_mean_at_home
+
+    def _home(self, lane: Lane) -> dist.ProcessGroup | None:
+        return self._homes.replica if lane.held_by_part[self._at.cell] else self._homes.cell
+
+    def _take_off(self, lane: Lane, bucket: Bucket, own: torch.Tensor) -> _Flight:
+        """Pack a bucket and start it on its way across."""
+        if self._is_packed(lane) and not self._atomic:  # a stage has been packed by nonfinite()
             with self._noting():
                 self._pack(bucket, own)
+        home = self._home(lane)
         if lane.is_mean_at_home and home is not None:
             self._mean_at_home(home, own)
-        if is_owner:
-            self._combine(lane, own)
+        flight = _Flight(lane, bucket, own)
+        if self._is_owner(lane):
+            self._send(flight)
+        return flight
+
+    def _land(self, flight: _Flight) -> None:
+        """Combine a bucket once its peers' values are here, hand it round at home and unpack it."""
+        lane, own = flight.lane, flight.own
+        if self._is_owner(lane):
+            for work in flight.works:
+                work.wait()
+            with self._noting():
+                self._combine(flight)
+        home = self._home(lane)
         if home is not None:
+            owner = self._topology.sender(self._at.cell, lane.owners[self._at.cell])
             dist.broadcast(own.view(torch.uint8), src=owner, group=home)
-            self.bytes_home += own.nbytes * (dist.get_world_size(home) - 1) if is_owner else 0
+            self.bytes_home += own.nbytes * (home.size() - 1) if self._is_owner(lane) else 0
+        if not self._atomic:
+            with self._noting():
+                self._unpack(flight.bucket, own)
 
     def _mean_at_home(self, home: dist.ProcessGroup, own: torch.Tensor) -> None:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
@@ -165,34 +253,33 @@ class Exchange:
         with self._noting():
             weighted_mean(values, [1.0] * len(values), own)
 
-    def _combine(self, lane: Lane, own: torch.Tensor) -> None:
-        """Swap a bucket with its owners in the other cells and combine what came, in the order of the cells."""
+    def _send(self, flight: _Flight) -> None:
+        """Post a bucket to its other owners, where this cell's values count, and the receipt of theirs."""
+        lane, own, here = flight.lane, flight.own, self._at.cell
         senders = self._turnout.senders(lane)
-        values = self._swap(lane, senders, own)
-        with self._noting():
-            if lane.rule == "first":
-                own.copy_(values[0])
-            else:
-                weighted_mean(values, [self._turnout.weights[cell] for cell in senders], own)
-
-    def _swap(self, lane: Lane, senders: Sequence[int], own: torch.Tensor) -> list[torch.Tensor]:
-        """Send a bucket to its other owners, where this cell's values count, and return those of ``senders``."""
-        here = self._at.cell
         peers = [self._topology.sender(cell, owner) for cell, owner in enumerate(lane.owners)]
-        values = [own if cell == here else torch.empty_like(own) for cell in senders]
+        slot = self._posted % IN_FLIGHT
+        self._posted += 1
         group = self._homes.across
-        moves = [
-            dist.P2POp(dist.irecv, value.view(torch.uint8), peers[cell], group=group)
-            for cell, value in zip(senders, values, strict=True)
-            if cell != here
-        ]
+        moves = []
+        for cell in senders:
+            value = own if cell == here else self._slot(lane, flight.bucket, slot, cell)
+            flight.values.append(value)
+            if cell != here:
+                moves.append(dist.P2POp(dist.irecv, value.view(torch.uint8), peers[cell], group=group))
         if here in senders:
             others = [peer for cell, peer in enumerate(peers) if cell != here]
             moves += [dist.P2POp(dist.isend, own.view(torch.uint8), peer, group=group) for peer in others]
             self.bytes_across += own.nbytes * len(others)
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
-        return values
+        flight.works.extend(dist.batch_isend_irecv(moves) if moves else ())
+
+    def _combine(self, flight: _Flight) -> None:
+        """Combine the values of a bucket, in the order of the cells."""
+        if flight.lane.rule == "first":
+            flight.own.copy_(flight.values[0])
+        else:
+            weights = [self._turnout.weights[cell] for cell in self._turnout.senders(flight.lane)]
+            weighted_mean(flight.values, weights, flight.own)
 
     def _pack(self, bucket: Bucket, into: torch.Tensor) -> None:
         for view, part in self._parts(bucket, into):
@@ -204,20 +291,26 @@ class Exchange:
 
     def _parts(self, bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair views of the model's tensors with the stretches of a bucket that belong to them."""
+        for piece, part in self._cut(bucket, flat):
+            views = spans(self._views[piece.item], piece.start - self._origin[piece.item], part.numel())
+            if len(views) == 1:
+                yield views[0], part
+            else:
+                yield from zip(views, torch.split(part, [view.numel() for view in views]), strict=True)
+
+    def _cut(self, bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Pair the pieces of a bucket with their stretches of it."""
         offset = 0
-        for index, start, stop in bucket.pieces:
-            origin = self._origin[index]
-            elements = self._entries[index].elements(self._axis[index])
-            for view in spans(elements, start - origin, stop - origin):
-                yield view, flat[offset : offset + view.numel()]
-                offset += view.numel()
+        for piece in bucket.pieces:
+            yield piece, flat[offset : offset + piece.stop - piece.start]
+            offset += piece.stop - piece.start
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Note a local failure for the vote and go on, so that no other rank waits for this one."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             self.failure = self.failure or error
 
 
@@ -225,3 +318,10 @@ def _dtype(lane: Lane) -> torch.dtype:
     dtype = getattr(torch, lane.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Tell whether all values are finite; without a copy of them."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())

@@ -62,14 +62,15 @@ class Entry:
     def tensor(self) -> torch.Tensor:
         """Return the tensor as the model holds it now.
 
+        :return: The parameter or buffer itself.
         :raises ConfigError: if its shape or data type is no longer that of the manifest.
         """
         tensor = getattr(self.module, self.leaf)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else repr(tensor)
             raise ConfigError(
-                f"tensor {self.name!r} was {self.shape} {self.dtype} when the Aggregator was made and is {got} now; make "
-                "a new Aggregator after changing the model"
+                f"tensor {self.name!r} was {self.shape} {self.dtype} when the Aggregator was made and is {got} now; "
+                "make a new Aggregator after changing the model"
             )
         return tensor
 
@@ -85,7 +86,7 @@ class Manifest:
     """The tensors of a model, sorted by name.
 
     :param model: The model; FSDP2 modules are put back into their sharded state first.
-    :param policies: Patterns of names (as in :mod:`fnmatch`) and the policy of the tensors they match; the first match wins.
+    :param policies: Patterns of names (as in :mod:`fnmatch`) and the policy of what they match; the first match wins.
     :raises ConfigError: if a tensor or a pattern cannot be meant.
     """
 
@@ -121,6 +122,7 @@ class Manifest:
 
         :param topology: The federation.
         :param at: This rank's place in it.
+        :return: One axis for each moving tensor.
         :raises ConfigError: if a DTensor is not cut as the state says.
         """
         return tuple(_axis(entry, topology.shards(at.cell), at) for entry in self.moving)
@@ -130,6 +132,7 @@ class Manifest:
 
         :param topology: The federation.
         :param axes: For each cell, the axis of each moving tensor.
+        :return: The items, in the order of :attr:`moving`.
         :raises ConfigError: if two cells cut a tensor along different axes.
         """
         items = []
@@ -153,13 +156,16 @@ class Manifest:
 def canonical_axis(entry: Entry, axes: Sequence[int]) -> int:
     """Return the one axis along which the cells cut a tensor; 0 where none does.
 
+    :param entry: The tensor.
+    :param axes: The axis of each cell, ``REPLICATED`` for none.
+    :return: The axis that comes first in canonical order.
     :raises ConfigError: if they cut it along different axes.
     """
     cut = {axis for axis in axes if axis != REPLICATED}
     if len(cut) > 1:
         raise ConfigError(
-            f"tensor {entry.name!r} is cut along axis {axes[0]} in cell 0 and along other axes elsewhere ({list(axes)}); "
-            "use the same shard placement in every cell"
+            f"tensor {entry.name!r} is cut along axis {axes[0]} in cell 0 and along others elsewhere "
+            f"({list(axes)}); use the same shard placement in every cell"
         )
     return cut.pop() if cut else 0
 
@@ -213,27 +219,28 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def spans(view: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """Return the elements ``start`` to ``stop`` of a tensor, in row-major order, as views.
+def spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
+    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views.
 
     :param view: A tensor of any strides; one with gaps gives several views.
     :param start: First element.
-    :param stop: First element not taken.
+    :param count: Number of elements.
+    :return: The views, whose elements follow each other.
     """
     if view.is_contiguous():
-        return [view.view(-1)[start:stop]]
+        return [view if count == view.numel() else view.view(-1)[start : start + count]]
     inner = view.numel() // view.shape[0]
     views: list[torch.Tensor] = []
-    while start < stop:
+    while count:
         row, offset = divmod(start, inner)
-        rows = (stop - start) // inner
+        rows = count // inner
         if offset == 0 and rows:
             views.append(view[row : row + rows])
-            start += rows * inner
+            taken = rows * inner
         else:
-            end = min(stop, (row + 1) * inner)
-            views.extend(spans(view[row], offset, offset + end - start))
-            start = end
+            taken = min(count, inner - offset)
+            views.extend(spans(view[row], offset, taken))
+        start, count = start + taken, count - taken
     return views
 
 
@@ -243,7 +250,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
     for prefix, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ConfigError(
-                f"module {prefix or 'model'!r} is wrapped by FSDP1, whose flat parameters hide the tensors; use xffl.shard (FSDP2)"
+                f"module {prefix or 'model'!r} is wrapped by FSDP1, whose flat parameters hide the tensors; use "
+                "xffl.shard"
             )
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or id(tensor) in seen:
@@ -287,13 +295,14 @@ def _axis(entry: Entry, shards: int, at: Coordinates) -> int:
     dim, place = cuts[0]
     if len(cuts) > 1 or not isinstance(place, Shard) or type(place) is not Shard:
         raise ConfigError(
-            f"tensor {entry.name!r} has placements {tensor.placements}; a round takes tensors cut along one axis of one "
-            f"mesh dimension; {knob}"
+            f"tensor {entry.name!r} has placements {tensor.placements}; a round takes tensors cut along one axis of "
+            f"one mesh dimension; {knob}"
         )
     parts, part = tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
     if (parts, part) != (shards, at.shard):
         raise ConfigError(
-            f"tensor {entry.name!r} is part {part} of {parts} here, but the state says shard {at.shard} of {shards}; {knob}"
+            f"tensor {entry.name!r} is part {part} of {parts} here, but the state says shard {at.shard} of {shards}; "
+            f"{knob}"
         )
     axis = place.dim
     length, inner = entry.real_shape[axis], prod(entry.real_shape) // max(1, entry.real_shape[axis])

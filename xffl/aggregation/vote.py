@@ -55,6 +55,7 @@ def cast(ballot: Ballot, device: torch.device) -> list[Ballot]:
 def check_rounds(ballots: Sequence[Ballot]) -> None:
     """Raise, on all ranks alike, where the ranks are not in the same round.
 
+    :param ballots: The ballots, by rank.
     :raises RoundError: if two ballots carry different numbers.
     """
     found = {int(ballot.round): rank for rank, ballot in reversed(list(enumerate(ballots)))}
@@ -67,6 +68,7 @@ def checked_weight(weight: object) -> float:
     """Return a rank's count as a float.
 
     :param weight: A real number or a tensor of one element.
+    :return: The count.
     :raises ConfigError: if it is none, negative or not finite.
     """
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
@@ -88,6 +90,7 @@ def cell_weights(ballots: Sequence[Ballot], topology: Topology) -> tuple[float, 
 
     :param ballots: The ballots, by rank.
     :param topology: The federation.
+    :return: The weights, by cell.
     :raises ConfigError: if some ranks gave a count and others none, or a sum is not finite.
     """
     present = [(rank, ballot) for rank, ballot in enumerate(ballots) if not ballot.is_absent]

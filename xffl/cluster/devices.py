@@ -17,6 +17,7 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
     :param local_size: Processes on the node.
     :param visible: GPUs that this process sees.
     :param environ: Environment to read; ``None`` means the process's own.
+    :return: Index among the visible GPUs.
     :raises LaunchError: if there are fewer GPUs than processes.
     """
     environ = os.environ if environ is None else environ
@@ -28,6 +29,6 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
     if visible == 1 and is_bound:
         return 0
     raise LaunchError(
-        f"{local_size} processes run on this node, but this one sees {visible} GPUs; start one process for each GPU, or "
-        "give device='cpu'"
+        f"{local_size} processes run on this node, but this one sees {visible} GPUs; start one process for each GPU, "
+        "or give device='cpu'"
     )

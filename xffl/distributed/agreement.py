@@ -16,6 +16,9 @@ from xffl.errors import ConfigError, LaunchError, XfflError
 
 __all__ = ["agree", "agree_on_store", "ranks_text"]
 
+SHOWN = 4
+"""Different errors or values that a message writes out."""
+
 
 def agree(
     what: str,
@@ -121,12 +124,14 @@ def _difference(
     """Make the one error that all ranks raise from what each of them told."""
     failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
     if failures:
-        first = failures[min(failures)]
-        name, text = first
-        alike = [rank for rank, failure in failures.items() if failure == first]
-        others = sorted(set(failures) - set(alike))
-        also = f"; {ranks_text(others)} failed too, in other ways" if others else ""
-        return _rebuild(name, f"{text} ({ranks_text(alike)} of {len(gathered)}{also})")
+        alike: dict[tuple[str, str], list[int]] = {}
+        for rank, failure in failures.items():
+            alike.setdefault(failure, []).append(rank)
+        (name, text), ranks = next(iter(alike.items()))
+        told = [f"{text} ({ranks_text(ranks)} of {len(gathered)})"]
+        told += [f"{ranks_text(others)}: {other}" for (_, other), others in list(alike.items())[1:SHOWN]]
+        more = [f"and {len(alike) - SHOWN} other errors"] if len(alike) > SHOWN else []
+        return _rebuild(name, "; ".join(told + more))
     calls = {what for what, _, _ in gathered}
     values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
     if describe is not None and len(calls) == 1:
@@ -134,7 +139,9 @@ def _difference(
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
-    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in by_value.items())
+    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
+    if len(by_value) > SHOWN:
+        shown += f"; and {len(by_value) - SHOWN} other values"
     what = calls.pop() if len(calls) == 1 else "calls"
     return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
 

@@ -35,9 +35,12 @@ DEFAULT_STREAMS = 4
 
 def whole_number(what: str, value: object, knob: str, kind: type[XfflError] = TopologyError) -> int:
     """Return a number as an int; truth values and strings are none."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise kind(f"{what} {value!r} is no whole number; {knob}")
-    return operator.index(value)
+    if not isinstance(value, bool) and isinstance(value, SupportsIndex):
+        try:
+            return operator.index(value)
+        except TypeError:  # an array of numpy or torch, say, which is an index only where it holds one whole number
+            raise kind(f"{what} {value!r} is no whole number; {knob}") from None
+    raise kind(f"{what} {value!r} is no whole number; {knob}")
 
 
 def check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
@@ -115,6 +118,7 @@ def check_device(what: str, device: object, kind: str | None = None, *, may_be_m
     :return: The device.
     :raises ConfigError: if there is no such device, or it is of another kind.
     """
+    shown = str(device)
     if isinstance(device, int) and not isinstance(device, bool):
         if device < 0:
             raise ConfigError(f"{what} {device} is negative; give the index of a GPU, counted from 0")
@@ -132,8 +136,8 @@ def check_device(what: str, device: object, kind: str | None = None, *, may_be_m
         raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(f"{what} {str(device)!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
+        if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
+            raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
     return device
 
 

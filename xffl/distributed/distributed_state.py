@@ -208,7 +208,7 @@ class DistributedState(ProcessState):
             else:
                 self._set_asymmetric_federated_scaling(topology.sizes)
 
-    def _set_symmetric_federated_scaling(self, federated_group_size: Sequence[int] | int) -> None:
+    def _set_symmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
         """Create the process groups of federated groups of one size: a step of :meth:`set_federated_scaling`.
 
         :param federated_group_size: Number of processes making up one federated group, or of each of them.
@@ -220,7 +220,7 @@ class DistributedState(ProcessState):
             raise TopologyError(f"federated sizes {topology.sizes} differ; call set_federated_scaling for any sizes")
         self._federate(topology)
 
-    def _set_asymmetric_federated_scaling(self, federated_group_size: Sequence[int] | int) -> None:
+    def _set_asymmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
         """Create the process groups of federated groups of any sizes: a step of :meth:`set_federated_scaling`.
 
         The groups bring together all the ranks handling corresponding shards of the model. E.g.: if a model is sharded
@@ -233,13 +233,11 @@ class DistributedState(ProcessState):
         """
         self._federate(self._federated_topology(federated_group_size))
 
-    def _federated_topology(self, sizes: Sequence[int] | int) -> Topology:
+    def _federated_topology(self, sizes: tuple[int, ...] | int) -> Topology:
         """Return the topology of a federation that is being set up; the replicas' size stands in the state."""
         if not self._layers or not self._layers[-1].is_open:
             raise StateError("this is a step of set_federated_scaling; call that instead")
-        return Topology(
-            self._place()[1], tuple(sizes) if isinstance(sizes, Sequence) else sizes, self.replica_local_size
-        )
+        return Topology(self._place()[1], sizes, self.replica_local_size)
 
     def _federate(self, topology: Topology) -> None:
         """Fill the fields of a federation, and make its groups and the cell's mesh."""

@@ -15,7 +15,7 @@ from xffl.distributed import checks
 from xffl.distributed.agreement import agree
 from xffl.distributed.layers import Layer
 from xffl.distributed.text import state_table
-from xffl.errors import StateError, XfflError
+from xffl.errors import ConfigError, StateError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["DEFAULT_TIMEOUT_S", "StateFields"]
@@ -170,6 +170,9 @@ class StateFields:
             found = check()
         except XfflError as error:
             agree(what, "", error=error)
+            raise
+        except (TypeError, ValueError) as error:  # an argument of a kind that nobody thought of
+            agree(what, "", error=ConfigError(f"{what} cannot be read: {error}"))
             raise
         agree(what, show(found))
         return found

@@ -67,7 +67,8 @@ def laid(state: Layered, call: str) -> Iterator[None]:
     """Lay a set-up over a state while the block fills its fields; within another set-up, be a step of that.
 
     Collective over the world: at the end the ranks tell each other whether it worked, so that either all have it, or
-    all raise the same error and are as they were. No rank goes on before all have made their groups.
+    all raise the same error and are as they were. No rank goes on before all have made their groups. Where making a
+    group failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
 
     :param state: The state whose fields are filled.
     :param call: Name of the setter, for messages.

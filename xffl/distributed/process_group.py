@@ -186,8 +186,8 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) 
         world = (store.add("xffl_arrivals", 1) - 1) // place.world_size
     except RuntimeError as broken:
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at {address}: {broken}"
-            "; check the address, that the port is free on rank 0's host, and that all ranks were started"
+            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at {address}: "
+            f"{broken}; check the address, that the port is free on rank 0's host, and that all ranks were started"
         ) from broken
     return PrefixStore(f"xffl_{world}", store)
 
@@ -203,7 +203,7 @@ def _request(
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
     chosen = checks.check_device("device", device if device is not None else _default_kind())
-    if chosen.type == "cuda" and chosen.index is None:
+    if chosen == torch.device("cuda"):  # without an index
         index = pick_gpu(place.node_local_rank, place.node_local_size, torch.cuda.device_count())
         chosen = torch.device("cuda", index)
     kind = str(checks.check_backend(backend or ("nccl" if chosen.type == "cuda" else "gloo")))

@@ -107,7 +107,8 @@ class ProcessState(StateFields):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.current_device = device
-        self.streams = None if count is None else tuple(torch.cuda.Stream(device) for _ in range(count))
+        new = (torch.cuda.Stream(device) for _ in range(count or 0))  # type: ignore[no-untyped-call]
+        self.streams = None if count is None else tuple(new)
 
     def set_init_device(self, init_device: torch.device | None, meta_initialization: bool = False) -> None:
         """Set the device that models are initialized on.

@@ -34,6 +34,7 @@ def exchange_pieces(topology: Topology) -> Iterator[Piece]:
     """Yield the pieces of the exchange from the model's start to its end; with equal cuts these are the shards.
 
     :param topology: The federation.
+    :yield: One piece after the other.
     """
     counts = _shard_counts(topology)
     start = Fraction(0)

@@ -1,0 +1,66 @@
+"""A job whose rank dies in the middle of a round, as the user of ``xffl exec`` sees it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import xffl
+
+class Planted(BaseException):
+    "What no round catches."
+
+def die(how):
+    def instead(*_):
+        if how == "raise":
+            raise Planted("in the middle of round 2")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return instead
+
+with xffl.session(timeout_s=60) as state:
+    model = xffl.shard(torch.nn.Linear(64, 64), state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
+    aggregator.aggregate()
+    if state.rank == 2:
+        aggregator._exchange._combine = die(sys.argv[1])
+    aggregator.aggregate()
+    print("the second round took place", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "how, exit_code, told", [("raise", 1, "Planted: in the middle of round 2"), ("kill", 137, "signal 9")]
+)
+def test_a_rank_that_dies_in_mid_round_ends_the_job_with_its_own_story(
+    tmp_path: Path, how: str, exit_code: int, told: str
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    command = [
+        sys.executable,
+        "-m",
+        "xffl",
+        "exec",
+        "--processes",
+        "4",
+        "--federated",
+        "2,2",
+        str(tmp_path / "train.py"),
+        how,
+    ]
+    start = time.monotonic()
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert time.monotonic() - start < 150  # the collectives' timeout is 60 s, and a dead peer is noticed at once
+    assert job.returncode == exit_code, job.stderr
+    assert told in job.stderr and "rank 2" in job.stderr
+    assert job.stderr.count("Traceback") == (1 if how == "raise" else 0), job.stderr
+    assert "took place" not in job.stdout

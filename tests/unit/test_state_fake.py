@@ -1,0 +1,184 @@
+"""The state without other processes: chosen ranks of large worlds over a fake group, and what needs no group at all."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.worlds import fake_world
+from xffl.distributed import DistributedState
+from xffl.distributed.agreement import ranks_text
+from xffl.distributed.distributed_state import create_device_mesh
+from xffl.errors import ConfigError, StateError, TopologyError
+
+CPU = torch.device("cpu")
+WORLD = 4096
+CELLS = (1024, 2048, 512, 512)
+HSDP = 64
+
+
+def big_state(rank: int, backend: str = "fake") -> DistributedState:
+    state = DistributedState()
+    state.set_global(backend, CPU, "", 0, rank, WORLD)
+    return state
+
+
+@pytest.mark.parametrize("rank", [0, 1, 63, 64, 1023, 1024, 1089, 3071, 3583, 4095])
+def test_ranks_of_4096(rank: int) -> None:
+    cell = next(c for c in range(4) if rank < sum(CELLS[: c + 1]))
+    start = sum(CELLS[:cell])
+    shard, replica, replicas = (rank - start) % HSDP, (rank - start) // HSDP, CELLS[cell] // HSDP
+    begin = time.monotonic()
+    with fake_world(WORLD, rank):
+        state = big_state(rank)
+        state.set_federated_scaling(CELLS, HSDP)
+        assert (state.federated_rank, state.federated_local_rank) == (cell, rank - start)
+        assert (state.replica_local_rank, state.replica_rank) == (shard, replica)
+        assert state.replica_world_size == (16, 32, 8, 8)
+        sender = start + (shard % replicas) * HSDP + shard
+        assert state.is_sender == (rank == sender)
+        assert state.receive_from == (None if rank == sender else sender)
+        assert (state.federated_group is None) == (rank != sender)
+        if state.federated_group is not None:
+            offsets = (0, 1024, 3072, 3584)
+            want = [o + (shard % (size // HSDP)) * HSDP + shard for o, size in zip(offsets, CELLS, strict=True)]
+            assert dist.get_process_group_ranks(state.federated_group[0]) == want
+        assert state.federation is not None and state.replica_group is not None and state.hsdp_mesh is not None
+        assert dist.get_process_group_ranks(state.federation) == list(range(start, start + CELLS[cell]))
+        assert dist.get_process_group_ranks(state.replica_group[0]) == list(
+            range(start + shard, start + CELLS[cell], HSDP)
+        )
+        assert tuple(state.hsdp_mesh.shape) == (replicas, HSDP)
+        assert state.hsdp_mesh.get_coordinate() == (replica, shard) or state.hsdp_mesh.get_coordinate() == [
+            replica,
+            shard,
+        ]
+        assert "federated_group" in str(state) or not state.is_sender
+        assert len(str(state).splitlines()) < 40 and max(map(len, str(state).splitlines())) < 200
+        state.unset_federated_scaling()
+        assert state.federation is None and state.hsdp_mesh is None
+    assert time.monotonic() - begin < 10
+
+
+def test_every_rank_makes_as_many_groups() -> None:
+    counts = set()
+    for rank in (0, 1, 64, 1089):
+        with fake_world(WORLD, rank):
+            state = big_state(rank)
+            state.set_federated_scaling(CELLS, HSDP)
+            counts.add(len(state._layers[-1].groups))
+    assert counts == {4}
+
+
+def test_one_handle_for_each_stream() -> None:
+    with fake_world(8, 5):
+        state = DistributedState()
+        state.set_global("fake", CPU, None, None, 5, 8)
+        state.streams = (object(), object(), object())  # type: ignore[assignment]  # no GPU here
+        state.set_federated_scaling((4, 4), 2)
+        assert state.replica_group is not None and state.federated_group is None
+        assert len(state.replica_group) == 3 and len(set(state.replica_group)) == 3
+        assert len(state._layers[-1].groups) == 1 + 1 + 3 + 3  # the placeholders of a rank that sends nothing, too
+        with pytest.raises(StateError, match="made groups for 3"):
+            state.set_exec_device(CPU)
+
+
+def test_a_new_state_says_nothing() -> None:
+    state = DistributedState()
+    assert all(getattr(state, f.name) is None for f in fields(state) if not f.name.startswith("_"))
+    assert not state.is_node_setup() and not state.is_fsdp_setup() and not state.is_hsdp_setup()
+    assert not state.is_federated_scaling_setup()
+    assert str(state) == "DistributedState: nothing is set"
+    with pytest.raises(StateError, match="call set_global first"):
+        _ = state.topology
+    with pytest.raises(StateError, match="call set_global first"):
+        state._get_communicating_processes(0)
+    with pytest.raises(StateError, match="set_federated_scaling first"):
+        state._set_rank_role()
+
+
+def test_without_a_process_group() -> None:
+    state = big_state(7, backend="gloo")
+    assert state._get_global_fsdp_mesh() is None and state._set_global_hsdp_mesh() is None
+    for call in (state.set_fsdp, lambda: state.set_hsdp(2), lambda: state.set_federated_scaling(CELLS)):
+        with pytest.raises(StateError, match="torch.distributed is not initialized"):
+            call()
+    with pytest.raises(StateError, match="torch.distributed is not initialized"):
+        state.create_process_group((7,), None)
+    state._partial_hsdp_setup(HSDP)
+    assert state.is_hsdp_setup() and state.replica_world_size == (64,) and state._set_global_hsdp_mesh() is None
+    state.unset_hsdp()
+    assert not state.is_hsdp_setup() and not state._layers
+
+
+def test_steps_of_a_federation_are_no_calls_of_their_own() -> None:
+    with fake_world(8, 5):
+        state = DistributedState()
+        state.set_global("fake", CPU, None, None, 5, 8)
+        for step in (state._set_symmetric_federated_scaling, state._set_asymmetric_federated_scaling):
+            with pytest.raises(StateError, match="step of set_federated_scaling"):
+                step((4, 4))
+
+
+def test_exec_device_on_a_cpu_build() -> None:
+    state = DistributedState()
+    state.set_exec_device(CPU)
+    assert state.current_device == CPU and state.streams is None
+    with pytest.raises(ConfigError, match="streams 4 were asked for, but cpu has none"):
+        state.set_exec_device(CPU, streams=4)
+    with pytest.raises(ConfigError, match=r"torch sees \d+ GPUs"):
+        state.set_exec_device(999)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_exec_device_on_a_gpu() -> None:
+    state = DistributedState()
+    state.set_exec_device(torch.device("cuda", 0))
+    assert state.streams is not None and len(state.streams) == 4
+    state.set_exec_device(0, streams=2)
+    assert state.current_device == torch.device("cuda", 0) and len(state.streams or ()) == 2
+
+
+def test_init_device() -> None:
+    state = DistributedState()
+    state.set_init_device(None)
+    assert (state.init_device, state.meta_initialization) == (None, False)
+    state.set_init_device(None, True)
+    assert (state.init_device, state.meta_initialization) == (torch.device("meta"), True)
+    state.set_init_device(CPU, True)  # rank 0 of a model whose other ranks use the meta device
+    assert (state.init_device, state.meta_initialization) == (CPU, True)
+    with pytest.raises(ConfigError, match="meta_initialization=True"):
+        state.set_init_device(torch.device("meta"))
+
+
+def test_uneven_nodes() -> None:
+    state = DistributedState()
+    state.set_node(2, 3, 0, 2)  # 3 ranks here, 1 elsewhere
+    assert state.is_node_setup()
+    state.set_global("gloo", "cpu", "localhost", 29511, 2, 4)
+    with pytest.raises(TopologyError, match="a node of 3 ranks among 3 nodes does not fit the world of 4"):
+        state.set_node(2, 3, 0, 3)
+    assert (state.node_local_size, state.node_world_size) == (3, 2)
+    with pytest.raises(TopologyError, match="a node of 3 ranks"):
+        state.set_global("gloo", "cpu", "localhost", 29511, 0, 3)
+    assert state.world_size == 4
+
+
+def test_device_mesh_of_ranks() -> None:
+    assert create_device_mesh((2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert create_device_mesh((4,)).tolist() == [0, 1, 2, 3]
+    for wrong in ((), (0, 2), (2, -1), (True, 2), "22", 4, None, (2.0,)):
+        with pytest.raises(TopologyError):
+            create_device_mesh(wrong)  # type: ignore[arg-type]
+
+
+def test_ranks_text() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([3, 0, 1, 2]) == "ranks 0-3"
+    assert ranks_text([7, 0, 1, 4, 5, 6]) == "ranks 0-1, 4-7"
+    assert ranks_text([0, 2]) == "ranks 0, 2"
