@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -14,10 +15,13 @@ from xffl.topology import Topology
 
 __all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "make_groups"]
 
+logger = logging.getLogger("xffl")
+
 Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
 """Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is no member."""
 
 ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
+"""Kinds of groups that a federation needs."""
 STREAMED = frozenset({"replica", "federated"})
 """Kinds that carry a round: one handle for each CUDA stream, so that buckets overlap."""
 
@@ -97,13 +101,14 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     """
     store = group.get_group_store()
     dist.destroy_process_group(group)
-    try:
-        keys = store.list_keys()
-    except NotImplementedError:  # a store in Python or in memory only: nothing outlives the group there
-        return
     # A later group of these ranks may get this one's name, and would connect to the addresses of this one.
-    for key in keys:
-        store.delete_key(key)
+    try:
+        for key in store.list_keys():
+            store.delete_key(key)
+    except NotImplementedError:  # a store of a user's own making, or the fake one
+        logger.debug("the store cannot list its keys: a group of the same ranks may not be made again")
+    except dist.DistNetworkError:  # the store went with its process: no group can be made over it again
+        logger.debug("the store is gone: the group's keys went with it")
 
 
 def _members(groups: Groups, kind: str) -> tuple[dist.ProcessGroup, ...]:

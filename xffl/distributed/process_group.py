@@ -156,9 +156,10 @@ def cleanup_distributed_process_group(
                 torch.cuda.synchronize()
             dist.barrier()
     finally:
-        state._forget()
+        # The groups go with the world, whose store may be gone with rank 0 already.
         if dist.is_initialized():
             dist.destroy_process_group()
+        state._forget()
 
 
 def _checked_timeout(timeout_s: float) -> float:

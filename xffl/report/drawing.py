@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["INK", "MUTED", "PALETTE", "SUFFIXES", "checked_path", "new_figure", "save", "tint"]
 
 SUFFIXES = (".png", ".svg")
+"""Formats that are written."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#999999")
 """Colours that colour-blind readers can tell apart (Okabe and Ito 2008, their yellow and black exchanged)."""
 INK = "#1B1F24"
+"""Colour of text and outlines."""
 MUTED = "#626B75"
+"""Colour of what stands back."""
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:

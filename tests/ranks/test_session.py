@@ -1,0 +1,291 @@
+"""Sessions: from the environment and from arguments, alone and together, and every way of leaving one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.worlds import run_world
+from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
+from xffl.errors import XfflError
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def be_rank(rank: int, world_size: int, port: int, **more: str) -> None:
+    """Set what torchrun sets without an agent's store."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **more,
+    )
+
+
+def total() -> int:
+    x = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(x)
+    return int(x)
+
+
+def from_environment(rank: int, world_size: int, port: int) -> tuple[Any, ...]:
+    be_rank(rank, world_size, port, XFFL_FEDERATED="3,1", XFFL_HSDP="1")
+    with xffl.session() as state:
+        found = (state.federated_local_size, state.replica_local_size, state.node_local_rank, state.node_world_size)
+        assert (state.backend, state.current_device, state.streams) == ("gloo", torch.device("cpu"), None)
+        assert (state.init_device, state.meta_initialization) == (None, False)
+        assert state._timeout_s == 600 and total() == 10
+    assert not dist.is_initialized() and not state.is_federated_scaling_setup() and state.federation is None
+    return found
+
+
+def test_the_environment_fills_what_is_not_given() -> None:
+    told = run_world(4, from_environment, free_port(), init=False)
+    assert told == [((3, 1), 1, rank, 1) for rank in range(4)]
+
+
+def from_arguments(rank: int, world_size: int, port: int) -> None:
+    be_rank(rank, world_size, port, XFFL_FEDERATED="3,1", XFFL_HSDP="1")
+    for _ in range(2):  # the same address serves a second session
+        with xffl.session(federated=2, hsdp=2, backend="gloo", device="cpu", timeout_s=50) as state:
+            assert (state.federated_local_size, state.replica_local_size) == ((2, 2), 2)
+            assert state._timeout_s == 50 and total() == 10
+    # Without a federation the world's FSDP or HSDP remains.
+    os.environ.update(XFFL_FEDERATED="", XFFL_HSDP="")
+    with xffl.session() as state:
+        assert state.is_fsdp_setup() and not state.is_federated_scaling_setup() and not state.is_hsdp_setup()
+        with pytest.raises(xffl.StateError, match="initialized already"):
+            setup_distributed_process_group()
+        assert total() == 10
+    with xffl.session(hsdp=2) as state:
+        assert state.replica_world_size == (2,) and not state.is_federated_scaling_setup()
+
+
+def test_arguments_beat_the_environment() -> None:
+    run_world(4, from_arguments, free_port(), init=False)
+
+
+def given_everything(rank: int, world_size: int, port: int) -> None:
+    """Two pretended nodes of 3 and 1 ranks."""
+    local = (rank, 3, 0) if rank < 3 else (0, 1, 1)
+    state = setup_distributed_process_group(
+        rank, world_size, *local, 2, "gloo", "127.0.0.1", port, "cpu", 1, (2, 2), timeout_s=60
+    )
+    assert (state.node_local_rank, state.node_local_size, state.node_rank, state.node_world_size) == (*local, 2)
+    assert (state.master_addr, state.master_port, state.rank, state.world_size) == ("127.0.0.1", port, rank, 4)
+    model = [nn.Linear(2, 2)]
+    cleanup_distributed_process_group(state, model)
+    assert model == [] and not dist.is_initialized() and not state.is_hsdp_setup()
+    cleanup_distributed_process_group(state)  # nothing is left to clean up
+
+
+def test_set_up_and_clean_up() -> None:
+    run_world(4, given_everything, free_port(), init=False)
+
+
+def single_process(rank: int, world_size: int) -> None:
+    for federated, hsdp in ((None, None), (1, None), ((1,), 1), (None, 1)):
+        with xffl.session(federated=federated, hsdp=hsdp) as state:
+            assert (state.rank, state.world_size, state.master_addr, state.master_port) == (0, 1, None, None)
+            assert state.is_node_setup() and total() == 1
+            assert state.is_federated_scaling_setup() == (federated is not None)
+            mesh = state.hsdp_mesh or state.fsdp_mesh
+            assert mesh is not None and mesh.size() == 1
+        assert not dist.is_initialized()
+
+
+def test_a_single_process_needs_no_launcher() -> None:
+    run_world(1, single_process, init=False)
+
+
+WRONG: list[tuple[str, Callable[[int], dict[str, Any]], str, tuple[str, ...]]] = [
+    ("sum", lambda r: {"federated": (2, 3)}, "TopologyError", ("(2, 3) sum to 5",)),
+    ("sum on a rank", lambda r: {"federated": (2, 2 + r // 3)}, "ConfigError", ("different set-ups", "(2, 3)")),
+    ("hsdp on a rank", lambda r: {"hsdp": 1 + r % 2}, "ConfigError", ("different set-ups", "hsdp=1", "hsdp=2")),
+    ("hsdp", lambda r: {"federated": 2, "hsdp": 4}, "TopologyError", ("(hsdp) 4",)),
+    ("device", lambda r: {"device": "cuda:99"}, "ConfigError", ("cuda:99", "does not exist")),
+    ("device on a rank", lambda r: {"device": "gpu" if r == 2 else None}, "ConfigError", ("'gpu'", "told by rank 2")),
+    ("backend", lambda r: {"backend": "nccl", "device": "cpu"}, "ConfigError", ("'nccl'",)),
+    ("backend's name", lambda r: {"backend": "glu"}, "ConfigError", ("'glu' is unknown",)),
+    ("streams", lambda r: {"streams": 2, "device": "cpu"}, "ConfigError", ("streams 2",)),
+    ("timeout on a rank", lambda r: {"timeout_s": 30 + r // 3}, "ConfigError", ("timeout_s=30", "timeout_s=31")),
+    ("string", lambda r: {"federated": "2,2"}, "TopologyError", ("'2,2' is no whole number",)),
+]
+
+
+def try_wrong(rank: int, world_size: int, port: int) -> list[tuple[str, str, float]]:
+    be_rank(rank, world_size, port)
+    told = []
+    for _, arguments, _, _ in WRONG:
+        start = time.monotonic()
+        try:
+            with xffl.session(**{"timeout_s": 30, **arguments(rank)}):
+                what = ("nothing", "no error")
+        except XfflError as error:
+            what = (type(error).__name__, str(error))
+        told.append((*what, time.monotonic() - start))
+        assert not dist.is_initialized()
+    with xffl.session(federated=2, timeout_s=30):
+        assert total() == 10
+    return told
+
+
+def test_wrong_sessions() -> None:
+    told = run_world(4, try_wrong, free_port(), init=False)
+    for number, (name, _, kind, parts) in enumerate(WRONG):
+        answers = {ranks[number][:2] for ranks in told}
+        assert len(answers) == 1, (name, answers)
+        found, text = answers.pop()
+        assert found == kind and all(part in text for part in parts), (name, found, text)
+        assert all(ranks[number][2] < 15 for ranks in told), name
+
+
+def part_of_a_place(rank: int, world_size: int) -> None:
+    for given in ({"rank": 0}, {"world_size": 2}, {"rank": 0, "world_size": 2}, {"group_rank": 0, "rank": 1}):
+        with pytest.raises(XfflError):
+            setup_distributed_process_group(**given)  # type: ignore[arg-type]
+        assert not dist.is_initialized()
+    for timeout_s in (0, -1, float("nan"), float("inf"), True, "60", None):
+        with pytest.raises(xffl.ConfigError, match="timeout_s"):
+            setup_distributed_process_group(timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_place_is_an_error() -> None:
+    run_world(1, part_of_a_place, init=False)
+
+
+def late(rank: int, world_size: int, port: int) -> str:
+    """One rank never comes."""
+    be_rank(rank, world_size, port)
+    if rank == 1:
+        return "elsewhere"
+    try:
+        with xffl.session(timeout_s=3):
+            pass
+    except xffl.LaunchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_never_comes() -> None:
+    told = run_world(3, late, free_port(), init=False, timeout_s=60.0)
+    assert told[1] == "elsewhere"
+    assert all("of 3" in told[rank] for rank in (0, 2)), told
+
+
+class Stop(Exception):
+    """What a user's script raises."""
+
+
+def leaves_by(rank: int, world_size: int, port: int, kind: type[BaseException]) -> tuple[str, bool, float]:
+    """Rank 1 fails inside the session while the others wait in a collective for it."""
+    be_rank(rank, world_size, port)
+    start = time.monotonic()
+    try:
+        with xffl.session(federated=2, hsdp=1, timeout_s=60):
+            if rank == 1:
+                raise kind("planted")
+            dist.barrier()
+            dist.barrier()
+        what = "nothing"
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is what the test asks for
+        what = type(error).__name__
+    return what, dist.is_initialized(), time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt, SystemExit])
+def test_leaving_by_an_exception_keeps_nobody(kind: type[BaseException]) -> None:
+    told = run_world(4, leaves_by, free_port(), kind, init=False)
+    assert told[1][0] == kind.__name__
+    for what, is_initialized, seconds in told:
+        assert what != "nothing" and not is_initialized and seconds < 30, told
+
+
+def one_dies(rank: int, world_size: int, port: int) -> tuple[str, float]:
+    be_rank(rank, world_size, port)
+    with xffl.session(federated=2, hsdp=1, timeout_s=20) as state:
+        start = time.monotonic()
+        if rank == 3:
+            os._exit(17)
+        try:
+            assert state.federation is not None
+            for _ in range(3):
+                dist.all_reduce(torch.ones(4), group=state.federation)
+                dist.all_reduce(torch.ones(4))
+            what = "nothing"
+        except RuntimeError:
+            what = "told"
+        dist.destroy_process_group()  # the world is broken: a barrier at the end of the session could not work
+    return what, time.monotonic() - start
+
+
+def test_a_dead_rank_is_noticed_within_the_timeout() -> None:
+    *told, dead = run_world(4, one_dies, free_port(), init=False, mortal=[3])
+    assert "exit code 17" in dead
+    assert all(what == "told" and seconds < 25 for what, seconds in told), told
+
+
+SCRIPT = """
+    import sys, torch, torch.distributed as dist, xffl
+    torch.set_num_threads(1)
+    with xffl.session(federated=1, timeout_s=60) if sys.argv[1] == "cells" else xffl.session(timeout_s=60) as state:
+        model = xffl.shard(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 8)), state)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.ones(4, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print("left", flush=True)
+    if sys.argv[1] == "raise":
+        with xffl.session(timeout_s=60):
+            raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("way, code", [("fsdp", 0), ("cells", 0), ("raise", 3)])
+def test_processes_exit_with_their_own_code(way: str, code: int) -> None:
+    """FSDP2 over gloo is known to abort at exit (code -6) where a rank leaves while another still talks to it."""
+    port = str(free_port())
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+        environ = {**os.environ, **{name: str(value) for name, value in place.items()}, "GROUP_WORLD_SIZE": "1"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), way]
+        ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [code, code], outputs
+    assert all("left" in out for out, _ in outputs)
+
+
+def test_the_state_is_of_the_documented_class() -> None:
+    assert DistributedState is xffl.DistributedState
