@@ -23,7 +23,7 @@ from typing import Any
 
 __all__ = ["WorldError", "fake_world", "run_world"]
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"]
 GRACE_S = 0.5
 """How long the other ranks may still tell what happened to them after the first one failed."""
 

@@ -191,8 +191,8 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
     for kind, dtype in itertools.product(["plain", "shard", "fully_shard"], DTYPES):
         model = build(kind, dtype, state)
         for number, (weight, weights) in enumerate(weightings(sizes, rank, cell)):
-            # A bucket size and mode for each: everything at once, tensors that do not fit, a few elements at a time.
-            bucket_bytes, atomic = [(1 << 20, True), (100, False), (24, True)][number]
+            # A bucket size and mode for each: a few elements at a time, tensors that do not fit, everything at once.
+            bucket_bytes, atomic = [(24, True), (100, False), (1 << 20, True)][number]
             aggregator = xffl.Aggregator(model, state, bucket_bytes=bucket_bytes, atomic=atomic)
             fill(model, rank, cell)
             before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}

@@ -85,16 +85,16 @@ def agree_on_store(
         store.wait(["verdict"], timedelta(seconds=timeout_s))
     except RuntimeError as late:
         raise LaunchError(
-            f"only {store.add('arrived', 0)} of {world_size} ranks came within {timeout_s:g} s; see the other ranks' "
-            "output, or raise timeout_s"
+            f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but not all came: {late}; "
+            "see the other ranks' output, or raise timeout_s"
         ) from late
     verdict: list[str] | None = json.loads(store.get("verdict").decode())
     if verdict is None:
         return
-    # The store may live in one of these processes, which must not leave before all have read.
     if store.add("read", 1) == world_size:
         store.set("all_read", "")
-    store.wait(["all_read"], timedelta(seconds=timeout_s))
+    if rank == 0:  # the store may live in this process, which must not leave before all have read
+        store.wait(["all_read"], timedelta(seconds=timeout_s))
     raise _rebuild(*verdict)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -172,25 +173,46 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) 
     """Return a store that this world alone uses; a process that is alone needs no port."""
     if place.master_addr is None or place.master_port is None:
         return HashStore()
-    timeout = timedelta(seconds=timeout_s)
-    address = f"{place.master_addr}:{place.master_port}"
+    # torchrun's agent may listen at its address itself, which torch's own rendezvous knows.
+    is_agents = place.launcher == "torchrun" and dist.is_torchelastic_launched() and not is_own_address
     try:
-        if place.launcher == "torchrun" and not is_own_address:
-            # torchrun's agent may listen at the address itself, which torch's own rendezvous knows.
-            store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        else:
-            store = TCPStore(
-                place.master_addr, place.master_port, place.world_size, is_master=place.rank == 0, timeout=timeout
-            )
-        # A store that outlives a world (torchrun's) serves the next one, too: each takes a name of its own. The W
-        # ranks of a world all arrive before one of the next does, since none leaves before all have met.
-        world = (store.add("xffl_arrivals", 1) - 1) // place.world_size
+        if not is_agents:
+            return _own_store(place.master_addr, place.master_port, place, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
+        return PrefixStore(f"xffl_{_arrive(store, place.world_size)}", store)
     except RuntimeError as broken:
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at {address}: "
-            f"{broken}; check the address, that the port is free on rank 0's host, and that all ranks were started"
+            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at "
+            f"{place.master_addr}:{place.master_port}: {broken}; check the address, that the port is free on rank 0's "
+            "host, and that all ranks were started"
         ) from broken
-    return PrefixStore(f"xffl_{world}", store)
+
+
+def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: float) -> Store:
+    """Return a store that rank 0 holds; other ranks wait until a store of the world before, if any, is gone."""
+    if place.rank == 0:
+        gc.collect()  # a set-up that failed before may have left its store in a cycle with its error, on this port
+    deadline = time.monotonic() + timeout_s
+    while True:
+        timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+        store = TCPStore(address, port, place.world_size, place.rank == 0, timeout, False)
+        try:
+            if _arrive(store, place.world_size) == 0:
+                return store
+            store.wait(["xffl_end"], timeout)  # nobody sets it: what comes is the end of the store
+        except dist.DistNetworkError:
+            if place.rank == 0 or time.monotonic() > deadline:
+                raise
+
+
+def _arrive(store: Store, world_size: int) -> int:
+    """Return the number of the world that this rank is among the first ``world_size`` ranks of.
+
+    All ranks of a world arrive before one of the next does, since none leaves before all have met.
+    """
+    return int(store.add("xffl_arrivals", 1) - 1) // world_size
 
 
 def _request(
