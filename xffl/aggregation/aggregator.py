@@ -230,8 +230,7 @@ class Aggregator:
         number = self._rounds + 1
         failure: Exception | None = None
         try:
-            with torch.no_grad():
-                self._exchange.run(turnout)
+            self._exchange.run(turnout)
             failure = self._exchange.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
@@ -247,8 +246,7 @@ class Aggregator:
         if not is_agreed:
             self._reject(number, failure, reasons)
         try:
-            with torch.no_grad():
-                self._exchange.commit()
+            self._exchange.commit()
         except Exception as error:
             self._tear = Tear(self._model, f"round {number} was agreed, but this rank could not write it: {error}")
             raise RoundError(f"{self._tear.reason}; the model is torn: load a checkpoint on all ranks") from error

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.manifest import Entry, canonical_axis, spans
 from xffl.aggregation.mean import weighted_mean
-from xffl.aggregation.plan import Bucket, Item, Lane, Piece
+from xffl.aggregation.plan import Bucket, Item, Lane
 from xffl.topology import Topology
 
 __all__ = ["Exchange", "Homes", "Turnout"]
@@ -110,8 +110,8 @@ class Exchange:
         self._at = topology.coordinates(rank)
         self._homes = homes
         self._device = device
-        self._bucket_bytes = bucket_bytes
         self._atomic = atomic
+        self._buckets = tuple(tuple(lane.buckets(max(1, bucket_bytes // _dtype(lane).itemsize))) for lane in lanes)
         self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
         # Where this rank's part of each tensor begins, in canonical order.
         cuts = [item.cuts[self._at.cell] for item in items]
@@ -127,6 +127,7 @@ class Exchange:
         self.bytes_across = 0
         self.bytes_home = 0
 
+    @torch.no_grad()
     def nonfinite(self) -> list[str]:
         """Name tensors that hold a value which is not finite among those that this rank would send; local.
 
@@ -136,13 +137,16 @@ class Exchange:
         """
         self._prepare()
         found: set[int] = set()
-        for lane, bucket, own in self._buckets():
+        for lane, bucket, own in self._walk():
             if self._is_packed(lane):
                 self._pack(bucket, own)
                 if not _is_finite(own):
-                    found.update(piece.item for piece, part in self._cut(bucket, own) if not _is_finite(part))
+                    parts = torch.split(own, [piece.stop - piece.start for piece in bucket.pieces])
+                    pieces = zip(bucket.pieces, parts, strict=True)
+                    found.update(piece.item for piece, part in pieces if not _is_finite(part))
         return [self._entries[index].name for index in sorted(found)]
 
+    @torch.no_grad()
     def run(self, turnout: Turnout) -> None:
         """Swap, combine and hand round every bucket of every lane, once :meth:`nonfinite` has looked at them.
 
@@ -155,7 +159,7 @@ class Exchange:
         self._turnout, self.failure = turnout, None
         self.bytes_across = self.bytes_home = 0
         flights: deque[_Flight] = deque()
-        for lane, bucket, own in self._buckets():
+        for lane, bucket, own in self._walk():
             # The mean at home is a collective that other ranks may enter with fewer buckets under way: land them first.
             while flights and (len(flights) == IN_FLIGHT or lane.is_mean_at_home):
                 self._land(flights.popleft())
@@ -163,11 +167,11 @@ class Exchange:
         while flights:
             self._land(flights.popleft())
 
+    @torch.no_grad()
     def commit(self) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there already."""
-        for lane, stage in zip(self._lanes, self._stages, strict=True) if self._atomic else ():
-            for bucket in lane.buckets(lane.numel):
-                self._unpack(bucket, stage)
+        for _, bucket, own in self._walk() if self._atomic else ():
+            self._unpack(bucket, own)
 
     def _prepare(self) -> None:
         """Look all tensors up anew, the ones that are only received too, and make the buffers if there are none yet."""
@@ -183,14 +187,15 @@ class Exchange:
 
     def _slot_bytes(self) -> int:
         """Return the room that the largest bucket needs, in whole cache lines so that any data type is aligned."""
-        sizes = (_dtype(lane).itemsize * min(self._limit(lane), lane.numel) for lane in self._lanes)
+        largest = (max(bucket.stop - bucket.start for bucket in buckets) for buckets in self._buckets)
+        sizes = (_dtype(lane).itemsize * numel for lane, numel in zip(self._lanes, largest, strict=True))
         return -(-max(sizes, default=0) // 64) * 64
 
-    def _buckets(self) -> Iterator[tuple[Lane, Bucket, torch.Tensor]]:
+    def _walk(self) -> Iterator[tuple[Lane, Bucket, torch.Tensor]]:
         """Yield all buckets, each with the buffer for this rank's values: its stage, or the slot that is free next."""
         slots = itertools.cycle(range(IN_FLIGHT))
-        for number, lane in enumerate(self._lanes):
-            for bucket in lane.buckets(self._limit(lane)):
+        for number, (lane, buckets) in enumerate(zip(self._lanes, self._buckets, strict=True)):
+            for bucket in buckets:
                 if self._atomic:
                     yield lane, bucket, self._stages[number][bucket.start : bucket.stop]
                 else:
@@ -200,10 +205,6 @@ class Exchange:
         """Return a buffer for a cell's values of a bucket."""
         dtype = _dtype(lane)
         return self._slots[slot][cell, : (bucket.stop - bucket.start) * dtype.itemsize].view(dtype)
-
-    def _limit(self, lane: Lane) -> int:
-        """Return the elements of a bucket."""
-        return max(1, self._bucket_bytes // _dtype(lane).itemsize)
 
     def _is_owner(self, lane: Lane) -> bool:
         return self._at.is_sender and lane.owners[self._at.cell] == self._at.shard
@@ -282,28 +283,28 @@ class Exchange:
             weighted_mean(flight.values, weights, flight.own)
 
     def _pack(self, bucket: Bucket, into: torch.Tensor) -> None:
-        for view, part in self._parts(bucket, into):
+        views = self._views_of(bucket)
+        if all(view.dim() == 1 and view.device == into.device for view in views):
+            torch.cat(views, out=into)  # one call, where many small tensors would cost one each
+            return
+        for view, part in zip(views, _split(into, views), strict=True):
             part.view(view.shape).copy_(view)
 
     def _unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
-        for view, part in self._parts(bucket, values):
-            view.copy_(part.view(view.shape))
+        views = self._views_of(bucket)
+        for view, part in zip(views, _split(values, views), strict=True):
+            view.copy_(part.view(view.shape) if view.dim() != 1 else part)
 
-    def _parts(self, bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair views of the model's tensors with the stretches of a bucket that belong to them."""
-        for piece, part in self._cut(bucket, flat):
-            views = spans(self._views[piece.item], piece.start - self._origin[piece.item], part.numel())
-            if len(views) == 1:
-                yield views[0], part
+    def _views_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the model's elements in a bucket, as views that follow each other."""
+        views: list[torch.Tensor] = []
+        for item, start, stop in bucket.pieces:
+            elements = self._views[item]
+            if elements.dim() == 1 and stop - start == elements.numel():
+                views.append(elements)
             else:
-                yield from zip(views, torch.split(part, [view.numel() for view in views]), strict=True)
-
-    def _cut(self, bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Pair the pieces of a bucket with their stretches of it."""
-        offset = 0
-        for piece in bucket.pieces:
-            yield piece, flat[offset : offset + piece.stop - piece.start]
-            offset += piece.stop - piece.start
+                views += spans(elements, start - self._origin[item], stop - start)
+        return views
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -318,6 +319,11 @@ def _dtype(lane: Lane) -> torch.dtype:
     dtype = getattr(torch, lane.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _split(values: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Cut a bucket's values into the parts that belong to views."""
+    return torch.split(values, [view.numel() for view in views])
 
 
 def _is_finite(values: torch.Tensor) -> bool:

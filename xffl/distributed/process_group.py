@@ -102,20 +102,20 @@ def setup_distributed_process_group(
         master_addr=master_addr,
         master_port=master_port,
     )
-    store = _meet(place, timeout_s, is_own_address=master_addr is not None or master_port is not None)
+    meeting = _meet(place, timeout_s, is_own_address=master_addr is not None or master_port is not None)
     request: _Request | None = None
     error: XfflError | None = None
     try:
         request = _request(place, backend, device, federated, hsdp, streams, timeout_s)
     except XfflError as wrong:
         error = wrong
-    agree_on_store(store, place.rank, place.world_size, str(request), error, timeout_s)
+    agree_on_store(meeting, place.rank, place.world_size, str(request), error, timeout_s)
     if request is None:
         raise AssertionError("unreachable: the ranks agree on errors only by raising one")
     try:
         dist.init_process_group(
             request.backend,
-            store=PrefixStore("world", store),
+            store=PrefixStore("world", _world_store(meeting, place, timeout_s)),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -170,7 +170,7 @@ def _checked_timeout(timeout_s: float) -> float:
 
 
 def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:
-    """Return a store that this world alone uses; a process that is alone needs no port."""
+    """Return a store that nobody has used before this world; a process that is alone needs no port."""
     if place.master_addr is None or place.master_port is None:
         return HashStore()
     # torchrun's agent may listen at its address itself, which torch's own rendezvous knows.
@@ -191,9 +191,9 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) 
 
 
 def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: float) -> Store:
-    """Return a store that rank 0 holds; other ranks wait until a store of the world before, if any, is gone."""
+    """Return a store at rank 0; other ranks wait until that of a set-up that failed before, if any, is gone."""
     if place.rank == 0:
-        gc.collect()  # a set-up that failed before may have left its store in a cycle with its error, on this port
+        gc.collect()  # a set-up that failed may have left its store, and so this port, in a cycle with its error
     deadline = time.monotonic() + timeout_s
     while True:
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
@@ -205,6 +205,21 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
         except dist.DistNetworkError:
             if place.rank == 0 or time.monotonic() > deadline:
                 raise
+
+
+def _world_store(meeting: Store, place: ProcessEnvironment, timeout_s: float) -> Store:
+    """Return the store that the world keeps: not the one at the given port, which is free again once all have met.
+
+    torch's caches hold on to process groups, and so to their store, longer than the world lasts.
+    """
+    if place.master_addr is None or not isinstance(meeting, TCPStore):
+        return meeting
+    address, timeout = place.master_addr, timedelta(seconds=timeout_s)
+    if place.rank == 0:
+        store = TCPStore(address, 0, place.world_size, True, timeout, False)
+        meeting.set("port", str(store.port))
+        return store
+    return TCPStore(address, int(meeting.get("port")), place.world_size, False, timeout, False)
 
 
 def _arrive(store: Store, world_size: int) -> int:
