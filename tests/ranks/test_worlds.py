@@ -31,7 +31,9 @@ def one_raises(rank: int, world_size: int) -> None:
 
 def one_dies(rank: int, world_size: int) -> str:
     if rank == 1:
+        dist.recv(torch.ones(1), src=0)  # rank 0 has made the group by now
         os._exit(17)
+    dist.send(torch.ones(1), dst=1)
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from xffl.aggregation.exchange import Exchange, Homes, Turnout
 from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
 from xffl.aggregation.plan import plan_lanes
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.torn import Tear
+from xffl.aggregation.torn import Tear, find_tear
 from xffl.aggregation.vote import Ballot, cast, cell_weights, check_rounds, checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
@@ -30,8 +31,8 @@ class Aggregator:
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
     moves each shard once from its sender to each peer in the other cells, and from there to the replicas at home; the
-    number of replicas does not change what crosses. Memory: ``C`` buckets for ``C`` cells, and with ``atomic`` one copy
-    of this rank's shard.
+    number of replicas does not change what crosses. Memory: ``2 C`` buckets for ``C`` cells, and with ``atomic`` one
+    copy of this rank's shard.
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
@@ -71,16 +72,20 @@ class Aggregator:
         self._drops_cells = nonfinite == "drop_cell"
         self._atomic = atomic
         self._rounds = 0
-        self._tear: Tear | None = None
+        self._is_over = self._is_cut_off = False
+        self._found: list[str] = []
         error: XfflError | None = None
         text = ""
         try:
+            self.check()
             _check_options(bucket_bytes, atomic, nonfinite)
             self._manifest = Manifest(model, policies)
             self._axes = self._manifest.axes(self._topology, at)
             text = f"(options)\t{bucket_bytes} bytes a bucket, atomic={atomic}, nonfinite={nonfinite}\n{self._manifest}"
         except XfflError as wrong:
             error = wrong
+        except Exception as wrong:  # noqa: BLE001 - told to all ranks
+            error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
         agree("models", text, error=error, describe=describe_difference)
         axes = gather_axes(self._axes, self._topology)
         items = self._manifest.items(self._topology, axes)
@@ -105,7 +110,17 @@ class Aggregator:
     @property
     def is_torn(self) -> bool:
         """Whether a failed round may have left different weights on different ranks."""
-        return self._tear is not None and not self._tear.is_mended
+        return find_tear(self._model) is not None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
+        return not (self.is_torn or self._is_over or self._is_cut_off)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is averaged."""
+        return self._model
 
     def aggregate(self, weight: float | None = None) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
@@ -124,13 +139,13 @@ class Aggregator:
         return report
 
     def take_part(
-        self, weight: float | None = None, *, is_absent: bool = False, is_finished: bool = False
+        self, weight: float | Callable[[], float] | None = None, *, is_absent: bool = False, is_finished: bool = False
     ) -> RoundReport | None:
         """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
 
         Collective over the world, together with the other ranks' :meth:`aggregate`.
 
-        :param weight: As in :meth:`aggregate`; not read where ``is_absent``.
+        :param weight: As in :meth:`aggregate`, or a function that returns it; not read where ``is_absent``.
         :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
         :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
         :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
@@ -140,10 +155,10 @@ class Aggregator:
         start = time.perf_counter()
         self.check()
         ballots = self._open(weight, is_absent, is_finished)
-        is_last = all(ballot.is_finished for ballot in ballots)
-        if is_last and all(ballot.is_absent for ballot in ballots):
+        weights = cell_weights(ballots, self._topology)
+        if self._is_over and not any(weights):
             return None
-        turnout, dropped = self._turnout(ballots)
+        turnout, dropped = self._turnout(weights, ballots)
         self._run(turnout)
         self._rounds += 1
         return RoundReport(
@@ -153,7 +168,7 @@ class Aggregator:
             bytes_home=self._exchange.bytes_home,
             seconds=time.perf_counter() - start,
             dropped=dropped,
-            is_last=is_last,
+            is_last=self._is_over,
         )
 
     def check(self) -> None:
@@ -162,8 +177,8 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        if self._tear is not None:
-            self._tear.check()
+        if (tear := find_tear(self._model)) is not None:
+            tear.check()
 
     def state_dict(self) -> dict[str, int]:
         """Return what a resumed run needs; the same on all ranks."""
@@ -176,21 +191,16 @@ class Aggregator:
         """
         self._rounds = int(state["rounds"])
 
-    def _open(self, weight: float | None, is_absent: bool, is_finished: bool) -> list[Ballot]:
+    def _open(self, weight: float | Callable[[], float] | None, is_absent: bool, is_finished: bool) -> list[Ballot]:
         """Vote on whether there is a round, and with what weights."""
         error: XfflError | None = None
-        count, found = 0.0, []
+        count, self._found = 0.0, []
         try:
             reshard(self._model)
+            self._manifest.check(self._model)
             if not is_absent:
-                count = 1.0 if weight is None else checked_weight(weight)
-            found = self._exchange.nonfinite()
-            if found and not self._drops_cells:
-                cell = self._topology.cell_of(self._rank)
-                raise RoundError(
-                    f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks "
-                    "keep their weights; nonfinite='drop_cell' would leave the cell out"
-                )
+                count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
+            self._found = self._exchange.nonfinite()
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
@@ -201,29 +211,49 @@ class Aggregator:
             is_uniform=weight is None,
             is_absent=is_absent,
             is_finished=is_finished,
-            is_nonfinite=bool(found),
+            is_nonfinite=bool(self._found),
             is_failed=error is not None,
         )
-        ballots = cast(ballot, self._device)
+        try:
+            ballots = cast(ballot, self._device)
+        except RuntimeError as broken:
+            self._is_cut_off = True
+            raise RoundError(
+                f"round {self._rounds + 1} could not be opened, this rank keeps its weights: {broken}; see the other "
+                "ranks' output"
+            ) from broken
+        self._is_over = all(ballot.is_finished for ballot in ballots)
         check_rounds(ballots)
         if any(ballot.is_failed for ballot in ballots):
             agree(f"opening of round {self._rounds + 1}", "", error=error)
         return ballots
 
-    def _turnout(self, ballots: list[Ballot]) -> tuple[Turnout, tuple[int, ...]]:
+    def _turnout(self, weights: tuple[float, ...], ballots: list[Ballot]) -> tuple[Turnout, tuple[int, ...]]:
         """Conclude whose values count; the same on all ranks."""
-        weights = cell_weights(ballots, self._topology)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
-        dropped = tuple(sorted(bad))
-        weights = tuple(0.0 if cell in bad else weight for cell, weight in enumerate(weights))
-        if not any(weights):
+        dropped = tuple(sorted(cell for cell in bad if weights[cell]))
+        if dropped and not self._drops_cells:
+            self._refuse_nonfinite(dropped)
+        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
+        if not any(counted):
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        first = next(cell for cell in range(self._topology.cells) if cell not in bad)
-        return Turnout(weights, first), dropped
+        first = next(cell for cell in range(self._topology.cells) if cell not in dropped)
+        return Turnout(counted, first), dropped
+
+    def _refuse_nonfinite(self, cells: tuple[int, ...]) -> None:
+        """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
+        error: XfflError | None = None
+        cell = self._topology.cell_of(self._rank)
+        if cell in cells and self._found:
+            error = RoundError(
+                f"cell {cell} holds values that are not finite in {', '.join(map(repr, self._found[:3]))}; all ranks "
+                "keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
+            )
+        agree("finite values", "", error=error)
 
     def _run(self, turnout: Turnout) -> None:
         """Exchange, vote on the outcome, and write the new weights or leave the old."""
@@ -234,22 +264,31 @@ class Aggregator:
             failure = self._exchange.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
+        except BaseException as stop:
+            if not self._atomic:
+                Tear(self._model, f"round {number} was interrupted by {type(stop).__name__}")
+            raise
         try:
             ballots = cast(Ballot(number, is_failed=failure is not None), self._device)
             check_rounds(ballots)
             is_agreed = not any(ballot.is_failed for ballot in ballots)
             reasons = [] if is_agreed else _gather_reasons(failure)
         except Exception as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
-            why = f"the outcome of round {number} could not be learned ({failure or error})"
-            self._tear = Tear(self._model, why)
-            raise RoundError(f"{why}; the model is torn: load a checkpoint on all ranks") from (failure or error)
+            self._tear(f"the outcome of round {number} could not be learned ({failure or error})", failure or error)
         if not is_agreed:
             self._reject(number, failure, reasons)
         try:
             self._exchange.commit()
-        except Exception as error:
-            self._tear = Tear(self._model, f"round {number} was agreed, but this rank could not write it: {error}")
-            raise RoundError(f"{self._tear.reason}; the model is torn: load a checkpoint on all ranks") from error
+        except BaseException as error:
+            why = f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                Tear(self._model, why)
+                raise
+            self._tear(why, error)
+
+    def _tear(self, why: str, cause: Exception | None) -> NoReturn:
+        Tear(self._model, why)
+        raise RoundError(f"{why}; the model is torn: load a checkpoint on all ranks") from cause
 
     def _reject(self, number: int, failure: Exception | None, reasons: list[str]) -> None:
         told = "; ".join(
@@ -259,8 +298,7 @@ class Aggregator:
             raise RoundError(
                 f"round {number} was not taken, all ranks keep their weights of before: {told}"
             ) from failure
-        self._tear = Tear(self._model, f"round {number} failed with atomic=False: {told}")
-        raise RoundError(f"{self._tear.reason}; the model is torn: load a checkpoint on all ranks") from failure
+        self._tear(f"round {number} failed with atomic=False: {told}", failure)
 
 
 def _check_options(bucket_bytes: object, atomic: object, nonfinite: object) -> None:

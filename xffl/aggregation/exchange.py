@@ -21,6 +21,7 @@ import torch.distributed as dist
 from xffl.aggregation.manifest import Entry, canonical_axis, spans
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.plan import Bucket, Item, Lane
+from xffl.errors import ConfigError
 from xffl.topology import Topology
 
 __all__ = ["Exchange", "Homes", "Turnout"]
@@ -115,10 +116,13 @@ class Exchange:
         self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
         # Where this rank's part of each tensor begins, in canonical order.
         cuts = [item.cuts[self._at.cell] for item in items]
-        self._origin = tuple(cut.bounds(self._at.shard)[0] if cut.is_held_by_part else 0 for cut in cuts)
+        spans_held = [cut.bounds(self._at.shard) if cut.is_held_by_part else (0, cut.numel) for cut in cuts]
+        self._origin = tuple(start for start, _ in spans_held)
+        self._held = tuple(stop - start for start, stop in spans_held)
         # Made in the first round and kept, since fresh memory is slow.
         self._stages: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
+        self._at_home = torch.empty(0)
         # This rank's elements of each tensor, in this round; flat, where they follow each other in memory.
         self._views: list[torch.Tensor] = []
         self._posted = 0
@@ -129,7 +133,7 @@ class Exchange:
 
     @torch.no_grad()
     def nonfinite(self) -> list[str]:
-        """Name tensors that hold a value which is not finite among those that this rank would send; local.
+        """Name tensors to be averaged that hold a value which is not finite, among those that this rank sends; local.
 
         One pass over the values, which packs them as well.
 
@@ -140,7 +144,7 @@ class Exchange:
         for lane, bucket, own in self._walk():
             if self._is_packed(lane):
                 self._pack(bucket, own)
-                if not _is_finite(own):
+                if lane.rule == "average" and not _is_finite(own):
                     parts = torch.split(own, [piece.stop - piece.start for piece in bucket.pieces])
                     pieces = zip(bucket.pieces, parts, strict=True)
                     found.update(piece.item for piece, part in pieces if not _is_finite(part))
@@ -177,11 +181,25 @@ class Exchange:
         """Look all tensors up anew, the ones that are only received too, and make the buffers if there are none yet."""
         elements = (entry.elements(axis) for entry, axis in zip(self._entries, self._axis, strict=True))
         self._views = [view.view(-1) if view.is_contiguous() else view for view in elements]
+        for entry, view, held in zip(self._entries, self._views, self._held, strict=True):
+            if view.numel() != held:
+                raise ConfigError(
+                    f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
+                    "Aggregator was made; make a new Aggregator after sharding the model"
+                )
+        # Buffers outlive the round, so they must not be inference tensors if that is where the first round takes place.
+        with torch.inference_mode(False):
+            self._make_buffers()
+
+    def _make_buffers(self) -> None:
         if not self._slots:
             self._slots = [
                 torch.empty(self._topology.cells, self._slot_bytes(), dtype=torch.uint8, device=self._device)
                 for _ in range(IN_FLIGHT)
             ]
+            homes = [self._home(lane) for lane in self._lanes if lane.is_mean_at_home]
+            members = max((home.size() for home in homes if home is not None), default=0)
+            self._at_home = torch.empty(members, self._slot_bytes(), dtype=torch.uint8, device=self._device)
         if self._atomic and not self._stages:
             self._stages = [torch.empty(lane.numel, dtype=_dtype(lane), device=self._device) for lane in self._lanes]
 
@@ -248,8 +266,9 @@ class Exchange:
 
     def _mean_at_home(self, home: dist.ProcessGroup, own: torch.Tensor) -> None:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
-        values = [torch.empty_like(own) for _ in range(dist.get_world_size(home))]
-        dist.all_gather([value.view(torch.uint8) for value in values], own.view(torch.uint8), group=home)
+        gathered = [row[: own.nbytes] for row in self._at_home[: home.size()]]
+        dist.all_gather(gathered, own.view(torch.uint8), group=home)
+        values = [row.view(own.dtype) for row in gathered]
         self.bytes_home += own.nbytes * (len(values) - 1)
         with self._noting():
             weighted_mean(values, [1.0] * len(values), own)
@@ -327,7 +346,9 @@ def _split(values: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.T
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Tell whether all values are finite; without a copy of them."""
+    """Tell whether all values are finite."""
     if not values.is_floating_point() or not values.numel():
         return True
+    if values.dtype.itemsize == 1:
+        values = values.float()  # torch finds no extremes of 8-bit floats
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())

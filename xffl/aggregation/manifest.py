@@ -110,12 +110,30 @@ class Manifest:
             shape, is_buffer = tuple(tensor.shape), leaf in module._buffers
             entries[name] = Entry(name, chosen, shape, tensor.dtype, is_buffer, module, leaf)
         if unused := sorted(set(policies) - matched):
+            if any(fnmatch.fnmatchcase(name, pattern) for name in entries for pattern in unused):
+                raise ConfigError(f"policies {unused} come after patterns that match the same; put the narrower first")
             raise ConfigError(f"policies {unused} match no tensor; names look like {list(entries)[:3]}")
         self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
+        self._places = _places(model)
         self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.entries)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise where the model no longer has the tensors it had; local.
+
+        :param model: The model that the manifest was made of.
+        :raises ConfigError: if a tensor came, went, or was frozen or unfrozen.
+        """
+        now = _places(model)
+        if now == self._places:
+            return
+        changed = sorted({leaf for _, leaf, _ in set(now) ^ set(self._places)})
+        raise ConfigError(
+            f"the model's tensors have changed since the Aggregator was made (look at {', '.join(changed[:5])}: "
+            "replaced, added, removed, frozen or unfrozen); make a new Aggregator"
+        )
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
         """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none.
@@ -142,7 +160,8 @@ class Manifest:
             shape = entry.real_shape
             numel = prod(shape)
             cuts = tuple(
-                Cut.of_copy(numel, topology.shards(cell))
+                # What is taken from one cell is taken from one rank, so that it stays of one piece.
+                Cut.of_copy(numel, 1 if entry.policy == "first" else topology.shards(cell))
                 if axis == REPLICATED
                 else Cut.of_axis(shape[axis], numel // max(1, shape[axis]), topology.shards(cell))
                 for cell, axis in enumerate(by_cell)
@@ -228,7 +247,7 @@ def spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
     :return: The views, whose elements follow each other.
     """
     if view.is_contiguous():
-        return [view if count == view.numel() else view.view(-1)[start : start + count]]
+        return [view.view(-1)[start : start + count]]
     inner = view.numel() // view.shape[0]
     views: list[torch.Tensor] = []
     while count:
@@ -261,6 +280,16 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
             yield ".".join(path), module, leaf, tensor
 
 
+def _places(model: nn.Module) -> tuple[tuple[int, str, bool], ...]:
+    """Return where the model keeps its tensors, in order, and which of them train."""
+    return tuple(
+        (id(module), leaf, tensor.requires_grad)
+        for module in model.modules()
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    )
+
+
 def _default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
     if leaf in module._parameters:
         return "average" if tensor.requires_grad else "local"
@@ -278,6 +307,13 @@ def _check(name: str, policy: str, tensor: torch.Tensor) -> None:
         raise ConfigError(
             f"tensor {name!r} is {tensor.layout}; only strided tensors are exchanged, set its policy to 'local'"
         )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ConfigError(
+            f"tensor {name!r} is expanded: several of its elements are one in memory; set its policy to 'local', or "
+            "clone() it"
+        )
+    if tensor.is_conj():
+        raise ConfigError(f"tensor {name!r} is a conjugate view; resolve_conj() it")
     if policy == "average" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")
 

@@ -13,6 +13,10 @@ CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
 
 
+TINY = 1e-30
+"""Ratio of two weights below which 32 bits cannot hold their share."""
+
+
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
     """Write ``sum(w * x) / sum(w)`` into ``out``, rounded once from 64 bits (fp16 and bf16: from the fp32 mean).
 
@@ -42,11 +46,12 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
     others = [(value, weight) for value, weight in others if weight > 0.0]
     if not others:
         out.copy_(values[base])
-    elif len(others) == 1 and out.dtype == torch.float32:
-        # Two values need no 64 bits: the step from the heavier one is rounded thrice, and halves do not overflow.
+    elif len(others) == 1 and out.dtype == torch.float32 and others[0][1] > TINY * weights[base]:
+        # Two values need no 64 bits. Halves do not overflow, and no step fuses two roundings, so that CPUs with and
+        # without fused instructions get the same bits.
         ((other, weight),) = others
-        step = torch.mul(values[base], 0.5).sub_(other, alpha=0.5)
-        torch.sub(values[base], step, alpha=2.0 * weight / (weights[base] + weight), out=out)
+        step = torch.mul(values[base], 0.5).sub_(torch.mul(other, 0.5))
+        torch.sub(values[base], step.mul_(2.0 * weight / (weights[base] + weight)), out=out)
     else:
         origin = values[base].double()
         shift: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.vote import checked_weight
+from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError, StateError, XfflError
 
 __all__ = ["FederatedScaling"]
 
@@ -35,20 +37,21 @@ class FederatedScaling:
                optimizer.zero_grad()
 
     :param model: The model that trains.
-    :param optimizer: Its optimizer; a call of ``step`` is a local step.
+    :param optimizer: Its optimizer, or several; a call of the last one's ``step`` is a local step.
     :param state: The state that describes the federation.
     :param every: Local steps between two rounds, at least 1.
-    :param weight: Called on each rank before a round: the count (samples, tokens) since the last one. ``None``: every
-        cell that made a step counts 1.
+    :param weight: Called on each rank before a round: the count (samples, tokens) since the last call. What a rejected
+        round did not use counts in the next. ``None``: every cell that made a step counts 1.
     :param on_round: Called on every rank with the report of each round, after the new weights stand.
     :param aggregator: An aggregator made with options of one's own; ``None`` makes one with the defaults.
-    :raises ConfigError: if ``every`` is no positive whole number.
+    :raises ConfigError: if ``every`` is no positive whole number, or differs between ranks, or the aggregator is
+        another model's; on all ranks alike.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         state: DistributedState,
         *,
         every: int,
@@ -56,11 +59,23 @@ class FederatedScaling:
         on_round: Callable[[RoundReport], None] | None = None,
         aggregator: Aggregator | None = None,
     ) -> None:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        error: ConfigError | None = None
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every {every!r} is no positive whole number; give the local steps between two rounds")
-        self._optimizer = optimizer
+            error = ConfigError(f"every {every!r} is no positive whole number; give the local steps between two rounds")
+        elif not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+            error = ConfigError(f"optimizer {optimizer!r} is no torch.optim.Optimizer, nor a list of some; give one")
+        elif aggregator is not None and aggregator.model is not model:
+            error = ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
+        agree(
+            "steps between rounds (every) and ways to weigh",
+            f"every={every!r}, weighed={weight is not None}",
+            error=error,
+        )
+        self._optimizer = optimizers[-1]
         self._every = every
         self._weight = weight
+        self._kept = 0.0
         self._on_round = on_round
         self._make = (model, state)
         self._aggregator = aggregator
@@ -95,8 +110,7 @@ class FederatedScaling:
         while self._handles:
             self._handles.pop().remove()
         if kind is None:
-            while not self._round(is_finished=True):
-                pass
+            self._finish()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.aggregator.check()
@@ -106,12 +120,31 @@ class FederatedScaling:
         if self._pending >= self._every:
             self._round(is_finished=False)
 
+    def _finish(self) -> None:
+        """Answer the others' rounds until all have finished; raise at the end what a rejected one of them raised."""
+        rejected: XfflError | None = None
+        is_last = False
+        while not is_last:
+            try:
+                is_last = self._round(is_finished=True)
+            except XfflError as error:
+                if not self.aggregator.can_go_on:
+                    raise
+                rejected = rejected or error
+        if rejected is not None:
+            raise rejected
+
     def _round(self, *, is_finished: bool) -> bool:
         """Take part in a round; tell whether it was the last."""
-        is_absent = self._pending == 0
-        weight = self._weight() if self._weight is not None and not is_absent else None
-        report = self.aggregator.take_part(weight, is_absent=is_absent, is_finished=is_finished)
-        self._pending = 0
+        weight = self._count if self._weight is not None else None
+        report = self.aggregator.take_part(weight, is_absent=self._pending == 0, is_finished=is_finished)
+        self._pending, self._kept = 0, 0.0
         if report is not None and self._on_round is not None:
             self._on_round(report)
         return report is None or report.is_last
+
+    def _count(self) -> float:
+        """Return what counts since the last round that took place."""
+        assert self._weight is not None, "asked for only where there is one"
+        self._kept += checked_weight(self._weight())
+        return self._kept

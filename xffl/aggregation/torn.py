@@ -9,40 +9,62 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import RoundError
 
-__all__ = ["Tear"]
+__all__ = ["Tear", "find_tear"]
+
+_MARK = "_xffl_tear"
 
 
 class Tear:
-    """Mark a model as torn: every forward pass raises until a state dict is loaded into it.
+    """Mark a model as torn: every forward pass of it and its parts raises until a whole state dict is loaded.
 
-    Local. The mark stands on the model itself, so it holds for whoever uses it.
+    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses it.
 
-    :param model: The model.
+    :param model: The model, wrapped or not.
     :param reason: Why the ranks may no longer agree.
     """
 
     def __init__(self, model: nn.Module, reason: str) -> None:
         self.reason = reason
-        self.is_mended = False
         self._handles: list[RemovableHandle] = []
-        wrapped = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        for module in (model, wrapped):
-            if isinstance(module, nn.Module):
-                self._handles.append(module.register_forward_pre_hook(self._refuse))
-                self._handles.append(module.register_load_state_dict_post_hook(self._mend))  # type: ignore[no-untyped-call]
+        self._model = _without_wrappers(model)
+        for module in {*model.modules(), *self._model.modules()}:
+            self._handles.append(module.register_forward_pre_hook(self._refuse))
+        self._handles.append(self._model.register_load_state_dict_post_hook(self._mend))  # type: ignore[no-untyped-call]
+        object.__setattr__(self._model, _MARK, self)
 
     def check(self) -> None:
-        """Raise while the model is torn.
+        """Raise.
 
-        :raises RoundError: always, until a state dict has been loaded.
+        :raises RoundError: always; a mended model has no tear.
         """
-        if not self.is_mended:
-            raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
+        raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
 
     def _refuse(self, module: nn.Module, args: Any) -> None:
         self.check()
 
     def _mend(self, module: nn.Module, keys: Any) -> None:
-        self.is_mended = True
-        for handle in self._handles:
-            handle.remove()
+        if keys.missing_keys or keys.unexpected_keys:
+            return
+        object.__delattr__(self._model, _MARK)
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def find_tear(model: nn.Module) -> Tear | None:
+    """Return the mark of a torn model; ``None`` where it is whole.
+
+    :param model: The model, wrapped or not.
+    :return: The mark.
+    """
+    tear = getattr(_without_wrappers(model), _MARK, None)
+    return tear if isinstance(tear, Tear) else None
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner

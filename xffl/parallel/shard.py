@@ -97,9 +97,13 @@ def _check(
     for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
             raise ConfigError(f"tensor {name!r} is sharded already; give xffl.shard the whole model, once")
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ConfigError(f"tensor {name!r} is expanded: several of its elements are one in memory; clone() it")
         if tensor.is_meta:
             raise ConfigError(f"tensor {name!r} is on the meta device and has no values; initialize the model first")
     _check_ties(model, wrap)
+    if any(_form(state, cell) == "fsdp" for cell in range(state.topology.cells)):
+        _check_for_fsdp(model, wrap)
     for cell in range(state.topology.cells) if mp_policy is not None else ():
         if (form := _form(state, cell)) != "fsdp":
             raise ConfigError(
@@ -107,14 +111,35 @@ def _check(
             )
 
 
+def _check_for_fsdp(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> None:
+    """Refuse, on the ranks of all cells, what FSDP2 would refuse on those of some."""
+    for layer in wrap:
+        if issubclass(layer, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"wrap names {layer.__name__}, which has no forward pass to gather for; wrap what it holds"
+            )
+    memory: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(f"parameter {name!r} is a scalar, which FSDP cannot cut; give it the shape (1,)")
+        if not parameter.is_contiguous():
+            raise ConfigError(f"parameter {name!r} is not contiguous, which FSDP cannot cut; make it so")
+        other = memory.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if other != name:
+            raise ConfigError(
+                f"parameters {other!r} and {name!r} share memory but are two objects, which FSDP would part; tie "
+                "them by assigning one Parameter to both modules"
+            )
+
+
 def _check_ties(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> None:
     """Refuse to cut one parameter in two: FSDP2 gives each of its units a copy of its own."""
-    homes: dict[int, tuple[str, str]] = {}
-    units = {name for name, module in model.named_modules() if wrap and isinstance(module, wrap)}
+    homes: dict[int, tuple[str, int]] = {}
+    paths = dict(model.named_modules(remove_duplicate=False))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parents = name.split(".")[:-1]
-        path = [".".join(parents[:depth]) for depth in range(len(parents), 0, -1)]
-        unit = next((parent for parent in path if parent in units), "")
+        holders = (paths[".".join(parents[:depth])] for depth in range(len(parents), 0, -1))
+        unit = next((id(holder) for holder in holders if wrap and isinstance(holder, wrap)), 0)
         other, where = homes.setdefault(id(parameter), (name, unit))
         if where != unit:
             raise ConfigError(
@@ -125,7 +150,9 @@ def _check_ties(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> None:
 
 def _text(model: nn.Module, wrap: tuple[type[nn.Module], ...], mp_policy: MixedPrecisionPolicy | None) -> str:
     """Return what must be the same on all ranks."""
-    tensors = (f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in _named_tensors(model))
+    tensors = (
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}" for name, tensor in _named_tensors(model)
+    )
     return "\n".join([f"wrap={[layer.__name__ for layer in wrap]} mp_policy={mp_policy}", *tensors])
 
 
