@@ -231,24 +231,36 @@ class Topology:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, SupportsIndex):
+        number = _whole(rank)
+        if number is None:
             raise TopologyError(f"rank {rank!r} is no whole number; give 0 to {self.world_size - 1}")
-        if not 0 <= operator.index(rank) < self.world_size:
+        if not 0 <= number < self.world_size:
             raise TopologyError(
                 f"rank {rank} is outside the world of {self.world_size}; give 0 to {self.world_size - 1}"
             )
-        return rank
+        return number
 
     def _cell(self, cell: int) -> int:
-        if isinstance(cell, bool) or not isinstance(cell, SupportsIndex) or not 0 <= operator.index(cell) < self.cells:
+        number = _whole(cell)
+        if number is None or not 0 <= number < self.cells:
             raise TopologyError(f"cell {cell!r} is none of the {self.cells} cells; give 0 to {self.cells - 1}")
-        return cell
+        return number
+
+
+def _whole(value: object) -> int | None:
+    """Return a whole number of any kind as an int; ``None`` for a bool and for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):  # an array or a tensor of several elements
+        return None
 
 
 def _size(what: str, value: object, knob: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    number = _whole(value)
+    if number is None:
         raise TopologyError(f"{what} {value!r} is no whole number; {knob}")
-    number = operator.index(value)
     if number < 1:
         raise TopologyError(f"{what} {number} is less than 1; {knob}")
     return number

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,6 +158,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Topology(8, "4,4"), "no whole number"),  # type: ignore[arg-type]
     (lambda: Topology(8, ("4", "4")), "no whole number"),  # type: ignore[arg-type]
     (lambda: Topology(8, True), "no whole number"),
+    (lambda: Topology(8, np.array([4, 4])), "no whole number"),  # type: ignore[arg-type]
     (lambda: Topology(2, (True, True)), "no whole number"),
     (lambda: Topology(8, 2.5), "no whole number"),  # type: ignore[arg-type]
     (lambda: Topology(8, (4, None)), "no whole number"),  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvou
 
 from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
+from xffl.cluster.failure import note_failure
 from xffl.distributed import checks
 from xffl.distributed.agreement import agree_on_store
 from xffl.distributed.distributed_state import DistributedState
@@ -127,7 +128,8 @@ def setup_distributed_process_group(
         ) from broken
     try:
         return _describe(place, request)
-    except BaseException:
+    except BaseException as error:
+        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
         dist.destroy_process_group()
         raise
 
@@ -259,6 +261,8 @@ def _default_kind() -> str:
 
 def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     """Fill a state by its setters; collective over the world."""
+    if request.device.type == "cuda":
+        torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
     state = DistributedState()
     state._timeout_s = request.timeout_s
     state.set_global(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from xffl.cluster.failure import note_failure
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
@@ -56,7 +57,8 @@ def session(
     )
     try:
         yield state
-    except BaseException:
+    except BaseException as error:
+        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)
