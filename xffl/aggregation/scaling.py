@@ -23,10 +23,10 @@ __all__ = ["FederatedScaling"]
 class FederatedScaling:
     """Run a round after every ``every`` optimizer steps, for as long as the ``with`` block lasts.
 
-    Entering is collective over the world (an :class:`~xffl.Aggregator` is made), and so is leaving it normally: a cell
-    that has finished keeps answering the others' rounds until all have finished, so cells with loaders of different
-    length do not hang. Steps made since a cell's last round count in the first round that it answers; from then on its
-    weight is 0. Leaving by an exception does not communicate.
+    Making it, entering it (an :class:`~xffl.Aggregator` is made) and leaving it normally are collective over the world:
+    a cell that has finished keeps answering the others' rounds until all have finished, so cells with loaders of
+    different length do not hang. Steps made since a cell's last round count in the first round that it answers; from
+    then on its weight is 0. Leaving by an exception does not communicate.
 
     .. code-block:: python
 

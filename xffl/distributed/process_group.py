@@ -111,8 +111,7 @@ def setup_distributed_process_group(
     except XfflError as wrong:
         error = wrong
     agree_on_store(meeting, place.rank, place.world_size, str(request), error, timeout_s)
-    if request is None:
-        raise AssertionError("unreachable: the ranks agree on errors only by raising one")
+    assert request is not None, "the ranks agree on errors only by raising one"
     try:
         dist.init_process_group(
             request.backend,
