@@ -209,8 +209,7 @@ import os, signal, sys, torch, torch.distributed as dist, xffl
 with xffl.session(device="cpu") as state:
     x = torch.ones(1)
     dist.all_reduce(x)
-    # One write: unbuffered ranks would mix their words and line ends.
-    sys.stdout.write(f"{state.rank} {state.federated_rank} {os.getpid()}\\n")
+    print(state.rank, state.federated_rank, os.getpid())
     if state.rank == 2 and sys.argv[1] == "raise":
         raise ValueError("mine")
     if state.rank == 2 and sys.argv[1] == "kill":

@@ -57,7 +57,7 @@ def launch_local(
         logger.propagate = False
         logger.handlers[:] = [logging.NullHandler()]
     # The agent substitutes ${local_rank} in arguments; "$$" is a "$" that is left alone.
-    arguments = ["-u", "-m", "xffl.cluster.runner", *(part.replace("$", "$$") for part in command)]
+    arguments = ["-m", "xffl.cluster.runner", *(part.replace("$", "$$") for part in command)]
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as logs, _time_limit(timeout_s):
         config = LaunchConfig(
             min_nodes=1,

@@ -1,4 +1,4 @@
-"""One rank of a local job: ``python -u -m xffl.cluster.runner SCRIPT [arguments]``, started by the launcher only.
+"""One rank of a local job: ``python -m xffl.cluster.runner SCRIPT [arguments]``, started by the launcher only.
 
 It runs the script as Python itself would, except that an uncaught exception is written to a file for the launcher
 instead of being printed by every rank.
@@ -7,6 +7,7 @@ instead of being printed by every rank.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import runpy
 import signal
@@ -26,6 +27,9 @@ _OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
 def main() -> None:
     """Run the script that the command line names, and leave with its exit code."""
     _die_with_parent()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     script = sys.argv[1]
     del sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, with -P or PYTHONSAFEPATH
