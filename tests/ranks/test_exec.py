@@ -123,7 +123,7 @@ os.open("pipe", os.O_WRONLY)
 raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
 """
     code, _, err = finish(xffl("--processes 2", script))
-    assert (code, err) == (17, "xffl: rank 1 (cell 0) exited with code 17; all other ranks were stopped\n")
+    assert (code, err) == (17, "xffl: rank 1 exited with code 17; all other ranks were stopped\n")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_exit_codes(xffl: Start, ending: str, code: int, words: str) -> None:
     script = f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {ending}\nsignal.pause()\n"
     ended, _, err = finish(xffl("--processes 2", script))
     assert ended == code
-    assert err.endswith(f"xffl: rank 1 (cell 0) {words}; all other ranks were stopped\n") and "Traceback" not in err
+    assert err.endswith(f"xffl: rank 1 {words}; all other ranks were stopped\n") and "Traceback" not in err
     assert ("no data" in err) == ("no data" in ending)
 
 
@@ -148,7 +148,7 @@ def test_an_error_of_xffls_own_is_one_line(xffl: Start) -> None:
     script = "from xffl import TopologyError\nraise TopologyError('sizes (2, 3) do not fit; give others')\n"
     code, _, err = finish(xffl("--processes 3", script))
     assert code == 2 and err.count("\n") == 1
-    assert "(cell 0) failed with TopologyError: sizes (2, 3) do not fit; give others" in err
+    assert "failed with TopologyError: sizes (2, 3) do not fit; give others" in err
     code, _, err = finish(xffl("--processes 3 --traceback", script))
     assert code == 2 and err.count("Traceback") == 1
 
@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_the_job(xffl: Start) -> None:
     code, _, err = finish(process)
     assert (code, err) == (
         137,
-        "xffl: rank 0 (cell 0) was killed by SIGKILL (signal 9); all other ranks were stopped\n",
+        "xffl: rank 0 was killed by SIGKILL (signal 9); all other ranks were stopped\n",
     )
     wait_until_gone([int(pids["1"])])
 

@@ -239,3 +239,39 @@ def test_a_rejected_round_loses_no_samples_and_no_cell() -> None:
 
 def test_a_last_window_of_weight_zero_ends_quietly() -> None:
     assert run_world(2, zero_at_the_end) == [1, 1]
+
+
+def memory(rank: int, world_size: int) -> tuple[int, int]:
+    """The bytes that a round's buffers take, beside the copy of the shard."""
+    state = make_state(rank, (2, 2), 2)
+    model = xffl.shard(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)), state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=4096, atomic=False)
+    aggregator.aggregate()
+    exchange: Any = aggregator._exchange
+    return sum(slot.nbytes for slot in exchange._slots), exchange._at_home.nbytes
+
+
+def test_buffers_are_a_few_buckets_however_large_the_cell() -> None:
+    for slots, at_home in run_world(4, memory):
+        assert slots == 2 * 2 * 4096  # two buckets under way, from two cells
+        assert 0 < at_home <= 4096 + 64 * 2  # together one bucket, in whole cache lines
+
+
+def wrong_arguments(rank: int, world_size: int) -> None:
+    """What is no model, no state, no list and no optimizer is told to all, from whichever rank it comes."""
+    state = make_state(rank, (1, 1), None)
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    odd: Any = rank == 1
+    for call, told in (
+        (lambda: xffl.shard(model, state, wrap=nn.Linear if odd else ()), "cannot be read"),  # type: ignore[arg-type]
+        (lambda: xffl.shard(None if odd else model, state), "cannot be read"),  # type: ignore[arg-type]
+        (lambda: xffl.Aggregator(model, None if odd else state), "cannot be read"),  # type: ignore[arg-type]
+        (lambda: xffl.FederatedScaling(model, None if odd else optimizer, state, every=1), "optimizer None"),  # type: ignore[arg-type]
+        (lambda: xffl.FederatedScaling(model, optimizer, state, every=1, weight=5 if odd else None), "weight 5"),  # type: ignore[arg-type]
+    ):
+        check_alike(raised(call), "ConfigError", told, "rank 1 of 2")
+
+
+def test_wrong_kinds_of_arguments_are_told_to_all() -> None:
+    run_world(2, wrong_arguments, timeout_s=60.0)

@@ -65,10 +65,7 @@ class Aggregator:
                 "torch.distributed is not initialized; open xffl.session() or call init_process_group first"
             )
         self._model = model
-        self._topology = state.topology
         self._rank = dist.get_rank()
-        at = self._topology.coordinates(self._rank)
-        self._device = _communication_device(state)
         self._drops_cells = nonfinite == "drop_cell"
         self._atomic = atomic
         self._rounds = 0
@@ -77,6 +74,9 @@ class Aggregator:
         error: XfflError | None = None
         text = ""
         try:
+            self._topology = state.topology
+            at = self._topology.coordinates(self._rank)
+            self._device = _communication_device(state)
             self.check()
             _check_options(bucket_bytes, atomic, nonfinite)
             self._manifest = Manifest(model, policies)
@@ -307,7 +307,7 @@ def _check_options(bucket_bytes: object, atomic: object, nonfinite: object) -> N
             f"bucket_bytes {bucket_bytes!r} is no positive whole number; give bytes, such as {DEFAULT_BUCKET_BYTES}"
         )
     if not isinstance(atomic, bool):
-        raise ConfigError(f"atomic {atomic!r} is neither True nor False")
+        raise ConfigError(f"atomic {atomic!r} is neither True nor False; give one of them")
     if nonfinite not in NONFINITE:
         raise ConfigError(f"nonfinite {nonfinite!r} is unknown; choose one of {', '.join(NONFINITE)}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -112,7 +112,7 @@ class Exchange:
         self._homes = homes
         self._device = device
         self._atomic = atomic
-        self._buckets = tuple(tuple(lane.buckets(max(1, bucket_bytes // _dtype(lane).itemsize))) for lane in lanes)
+        self._buckets = tuple(tuple(lane.buckets(self._limit(lane, bucket_bytes))) for lane in lanes)
         self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
         # Where this rank's part of each tensor begins, in canonical order.
         cuts = [item.cuts[self._at.cell] for item in items]
@@ -193,21 +193,32 @@ class Exchange:
 
     def _make_buffers(self) -> None:
         if not self._slots:
+            room = _room(zip(self._lanes, self._buckets, strict=True))
             self._slots = [
-                torch.empty(self._topology.cells, self._slot_bytes(), dtype=torch.uint8, device=self._device)
+                torch.empty(self._topology.cells, room, dtype=torch.uint8, device=self._device)
                 for _ in range(IN_FLIGHT)
             ]
-            homes = [self._home(lane) for lane in self._lanes if lane.is_mean_at_home]
-            members = max((home.size() for home in homes if home is not None), default=0)
-            self._at_home = torch.empty(members, self._slot_bytes(), dtype=torch.uint8, device=self._device)
+            means = [
+                (lane, buckets)
+                for lane, buckets in zip(self._lanes, self._buckets, strict=True)
+                if lane.is_mean_at_home
+            ]
+            homes = [home.size() for lane, _ in means if (home := self._home(lane)) is not None]
+            shape = (max(homes, default=0), _room(means))
+            self._at_home = torch.empty(shape, dtype=torch.uint8, device=self._device)
         if self._atomic and not self._stages:
             self._stages = [torch.empty(lane.numel, dtype=_dtype(lane), device=self._device) for lane in self._lanes]
 
-    def _slot_bytes(self) -> int:
-        """Return the room that the largest bucket needs, in whole cache lines so that any data type is aligned."""
-        largest = (max(bucket.stop - bucket.start for bucket in buckets) for buckets in self._buckets)
-        sizes = (_dtype(lane).itemsize * numel for lane, numel in zip(self._lanes, largest, strict=True))
-        return -(-max(sizes, default=0) // 64) * 64
+    def _limit(self, lane: Lane, bucket_bytes: int) -> int:
+        """Return the elements of a bucket; fewer where a whole cell's buckets come together for a mean at home.
+
+        All participants of a lane must find the same number, so the largest home of all cells counts.
+        """
+        members = 1
+        if lane.is_mean_at_home:
+            homes = zip(lane.held_by_part, self._topology.replica_counts, self._topology.sizes, strict=True)
+            members = max(replicas if is_part else size for is_part, replicas, size in homes)
+        return max(1, bucket_bytes // (_dtype(lane).itemsize * members))
 
     def _walk(self) -> Iterator[tuple[Lane, Bucket, torch.Tensor]]:
         """Yield all buckets, each with the buffer for this rank's values: its stage, or the slot that is free next."""
@@ -338,6 +349,12 @@ def _dtype(lane: Lane) -> torch.dtype:
     dtype = getattr(torch, lane.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _room(walks: Iterable[tuple[Lane, Sequence[Bucket]]]) -> int:
+    """Return the bytes that the largest bucket needs, in whole cache lines so that any data type is aligned."""
+    sizes = (_dtype(lane).itemsize * max(b.stop - b.start for b in buckets) for lane, buckets in walks)
+    return -(-max(sizes, default=0) // 64) * 64
 
 
 def _split(values: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

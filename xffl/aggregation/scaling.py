@@ -59,7 +59,7 @@ class FederatedScaling:
         on_round: Callable[[RoundReport], None] | None = None,
         aggregator: Aggregator | None = None,
     ) -> None:
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         error: ConfigError | None = None
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             error = ConfigError(f"every {every!r} is no positive whole number; give the local steps between two rounds")
@@ -67,6 +67,8 @@ class FederatedScaling:
             error = ConfigError(f"optimizer {optimizer!r} is no torch.optim.Optimizer, nor a list of some; give one")
         elif aggregator is not None and aggregator.model is not model:
             error = ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
+        elif weight is not None and not callable(weight):
+            error = ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
         agree(
             "steps between rounds (every) and ways to weigh",
             f"every={every!r}, weighed={weight is not None}",

@@ -87,7 +87,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         environ["XFFL_HSDP"] = str(replica_size)
     ended = launch_local(options.processes, command, environ=environ, timeout_s=options.timeout)
     if isinstance(ended, RankFailure):
-        _tell(ended, topology, with_traceback=options.traceback)
+        cell = None if sizes is None else topology.cell_of(ended.rank)
+        _tell(ended, topology.world_size, cell, with_traceback=options.traceback)
         return ended.exit_code
     if ended == 124:
         print(f"xffl: stopped all ranks after {options.timeout} s, as --timeout says", file=sys.stderr)
@@ -96,10 +97,11 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     return ended
 
 
-def _tell(failure: RankFailure, topology: Topology, *, with_traceback: bool) -> None:
+def _tell(failure: RankFailure, processes: int, cell: int | None, *, with_traceback: bool) -> None:
     record = failure.record
     if record is not None and (with_traceback or not record.is_xffl):
         sys.stderr.write(record.traceback)
-    cell = topology.cell_of(failure.rank)
-    rest = "" if topology.world_size == 1 else "; all other ranks were stopped"
-    print(f"xffl: rank {failure.rank} (cell {cell}) {failure.describe()}{rest}", file=sys.stderr)
+    rest = "" if processes == 1 else "; all other ranks were stopped"
+    # Without sizes from outside the script makes the cells, if any.
+    where = "" if cell is None else f" (cell {cell})"
+    print(f"xffl: rank {failure.rank}{where} {failure.describe()}{rest}", file=sys.stderr)

@@ -100,12 +100,13 @@ def _shape(topology: Topology) -> dict[str, object]:
 
 def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
     lines = ["", f"Traffic of a round, for a model of {_bytes(traffic['model_bytes'])}:"]
-    for name, form in (("all-gather", traffic["all_gather"]), ("two-hop", traffic["two_hop"])):
+    for name, form in (("all-gather", traffic["all_gather"]), ("two-hop*", traffic["two_hop"])):
         took = ""
         if form["seconds"] is not None:
             took = f"; {form['seconds']:.3g} s at {traffic['link_gbps']:g} Gbit/s"
         sent = f"each cell sends {_bytes(form['bytes_per_cell'])}, all cells {_bytes(form['bytes_total'])}"
         lines.append(f"  {name:<10}  {sent}{took}")
+    lines.append("  * not in this version, which exchanges by all-gather")
     lines.append(f"  at home     all cells send {_bytes(traffic['home_bytes_total'])} between their replicas")
     for kind in traffic["cell_kinds"]:
         lines.append(

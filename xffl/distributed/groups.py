@@ -23,7 +23,7 @@ Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
 ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
 """Kinds of groups that a federation needs."""
 STREAMED = frozenset({"replica", "federated"})
-"""Kinds that carry a round: one handle for each CUDA stream, so that buckets overlap."""
+"""Kinds that carry a round: one handle for each CUDA stream, for buckets to overlap; a round uses the first so far."""
 
 _meshes_made: Counter[tuple[object, ...]] = Counter()
 """How many meshes this process made of each kind of device and ranks: the package's only module-level state.

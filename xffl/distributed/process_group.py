@@ -91,8 +91,12 @@ def setup_distributed_process_group(
     """
     if dist.is_initialized():
         raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")
-    timeout_s = _checked_timeout(timeout_s)
-    use_interface(ifname)
+    error: XfflError | None = None
+    try:
+        use_interface(ifname)
+        timeout_s = _checked_timeout(timeout_s)
+    except XfflError as wrong:  # told to the others as soon as the ranks meet
+        error, timeout_s = wrong, DEFAULT_TIMEOUT_S
     place = detect_environment(
         rank=rank,
         world_size=world_size,
@@ -105,9 +109,8 @@ def setup_distributed_process_group(
     )
     meeting = _meet(place, timeout_s, is_own_address=master_addr is not None or master_port is not None)
     request: _Request | None = None
-    error: XfflError | None = None
     try:
-        request = _request(place, backend, device, federated, hsdp, streams, timeout_s)
+        request = None if error is not None else _request(place, backend, device, federated, hsdp, streams, timeout_s)
     except XfflError as wrong:
         error = wrong
     agree_on_store(meeting, place.rank, place.world_size, str(request), error, timeout_s)

@@ -44,13 +44,20 @@ def shard(
     """
     if not dist.is_initialized():
         raise StateError("torch.distributed is not initialized; open xffl.session() or call init_process_group first")
-    layers = tuple(wrap)
     error: XfflError | None = None
+    text = ""
     try:
+        layers = tuple(wrap)
         _check(model, state, layers, mp_policy)
+        text = _text(model, layers, mp_policy)
     except XfflError as wrong:
         error = wrong
-    agree("models given to xffl.shard", "" if error else _text(model, layers, mp_policy), error=error)
+    except Exception as wrong:  # noqa: BLE001 - told to all ranks
+        error = ConfigError(
+            f"the arguments of xffl.shard cannot be read: {type(wrong).__name__}: {wrong}; give a module, a state and "
+            "a list of layer classes"
+        )
+    agree("models given to xffl.shard", text, error=error)
     model.to(_device(state))
     _send_weights(model, state)
     form = _form(state, state.topology.cell_of(dist.get_rank()))
@@ -97,6 +104,8 @@ def _check(
     for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
             raise ConfigError(f"tensor {name!r} is sharded already; give xffl.shard the whole model, once")
+        if tensor.layout != torch.strided:
+            raise ConfigError(f"tensor {name!r} is {tensor.layout}; only strided tensors can be spread, make it dense")
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ConfigError(f"tensor {name!r} is expanded: several of its elements are one in memory; clone() it")
         if tensor.is_meta:
