@@ -134,6 +134,13 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]], str, tuple[str, ...]]] =
     ("backend's name", lambda r: {"backend": "glu"}, "ConfigError", ("'glu' is unknown",)),
     ("streams", lambda r: {"streams": 2, "device": "cpu"}, "ConfigError", ("streams 2",)),
     ("timeout on a rank", lambda r: {"timeout_s": 30 + r // 3}, "ConfigError", ("timeout_s=30", "timeout_s=31")),
+    (
+        "interface on a rank",
+        lambda r: {"ifname": "no0" if r == 1 else None},
+        "LaunchError",
+        ("'no0' does not", "rank 1"),
+    ),
+    ("bad timeout on a rank", lambda r: {"timeout_s": -1 if r == 0 else 30}, "ConfigError", ("-1", "told by rank 0")),
     ("string", lambda r: {"federated": "2,2"}, "TopologyError", ("'2,2' is no whole number",)),
 ]
 
