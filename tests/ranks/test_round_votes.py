@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
 from xffl.aggregation import exchange
+from xffl.distributed.distributed_state import DistributedState
 
 
 def net() -> nn.Module:
@@ -226,6 +228,30 @@ def cannot_pack(rank: int, world_size: int) -> None:
     assert aggregator.aggregate().round == 1
 
 
+def stuck(rank: int, world_size: int) -> None:
+    """A peer that lives but does not move: the exchange times out, the vote outlives it, and all keep their weights."""
+    state = DistributedState()
+    cpu = torch.device("cpu")
+    state.set_global(dist.Backend("gloo"), cpu, "", 0, rank, world_size)
+    state._timeout_s = 4.0  # the groups' timeout is half of it; the world's is that of run_world
+    state.set_federated_scaling((1, 1))
+    model = net()
+    aggregator = xffl.Aggregator(model, state)
+    before = digests(model)
+
+    def hang(*_: object) -> None:
+        threading.Event().wait(5.0)
+        raise TimeoutError("rank 1 was stuck")
+
+    if rank == 1:
+        aggregator._exchange._send = hang  # type: ignore[method-assign]
+    told = raised(aggregator.aggregate)
+    check_alike(
+        told, "RoundError", "keep their weights", "rank 0 (cell 0): RuntimeError", "rank 1 (cell 1): TimeoutError"
+    )
+    assert digests(model) == before and not aggregator.is_torn
+
+
 def dies(rank: int, world_size: int) -> str:
     state = make_state(rank, (2, 2), None)
     aggregator = xffl.Aggregator(xffl.shard(net(), state), state, bucket_bytes=64)
@@ -240,6 +266,7 @@ def dies(rank: int, world_size: int) -> str:
     [
         (nonfinite, 3),
         (cannot_pack, 3),
+        (stuck, 2),
         (drop_cell, 3),
         (weights, 3),
         (other_rounds, 2),
