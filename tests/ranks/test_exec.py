@@ -185,6 +185,7 @@ def test_a_killed_launcher_leaves_no_ranks(xffl: Start) -> None:
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.kill()
     wait_until_gone(pids)
+    assert not any(map(is_alive, pids))
 
 
 def test_a_killed_rank_ends_the_job(xffl: Start) -> None:

@@ -238,17 +238,22 @@ def train(mesh: DeviceMesh, seed: int) -> list[float]:
     return losses + full
 
 
+def join(rank: int, world_size: int, store: str) -> None:
+    """Make a world over a file of its own."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+
+
 def generations(rank: int, world_size: int, folder: str) -> list[list[float]]:
     """The same layouts over three worlds of one process, after sessions with other groups."""
     found = []
     for generation in range(3):
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(f"{folder}/{generation}", world_size),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=30),
-        )
+        join(rank, world_size, f"{folder}/{generation}")
         state = new_state(rank, world_size)
         if generation == 1:
             state.set_fsdp()  # another number of groups than in the first world
@@ -279,12 +284,7 @@ def test_meshes_of_later_worlds_train(tmp_path: Any) -> None:
 def world_ends_first(rank: int, world_size: int, folder: str) -> None:
     """A world that is destroyed under the state takes its groups along; the state still comes off, and on again."""
     for generation in range(2):
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(f"{folder}/{generation}", world_size),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=world_size,
-        )
+        join(rank, world_size, f"{folder}/{generation}")
         if generation == 0:
             state = new_state(rank, world_size)
             fresh = snapshot(state)

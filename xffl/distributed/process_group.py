@@ -115,19 +115,7 @@ def setup_distributed_process_group(
         error = wrong
     agree_on_store(meeting, place.rank, place.world_size, str(request), error, timeout_s)
     assert request is not None, "the ranks agree on errors only by raising one"
-    try:
-        dist.init_process_group(
-            request.backend,
-            store=PrefixStore("world", _world_store(meeting, place, timeout_s)),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except RuntimeError as broken:
-        raise LaunchError(
-            f"rank {place.rank} of {place.world_size} could not join over {request.backend}: {broken}; name the "
-            "network interface with XFFL_IFNAME, and see the other ranks' output"
-        ) from broken
+    _join(meeting, place, request)
     try:
         return _describe(place, request)
     except BaseException as error:
@@ -259,6 +247,23 @@ def _request(
 
 def _default_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
+    """Make the process group of the world; collective over the ranks that have met."""
+    try:
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore("world", _world_store(meeting, place, request.timeout_s)),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=request.timeout_s),
+        )
+    except RuntimeError as broken:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} could not join over {request.backend}: {broken}; name the "
+            "network interface with XFFL_IFNAME, and see the other ranks' output"
+        ) from broken
 
 
 def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
