@@ -50,7 +50,7 @@ def main() -> None:
         model = nn.ParameterList(nn.Parameter(torch.randn(n)) for n in tensors_of(options.megabytes, options.tensors))
         flat = torch.randn(sum(parameter.numel() for parameter in model))
         rounds = {name: xffl.Aggregator(model, state, atomic=name == "atomic") for name in ("atomic", "in place")}
-        calls: dict[str, Callable[[], object]] = {"raw all-reduce": lambda: dist.all_reduce(flat.fill_(1.0))}
+        calls: dict[str, Callable[[], object]] = {"raw all-reduce": lambda: dist.all_reduce(flat)}
         calls |= {f"round, {name}": aggregator.aggregate for name, aggregator in rounds.items()}
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for repeat in range(options.repeats + 1):

@@ -174,7 +174,11 @@ class Topology:
         Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so that they spread over replicas, nodes and
         network cards.
         """
-        return self.rank_of(cell, shard % self.replicas(cell), shard)
+        return self.carrier(cell, shard)
+
+    def carrier(self, cell: int, shard: int, turn: int = 0) -> int:
+        """Return the rank whose turn it is to carry a shard, where its holders take turns; the sender has turn 0."""
+        return self.rank_of(cell, (shard + turn) % self.replicas(cell), shard)
 
     def senders(self, cell: int) -> tuple[int, ...]:
         """Return the senders of a cell, by shard."""

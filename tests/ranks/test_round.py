@@ -190,8 +190,8 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
         model = build(kind, dtype, state)
         for number, (weight, weights) in enumerate(weightings(sizes, rank, cell)):
             # A bucket size and mode for each: a few elements at a time, tensors that do not fit, everything at once.
-            bucket_bytes, atomic = [(24, True), (100, False), (1 << 20, True)][number]
-            aggregator = xffl.Aggregator(model, state, bucket_bytes=bucket_bytes, atomic=atomic)
+            bucket_bytes, atomic, form = [(24, True, "auto"), (100, False, "two_hop"), (1 << 20, True, "auto")][number]
+            aggregator = xffl.Aggregator(model, state, bucket_bytes=bucket_bytes, atomic=atomic, form=form)
             fill(model, rank, cell)
             before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
             report = aggregator.aggregate(weight)

@@ -16,7 +16,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
-from xffl.aggregation import exchange
+from xffl.aggregation import crossing
 from xffl.distributed.distributed_state import DistributedState
 
 
@@ -184,13 +184,13 @@ def local_failure(rank: int, world_size: int, atomic: bool) -> None:
     model = xffl.shard(net(), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=64, atomic=atomic)
     if rank == 3:
-        mean = exchange.weighted_mean
+        mean = crossing.weighted_mean
 
-        def fail_once(*_: object) -> None:
-            exchange.weighted_mean = mean
+        def fail_once(*_: object, **options: bool) -> None:
+            crossing.weighted_mean = mean
             raise MemoryError("planted on rank 3")
 
-        exchange.weighted_mean = fail_once
+        crossing.weighted_mean = fail_once
     before, start = digests(model), time.monotonic()
     told = raised(aggregator.aggregate)
     assert time.monotonic() - start < 20
@@ -244,7 +244,7 @@ def stuck(rank: int, world_size: int) -> None:
         raise TimeoutError("rank 1 was stuck")
 
     if rank == 1:
-        aggregator._exchange._send = hang  # type: ignore[method-assign]
+        aggregator._exchange._crossing._post = hang  # type: ignore[method-assign,assignment]
     told = raised(aggregator.aggregate)
     check_alike(
         told, "RoundError", "keep their weights", "rank 0 (cell 0): RuntimeError", "rank 1 (cell 1): TimeoutError"
@@ -256,7 +256,7 @@ def dies(rank: int, world_size: int) -> str:
     state = make_state(rank, (2, 2), None)
     aggregator = xffl.Aggregator(xffl.shard(net(), state), state, bucket_bytes=64)
     if rank == 2:
-        exchange.weighted_mean = lambda *_: os._exit(17)  # type: ignore[assignment]
+        crossing.weighted_mean = lambda *_, **__: os._exit(17)  # type: ignore[assignment]
     aggregator.aggregate()
     return "the round took place"
 

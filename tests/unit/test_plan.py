@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.plan import Cut, Item, Lane, plan_lanes
+from xffl.aggregation.plan import Cut, Item, Lane, Piece, digest, form_of, plan_lanes
 from xffl.topology import Topology
 
 
@@ -27,7 +30,8 @@ def plans(draw: st.DrawFn) -> tuple[Topology, tuple[Item, ...], int]:
             for cell, cut in enumerate(is_cut)
         )
         rule = draw(st.sampled_from(["average", "first"]))
-        items.append(Item(index, draw(st.sampled_from(["float32", "int64"])), rule, draw(st.booleans()), cuts))
+        dtype, codec = draw(st.sampled_from(["float32", "int64"])), draw(st.sampled_from(["none", "int8"]))
+        items.append(Item(index, dtype, rule, draw(st.booleans()), cuts, codec, draw(st.integers(0, 2))))
     return topology, tuple(items), draw(st.integers(1, 40))
 
 
@@ -81,17 +85,66 @@ def test_participants_of_a_lane_see_the_same_lane_in_the_same_order(
 
 @settings(max_examples=200, deadline=None)
 @given(plans())
-def test_buckets_hold_everything_once_and_are_full(case: tuple[Topology, tuple[Item, ...], int]) -> None:
+def test_buckets_hold_everything_once_and_none_is_too_large(case: tuple[Topology, tuple[Item, ...], int]) -> None:
     topology, items, limit = case
     for lane in plan_lanes(items, topology, 0):
         buckets = list(lane.buckets(limit))
         elements = [
             (piece.item, e) for bucket in buckets for piece in bucket.pieces for e in range(piece.start, piece.stop)
         ]
-        assert elements == [(index, e) for index, start, stop in lane.pieces for e in range(start, stop)]
-        assert [bucket.start for bucket in buckets] == list(range(0, lane.numel, limit))
-        assert all(b.stop - b.start == sum(p.stop - p.start for p in b.pieces) <= limit for b in buckets)
-        assert all(b.stop - b.start == limit for b in buckets[:-1])
+        assert sorted(elements) == [(index, e) for index, start, stop in lane.pieces for e in range(start, stop)]
+        assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+        assert [b.start for b in buckets] == [0, *itertools.accumulate(b.stop - b.start for b in buckets)][:-1]
+        assert all(0 < b.stop - b.start == sum(p.stop - p.start for p in b.pieces) <= limit for b in buckets)
+        # Two neighbours of small pieces do not fit into one bucket.
+        shared = [b.stop - b.start for b in buckets if max(p.stop - p.start for p in b.pieces) < limit / 8]
+        assert all(a + b > limit * 7 / 8 for a, b in itertools.pairwise(shared))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.integers(1, 5))
+def test_the_parts_of_a_bucket_hold_it_once(case: tuple[Topology, tuple[Item, ...], int], cells: int) -> None:
+    topology, items, limit = case
+    for lane in plan_lanes(items, topology, 0):
+        for bucket in lane.buckets(limit):
+            held = [e for cell in range(cells) for e in range(1000)[bucket.part(cell, cells)]]
+            assert held == list(range(bucket.stop - bucket.start))
+
+
+def test_large_pieces_get_even_buckets_of_their_own() -> None:
+    pieces = (Piece(0, 0, 3), Piece(1, 0, 250), Piece(2, 5, 9))
+    lane = Lane(0, (True,), (0,), "float32", "average", False, "none", pieces)
+    buckets = list(lane.buckets(100))
+    assert [b.pieces for b in buckets[:3]] == [((1, 0, 84),), ((1, 84, 168),), ((1, 168, 250),)]
+    assert buckets[3].pieces == ((0, 0, 3), (2, 5, 9))
+
+
+def test_forms_follow_from_cells_and_size() -> None:
+    lane = Lane(0, (True,) * 3, (0,) * 3, "float32", "average", False, "none", (Piece(0, 0, 10**6),))
+    tiny = dataclasses.replace(lane, pieces=(Piece(0, 0, 100),))
+    first = dataclasses.replace(lane, rule="first")
+    assert [form_of(lane, cells, 4, "auto") for cells in (1, 2, 3, 8)] == ["all_gather"] * 2 + ["two_hop"] * 2
+    assert form_of(tiny, 3, 4, "auto") == "all_gather" and form_of(tiny, 3, 4, "two_hop") == "two_hop"
+    assert form_of(lane, 2, 4, "two_hop") == "two_hop" and form_of(lane, 3, 4, "all_gather") == "all_gather"
+    assert form_of(first, 3, 4, "two_hop") == "all_gather"
+
+
+def test_a_small_replicated_tensor_is_not_shared_out() -> None:
+    assert Cut.of_copy(1000, 8).chunk == 125
+    assert Cut.of_copy(1000, 8, 300).chunk == 300
+    assert Cut.of_copy(1000, 8, 5000).bounds(0) == (0, 1000)
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    topology = Topology(4, (2, 2))
+    item = Item(0, "float32", "average", False, (Cut.of_axis(7, 3, 2),) * 2)
+    assert digest([item], topology) == digest([item], Topology(4, (2, 2)))
+    others = [
+        digest([item._replace(codec="int8")], topology),
+        digest([], topology),
+        digest([item], Topology(4, (3, 1))),
+    ]
+    assert len({digest([item], topology), *others}) == 4
 
 
 def test_equal_cuts_make_one_lane_for_each_shard() -> None:

@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.exchange import Exchange, Homes, Turnout
+from xffl.aggregation.codec import Codec
+from xffl.aggregation.crossing import Crossing
+from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
-from xffl.aggregation.plan import plan_lanes
+from xffl.aggregation.plan import FORMS, digest, plan_lanes
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.torn import Tear, find_tear
+from xffl.aggregation.tracks import Routes, Turnout, make_tracks
 from xffl.aggregation.vote import Ballot, cast, cell_weights, check_rounds, checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
@@ -46,6 +50,17 @@ class Aggregator:
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
         failed exchange tears the model: it cannot be used until a checkpoint is loaded.
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
+    :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
+        bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency.
+        ``auto``: two hops for three cells and more, except for what is tiny.
+    :param rails: Let the replicas of a shard take turns in carrying its buckets, so that all their network cards work,
+        instead of one sender. What crosses stays the same.
+    :param codec: How trainable parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
+        ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.codec`), or a mapping of name patterns to codecs, the first
+        match wins. Codecs write what a shard differs by from the last agreed state; what they leave out is sent later
+        (error feedback). The first round is exact, and makes that state. Memory on a sender: one more copy of its
+        shard, two in fp32 of what was left out, and ``C + 2`` buckets in fp32.
+    :param fragments: Parts of the model that are exchanged in turn, one in each round.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
@@ -59,6 +74,10 @@ class Aggregator:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         atomic: bool = True,
         nonfinite: str = "reject",
+        form: str = "auto",
+        rails: bool = False,
+        codec: str | Codec | Mapping[str, str | Codec] = "none",
+        fragments: int = 1,
     ) -> None:
         if not dist.is_initialized():
             raise StateError(
@@ -68,6 +87,7 @@ class Aggregator:
         self._rank = dist.get_rank()
         self._drops_cells = nonfinite == "drop_cell"
         self._atomic = atomic
+        self._fragments = fragments
         self._rounds = 0
         self._is_over = self._is_cut_off = False
         self._found: list[str] = []
@@ -78,27 +98,36 @@ class Aggregator:
             at = self._topology.coordinates(self._rank)
             self._device = _communication_device(state)
             self.check()
-            _check_options(bucket_bytes, atomic, nonfinite)
-            self._manifest = Manifest(model, policies)
-            self._axes = self._manifest.axes(self._topology, at)
-            text = f"(options)\t{bucket_bytes} bytes a bucket, atomic={atomic}, nonfinite={nonfinite}\n{self._manifest}"
+            _check_options(bucket_bytes, atomic, nonfinite, form, rails, fragments)
+            self._manifest = Manifest(model, policies, codec)
+            axes = self._manifest.axes(self._topology, at)
+            text = (
+                f"(options)\t{bucket_bytes} bytes a bucket, atomic={atomic}, nonfinite={nonfinite}, form={form}, "
+                f"rails={rails}, fragments={fragments}\n{self._manifest}"
+            )
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
         agree("models", text, error=error, describe=describe_difference)
-        axes = gather_axes(self._axes, self._topology)
-        items = self._manifest.items(self._topology, axes)
-        self._exchange = Exchange(
-            self._manifest.moving,
-            items,
-            axes,
+        every_axes = gather_axes(axes, self._topology)
+        items = self._manifest.items(self._topology, every_axes, least_bytes=bucket_bytes, fragments=fragments)
+        agree("exchange plans", digest(items, self._topology))
+        routes = _routes(state, is_railed=rails)
+        tracks = make_tracks(
             plan_lanes(items, self._topology, self._rank),
             topology=self._topology,
             rank=self._rank,
-            homes=_homes(state),
-            device=self._device,
+            routes=routes,
             bucket_bytes=bucket_bytes,
+            form=form,
+            codecs=self._manifest.codecs,
+        )
+        self._exchange = Exchange(
+            Layout(self._manifest.moving, items, every_axes, at),
+            tracks,
+            Crossing(tracks, self._topology, self._rank, routes, self._device),
+            device=self._device,
             atomic=atomic,
         )
 
@@ -160,15 +189,21 @@ class Aggregator:
             return None
         turnout, dropped = self._turnout(weights, ballots)
         self._run(turnout)
+        fragment = self._fragment
         self._rounds += 1
+        journal = self._exchange.journal
         return RoundReport(
             round=self._rounds,
             weights=turnout.weights,
-            bytes_across=self._exchange.bytes_across,
-            bytes_home=self._exchange.bytes_home,
+            bytes_across=journal.bytes_across,
+            bytes_home=journal.bytes_home,
             seconds=time.perf_counter() - start,
             dropped=dropped,
             is_last=self._is_over,
+            fragment=fragment,
+            phases=journal.phases,
+            hidden=journal.hidden,
+            codec_error=self._exchange.codec_error,
         )
 
     def check(self) -> None:
@@ -191,16 +226,21 @@ class Aggregator:
         """
         self._rounds = int(state["rounds"])
 
+    @property
+    def _fragment(self) -> int:
+        """The part of the model that the next round moves: all ranks agree on it with the round's number."""
+        return self._rounds % self._fragments
+
     def _open(self, weight: float | Callable[[], float] | None, is_absent: bool, is_finished: bool) -> list[Ballot]:
         """Vote on whether there is a round, and with what weights."""
         error: XfflError | None = None
-        count, self._found = 0.0, []
+        count, self._found, is_moderate = 0.0, [], False
         try:
             reshard(self._model)
             self._manifest.check(self._model)
             if not is_absent:
                 count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
-            self._found = self._exchange.nonfinite()
+            self._found, is_moderate = self._exchange.look(self._fragment)
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
@@ -213,9 +253,12 @@ class Aggregator:
             is_finished=is_finished,
             is_nonfinite=bool(self._found),
             is_failed=error is not None,
+            is_moderate=is_moderate,
+            is_encoding=self._exchange.is_encoding(self._fragment),
         )
         try:
-            ballots = cast(ballot, self._device)
+            with self._exchange.journal.phase("vote"):
+                ballots = cast(ballot, self._device)
         except RuntimeError as broken:
             self._is_cut_off = True
             raise RoundError(
@@ -242,7 +285,8 @@ class Aggregator:
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
         first = next(cell for cell in range(self._topology.cells) if cell not in dropped)
-        return Turnout(counted, first), dropped
+        is_moderate = all(ballot.is_moderate for ballot in ballots)
+        return Turnout(counted, first, self._rounds + 1, is_moderate), dropped
 
     def _refuse_nonfinite(self, cells: tuple[int, ...]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
@@ -260,8 +304,8 @@ class Aggregator:
         number = self._rounds + 1
         failure: Exception | None = None
         try:
-            self._exchange.run(turnout)
-            failure = self._exchange.failure
+            self._exchange.run(turnout, self._fragment)
+            failure = self._exchange.journal.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -269,7 +313,8 @@ class Aggregator:
                 Tear(self._model, f"round {number} was interrupted by {type(stop).__name__}")
             raise
         try:
-            ballots = cast(Ballot(number, is_failed=failure is not None), self._device)
+            with self._exchange.journal.phase("vote"):
+                ballots = cast(Ballot(number, is_failed=failure is not None), self._device)
             check_rounds(ballots)
             is_agreed = not any(ballot.is_failed for ballot in ballots)
             reasons = [] if is_agreed else _gather_reasons(failure)
@@ -278,7 +323,7 @@ class Aggregator:
         if not is_agreed:
             self._reject(number, failure, reasons)
         try:
-            self._exchange.commit()
+            self._exchange.commit(self._fragment)
         except BaseException as error:
             why = f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
@@ -301,15 +346,21 @@ class Aggregator:
         self._tear(f"round {number} failed with atomic=False: {told}", failure)
 
 
-def _check_options(bucket_bytes: object, atomic: object, nonfinite: object) -> None:
+def _check_options(
+    bucket_bytes: object, atomic: object, nonfinite: object, form: object, rails: object, fragments: object
+) -> None:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigError(
             f"bucket_bytes {bucket_bytes!r} is no positive whole number; give bytes, such as {DEFAULT_BUCKET_BYTES}"
         )
-    if not isinstance(atomic, bool):
-        raise ConfigError(f"atomic {atomic!r} is neither True nor False; give one of them")
-    if nonfinite not in NONFINITE:
-        raise ConfigError(f"nonfinite {nonfinite!r} is unknown; choose one of {', '.join(NONFINITE)}")
+    for what, switch in (("atomic", atomic), ("rails", rails)):
+        if not isinstance(switch, bool):
+            raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
+    for what, choice, choices in (("nonfinite", nonfinite, NONFINITE), ("form", form, FORMS)):
+        if choice not in choices:
+            raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
+    if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
+        raise ConfigError(f"fragments {fragments!r} is no positive whole number; give the parts to exchange in turn")
 
 
 def _communication_device(state: DistributedState) -> torch.device:
@@ -320,7 +371,7 @@ def _communication_device(state: DistributedState) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else device
 
 
-def _homes(state: DistributedState) -> Homes:
+def _routes(state: DistributedState, *, is_railed: bool) -> Routes:
     """Pick the groups of a round from the state; groups of one rank are left out."""
     if state.is_federated_scaling_setup():
         across = state.federated_group[0] if state.federated_group else None
@@ -330,7 +381,10 @@ def _homes(state: DistributedState) -> Homes:
         across = None
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = dist.group.WORLD
-    return Homes(across, *(None if group is None or group.size() == 1 else group for group in (replica, cell)))
+    if is_railed:
+        across = dist.group.WORLD  # any rank may meet any other
+    replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
+    return Routes(across, replica, cell, is_railed)
 
 
 def _gather_reasons(failure: Exception | None) -> list[str]:

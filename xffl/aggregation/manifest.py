@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
+from xffl.aggregation.codec import Codec, codec_of
 from xffl.aggregation.plan import Cut, Item
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
@@ -35,10 +36,11 @@ REPLICATED = -1
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its name without wrappers, what happens to it, and where the model keeps it."""
+    """One tensor: its name without wrappers, what happens to it, how it is written on its way, and where it is kept."""
 
     name: str
     policy: str
+    codec: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_buffer: bool
@@ -47,7 +49,8 @@ class Entry:
 
     def __str__(self) -> str:
         kind = "buffer" if self.is_buffer else "parameter"
-        return f"{self.name}\t{self.shape} {str(self.dtype).removeprefix('torch.')} {kind}, {self.policy}"
+        codec = "" if self.codec == "none" else f", {self.codec}"
+        return f"{self.name}\t{self.shape} {str(self.dtype).removeprefix('torch.')} {kind}, {self.policy}{codec}"
 
     @property
     def real_shape(self) -> tuple[int, ...]:
@@ -74,6 +77,15 @@ class Entry:
             )
         return tensor
 
+    def place(self) -> tuple[object, ...]:
+        """Return what changes when the model keeps the tensor elsewhere or otherwise; cheap."""
+        held = self.module._buffers if self.is_buffer else self.module._parameters
+        tensor = held.get(self.leaf)
+        if tensor is None:
+            return ()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return (id(tensor), tensor.dtype, tensor.shape, local.data_ptr(), local.stride())
+
     def elements(self, axis: int) -> torch.Tensor:
         """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
         tensor = self.tensor()
@@ -87,32 +99,45 @@ class Manifest:
 
     :param model: The model; FSDP2 modules are put back into their sharded state first.
     :param policies: Patterns of names (as in :mod:`fnmatch`) and the policy of what they match; the first match wins.
-    :raises ConfigError: if a tensor or a pattern cannot be meant.
+    :param codec: How averaged values are written between cells: a codec for all trainable parameters, or patterns of
+        names with theirs, the first match wins; what none matches is written as it is.
+    :raises ConfigError: if a tensor, a pattern or a codec cannot be meant.
     """
 
-    def __init__(self, model: nn.Module, policies: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policies: Mapping[str, str] | None = None,
+        codec: str | Codec | Mapping[str, str | Codec] = "none",
+    ) -> None:
         reshard(model)
         policies = dict(policies or {})
+        self.codecs: dict[str, Codec | None] = {}
+        codecs: dict[str, str] = {}
+        for pattern, chosen in codec.items() if isinstance(codec, Mapping) else [("", codec)]:
+            made = codec_of(chosen)
+            codecs[pattern] = "none" if made is None else str(made)
+            self.codecs[codecs[pattern]] = made
         for pattern, policy in policies.items():
             if policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} for {pattern!r} is unknown; choose one of {', '.join(POLICIES)}")
         entries: dict[str, Entry] = {}
-        matched: set[str] = set()
+        used: set[str] = set()
         for name, module, leaf, tensor in _tensors(model):
-            match = next((pattern for pattern in policies if fnmatch.fnmatchcase(name, pattern)), None)
-            matched.update(() if match is None else (match,))
-            chosen = _default_policy(module, leaf, tensor) if match is None else policies[match]
-            _check(name, chosen, tensor)
+            match = _match(name, policies, used)
+            policy = _default_policy(module, leaf, tensor) if match is None else policies[match]
+            _check(name, policy, tensor)
             if name in entries:
                 raise ConfigError(
                     f"two tensors are called {name!r} once the wrappers {sorted(WRAPPERS)} are left out; rename one"
                 )
             shape, is_buffer = tuple(tensor.shape), leaf in module._buffers
-            entries[name] = Entry(name, chosen, shape, tensor.dtype, is_buffer, module, leaf)
-        if unused := sorted(set(policies) - matched):
-            if any(fnmatch.fnmatchcase(name, pattern) for name in entries for pattern in unused):
-                raise ConfigError(f"policies {unused} come after patterns that match the same; put the narrower first")
-            raise ConfigError(f"policies {unused} match no tensor; names look like {list(entries)[:3]}")
+            # A plain codec is for what trains; a buffer has to be named.
+            match = _match(name, codecs, used) if isinstance(codec, Mapping) else None if is_buffer else ""
+            written = "none" if match is None or policy != "average" else codecs[match]
+            entries[name] = Entry(name, policy, written, shape, tensor.dtype, is_buffer, module, leaf)
+        for what, patterns in (("policies", policies), ("codecs", codecs)):
+            _check_patterns(what, [pattern for pattern in patterns if pattern], used, entries)
         self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
         self._places = _places(model)
         self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
@@ -145,30 +170,36 @@ class Manifest:
         """
         return tuple(_axis(entry, topology.shards(at.cell), at) for entry in self.moving)
 
-    def items(self, topology: Topology, axes: Sequence[Sequence[int]]) -> tuple[Item, ...]:
+    def items(
+        self, topology: Topology, axes: Sequence[Sequence[int]], *, least_bytes: int = 1, fragments: int = 1
+    ) -> tuple[Item, ...]:
         """Return the moving tensors as the plan sees them.
 
         :param topology: The federation.
         :param axes: For each cell, the axis of each moving tensor.
+        :param least_bytes: What a sender gets of a replicated tensor at least, where it is shared out.
+        :param fragments: Parts of about the same size that the tensors are dealt into.
         :return: The items, in the order of :attr:`moving`.
         :raises ConfigError: if two cells cut a tensor along different axes.
         """
         items = []
+        dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in self.moving], fragments)
         for index, entry in enumerate(self.moving):
             by_cell = [cell[index] for cell in axes]
             canonical_axis(entry, by_cell)
             shape = entry.real_shape
             numel = prod(shape)
+            least = max(1, least_bytes // entry.real_dtype.itemsize)
             cuts = tuple(
                 # What is taken from one cell is taken from one rank, so that it stays of one piece.
-                Cut.of_copy(numel, 1 if entry.policy == "first" else topology.shards(cell))
+                Cut.of_copy(numel, 1 if entry.policy == "first" else topology.shards(cell), least)
                 if axis == REPLICATED
                 else Cut.of_axis(shape[axis], numel // max(1, shape[axis]), topology.shards(cell))
                 for cell, axis in enumerate(by_cell)
             )
             dtype = str(entry.real_dtype).removeprefix("torch.")
             is_mean_at_home = entry.is_buffer and entry.policy == "average"
-            items.append(Item(index, dtype, entry.policy, is_mean_at_home, cuts))
+            items.append(Item(index, dtype, entry.policy, is_mean_at_home, cuts, entry.codec, dealt[index]))
         return tuple(items)
 
 
@@ -278,6 +309,34 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
             seen.add(id(tensor))
             path = [part for part in (*prefix.split("."), leaf) if part and part not in WRAPPERS]
             yield ".".join(path), module, leaf, tensor
+
+
+def _match(name: str, patterns: Mapping[str, str], used: set[str]) -> str | None:
+    """Return the first pattern that a name matches, and note that it is of use."""
+    match = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+    used.update(() if match is None else (match,))
+    return match
+
+
+def _check_patterns(what: str, patterns: Sequence[str], used: set[str], names: Mapping[str, object]) -> None:
+    if unused := sorted(set(patterns) - used):
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in unused):
+            raise ConfigError(f"{what} {unused} come after patterns that match the same; put the narrower first")
+        raise ConfigError(f"{what} {unused} match no tensor; names look like {list(names)[:3]}")
+
+
+def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
+    """Deal tensors into fragments of about the same size: the largest first, each to the one that has least."""
+    if fragments > max(1, len(sizes)):
+        raise ConfigError(f"{len(sizes)} tensors make no {fragments} fragments; give fragments={max(1, len(sizes))}")
+    filled = [0] * fragments
+    dealt = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        fragment = min(range(fragments), key=lambda fragment: filled[fragment])
+        # Even an empty tensor takes its turn, so that no fragment stays empty.
+        filled[fragment] += max(1, sizes[index])
+        dealt[index] = fragment
+    return dealt
 
 
 def _places(model: nn.Module) -> tuple[tuple[int, str, bool], ...]:

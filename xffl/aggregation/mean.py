@@ -17,7 +17,9 @@ TINY = 1e-30
 """Ratio of two weights below which 32 bits cannot hold their share."""
 
 
-def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
+def weighted_mean(
+    values: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, *, is_moderate: bool = False
+) -> None:
     """Write ``sum(w * x) / sum(w)`` into ``out``, rounded once from 64 bits (fp16 and bf16: from the fp32 mean).
 
     Two fp32 values are combined in fp32, within ``2e-7 * sum(w * |x|) / sum(w)``.
@@ -30,16 +32,19 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
     :param weights: One finite weight for each value, none negative, at least one positive; a value of weight 0 is not
         read.
     :param out: Tensor of the same length and data type.
+    :param is_moderate: Whether differences of values stay in their type's range, which saves a step.
     """
     heaviest = max(range(len(weights)), key=lambda index: weights[index])
     # A power of two keeps the weights' digits and prevents overflow.
     exponent = math.frexp(weights[heaviest])[1]
     scaled = [math.ldexp(weight, -exponent) for weight in weights]
     for chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
-        _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
+        _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0], is_moderate=is_moderate)
 
 
-def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
+def _mean_of_chunk(
+    values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor, *, is_moderate: bool
+) -> None:
     others = [
         (value, weight) for index, (value, weight) in enumerate(zip(values, weights, strict=True)) if index != base
     ]
@@ -47,11 +52,15 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
     if not others:
         out.copy_(values[base])
     elif len(others) == 1 and out.dtype == torch.float32 and others[0][1] > TINY * weights[base]:
-        # Two values need no 64 bits. Halves do not overflow, and no step fuses two roundings, so that CPUs with and
-        # without fused instructions get the same bits.
+        # Two values need no 64 bits. No step fuses two roundings, so that CPUs with and without fused instructions get
+        # the same bits; halves do not overflow.
         ((other, weight),) = others
-        step = torch.mul(values[base], 0.5).sub_(torch.mul(other, 0.5))
-        torch.sub(values[base], step.mul_(2.0 * weight / (weights[base] + weight)), out=out)
+        share = weight / (weights[base] + weight)
+        if is_moderate:
+            step = torch.sub(values[base], other).mul_(share)
+        else:
+            step = torch.mul(values[base], 0.5).sub_(torch.mul(other, 0.5)).mul_(2.0 * share)
+        torch.sub(values[base], step, out=out)
     else:
         origin = values[base].double()
         shift: torch.Tensor | None = None

@@ -6,18 +6,26 @@ with exactly one owner in each cell. Intervals with the same owners form a *lane
 bounded size. Equal cuts give one interval for each shard, unequal cuts more and shorter ones; there is no other path.
 
 Deadlock freedom: all ranks walk their lanes in the order of :attr:`Lane.key`, bucket by bucket, and every participant
-of a lane sees the same buckets.
+of a lane sees the same buckets. Lanes that follow each other with the same :attr:`Lane.participants` may overlap;
+others wait for the ones before to land.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.topology import Topology
 
-__all__ = ["Bucket", "Cut", "Item", "Lane", "Piece", "plan_lanes"]
+__all__ = ["FORMS", "Bucket", "Cut", "Item", "Lane", "Piece", "digest", "form_of", "plan_lanes"]
+
+FORMS = ("auto", "all_gather", "two_hop")
+"""How a bucket's values reach all cells: every cell sends all of them to every other, or each combines one part."""
+
+TINY_LANE = 2**18
+"""Bytes below which a lane is not worth the second latency of two hops."""
 
 
 class Cut(NamedTuple):
@@ -45,15 +53,16 @@ class Cut(NamedTuple):
         return cls(length * inner, max(1, -(-length // parts) * inner), True)
 
     @classmethod
-    def of_copy(cls, numel: int, parts: int) -> Cut:
-        """Share out a tensor that every rank holds over the senders of its cell."""
-        return cls(numel, max(1, -(-numel // parts)), False)
+    def of_copy(cls, numel: int, parts: int, least: int = 1) -> Cut:
+        """Share out a tensor that every rank holds over the senders of its cell, ``least`` elements or more to each."""
+        return cls(numel, max(1, least, -(-numel // parts)), False)
 
 
 class Item(NamedTuple):
     """One tensor of the manifest: its place there, data type, rule, and one cut for each cell.
 
-    ``is_mean_at_home`` asks for the mean over the ranks at home before anything crosses (buffers).
+    ``is_mean_at_home`` asks for the mean over the ranks at home before anything crosses (buffers); ``codec`` names how
+    its values are written on the slow link, ``fragment`` says in which rounds it takes part.
     """
 
     position: int
@@ -61,6 +70,8 @@ class Item(NamedTuple):
     rule: str
     is_mean_at_home: bool
     cuts: tuple[Cut, ...]
+    codec: str = "none"
+    fragment: int = 0
 
 
 class Piece(NamedTuple):
@@ -72,36 +83,52 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A run of a lane's elements, with the pieces of tensors that lie in it."""
+    """A run of a lane's elements, with the pieces of tensors that lie in it, and its number in the lane."""
 
+    number: int
     start: int
     stop: int
     pieces: tuple[Piece, ...]
+
+    def part(self, index: int, parts: int) -> slice:
+        """Return the elements, counted in the bucket, that one of ``parts`` cells combines in two hops."""
+        numel = self.stop - self.start
+        chunk = -(-numel // parts)
+        return slice(min(index * chunk, numel), min((index + 1) * chunk, numel))
 
 
 @dataclass(frozen=True)
 class Lane:
     """All intervals with the same owners and the same treatment.
 
-    :param owners: The shard that carries the lane, in each cell.
+    :param fragment: Part of the model that the lane belongs to.
     :param held_by_part: For each cell, whether ranks hold the lane's elements only as a part of their shard.
+    :param owners: The shard that carries the lane, in each cell.
     :param dtype: Data type of every element.
     :param rule: ``average`` or ``first``.
     :param is_mean_at_home: Whether the ranks at home are averaged first.
+    :param codec: How values are written on the slow link.
     :param pieces: The intervals, by tensor.
     """
 
-    owners: tuple[int, ...]
+    fragment: int
     held_by_part: tuple[bool, ...]
+    owners: tuple[int, ...]
     dtype: str
     rule: str
     is_mean_at_home: bool
+    codec: str
     pieces: tuple[Piece, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """The lane's place in the order that all ranks keep."""
-        return (self.dtype, self.rule, self.is_mean_at_home, self.held_by_part, self.owners)
+        return (*self.participants, self.dtype, self.rule, self.is_mean_at_home, self.codec)
+
+    @property
+    def participants(self) -> tuple[object, ...]:
+        """What decides which ranks take part in the lane."""
+        return (self.fragment, self.held_by_part, self.owners)
 
     @property
     def numel(self) -> int:
@@ -109,20 +136,50 @@ class Lane:
         return sum(stop - start for _, start, stop in self.pieces)
 
     def buckets(self, limit: int) -> Iterator[Bucket]:
-        """Cut the lane into buckets of at most ``limit`` elements; tensors that do not fit are split."""
-        start = filled = 0
-        pieces: list[Piece] = []
-        for item, first, last in self.pieces:
-            while first < last:
-                stop = min(last, first + limit - filled)
-                pieces.append(Piece(item, first, stop))
-                filled += stop - first
-                first = stop
-                if filled == limit:
-                    yield Bucket(start, start + filled, tuple(pieces))
-                    start, filled, pieces = start + filled, 0, []
-        if pieces:
-            yield Bucket(start, start + filled, tuple(pieces))
+        """Cut the lane into buckets of at most ``limit`` elements.
+
+        Large pieces are cut evenly into buckets of their own, which need not be packed where they lie in one run of
+        memory; small ones share buckets.
+        """
+        large = [piece for piece in self.pieces if piece.stop - piece.start >= limit / 8]
+        small = [piece for piece in self.pieces if piece.stop - piece.start < limit / 8]
+        groups: list[list[Piece]] = []
+        for item, start, stop in large:
+            count = -(-(stop - start) // limit)
+            size = -(-(stop - start) // count)
+            groups += [[Piece(item, first, min(first + size, stop))] for first in range(start, stop, size)]
+        room = 0
+        for piece in small:
+            numel = piece.stop - piece.start
+            if numel > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(piece)
+            room -= numel
+        start = 0
+        for number, pieces in enumerate(groups):
+            stop = start + sum(piece.stop - piece.start for piece in pieces)
+            yield Bucket(number, start, stop, tuple(pieces))
+            start = stop
+
+
+def form_of(lane: Lane, cells: int, itemsize: int, asked: str) -> str:
+    """Choose how a lane's values reach all cells; the same on all ranks.
+
+    With all-gather ``C - 1`` copies of a shard leave each of ``C`` cells, with two hops ``2 (C - 1) / C`` at a second
+    latency, which a tiny lane does not earn back. What is taken from one cell needs no combining.
+
+    :param lane: The lane.
+    :param cells: Number of cells.
+    :param itemsize: Bytes of an element.
+    :param asked: One of :data:`FORMS`.
+    :return: ``all_gather`` or ``two_hop``.
+    """
+    if lane.rule != "average" or cells == 1:
+        return "all_gather"
+    if asked == "auto":
+        return "two_hop" if cells > 2 and lane.numel * itemsize > TINY_LANE else "all_gather"
+    return asked
 
 
 def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[Lane, ...]:
@@ -134,18 +191,26 @@ def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[La
     :return: The lanes, by :attr:`Lane.key`.
     """
     at = topology.coordinates(rank)
-    lanes: dict[tuple[str, str, bool, tuple[bool, ...], tuple[int, ...]], list[Piece]] = {}
+    lanes: dict[tuple[int, tuple[bool, ...], tuple[int, ...], str, str, bool, str], list[Piece]] = {}
     for item in items:
         mine = item.cuts[at.cell]
         start, end = mine.bounds(at.shard) if mine.is_held_by_part else (0, mine.numel)
+        held = tuple(cut.is_held_by_part for cut in item.cuts)
         for owners, piece in _refine(item, start, end):
-            held = tuple(cut.is_held_by_part for cut in item.cuts)
-            key = (item.dtype, item.rule, item.is_mean_at_home, held, owners)
+            key = (item.fragment, held, owners, item.dtype, item.rule, item.is_mean_at_home, item.codec)
             lanes.setdefault(key, []).append(piece)
-    return tuple(
-        Lane(owners, held, dtype, rule, is_mean, tuple(pieces))
-        for (dtype, rule, is_mean, held, owners), pieces in sorted(lanes.items())
-    )
+    return tuple(Lane(*key, tuple(pieces)) for key, pieces in sorted(lanes.items()))
+
+
+def digest(items: Sequence[Item], topology: Topology) -> str:
+    """Return a hash of everything that all ranks derive their lanes and buckets from.
+
+    :param items: The tensors that take part in the round.
+    :param topology: The federation.
+    :return: Hexadecimal digits.
+    """
+    facts = (topology.sizes, topology.replica_size, [tuple(item) for item in items])
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _refine(item: Item, start: int, end: int) -> Iterator[tuple[tuple[int, ...], Piece]]:

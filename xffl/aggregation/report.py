@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["RoundReport"]
 
@@ -18,6 +19,13 @@ class RoundReport:
     :param seconds: Wall-clock time on this rank, from the call to the new weights.
     :param dropped: Cells whose values were left out for not being finite; the same on all ranks.
     :param is_last: Whether all ranks had finished: no round follows; the same on all ranks.
+    :param fragment: Part of the model that was exchanged, from 0; the same on all ranks.
+    :param phases: Seconds that this rank spent in each phase: ``vote``, ``pack``, ``encode``, ``across`` (waiting for
+        the slow link), ``combine``, ``home`` (waiting for the cell), ``commit``.
+    :param hidden: Seconds between the first post and the last arrival in which this rank did not wait for the slow
+        link, but worked.
+    :param codec_error: What lossy codecs left out of what this rank had to send, relative to it, in the L2 norm; it is
+        sent later. ``None`` where none was used.
     """
 
     round: int
@@ -27,3 +35,7 @@ class RoundReport:
     seconds: float
     dropped: tuple[int, ...] = ()
     is_last: bool = False
+    fragment: int = 0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    hidden: float = 0.0
+    codec_error: float | None = None

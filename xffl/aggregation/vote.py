@@ -26,6 +26,8 @@ class Ballot(NamedTuple):
     :param is_finished: Whether its cell has no more steps to make.
     :param is_nonfinite: Whether it holds a value that is not finite.
     :param is_failed: Whether it cannot go on; the reason is gathered afterwards.
+    :param is_moderate: Whether differences between its values and others like them stay in fp32.
+    :param is_encoding: Whether it knows the agreed state that lossy codecs start from.
     """
 
     round: float
@@ -35,20 +37,23 @@ class Ballot(NamedTuple):
     is_finished: bool = False
     is_nonfinite: bool = False
     is_failed: bool = False
+    is_moderate: bool = False
+    is_encoding: bool = False
 
 
-def cast(ballot: Ballot, device: torch.device) -> list[Ballot]:
+def cast(ballot: Ballot, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
-    Collective over the world: one all-gather of seven 64-bit floats from each rank.
+    Collective over the world: one all-gather of nine 64-bit floats from each rank.
 
     :param ballot: This rank's ballot.
     :param device: Where the world's backend communicates from.
+    :param group: A group of all ranks; by default the world.
     :return: The ballots, by rank.
     """
     mine = torch.tensor(ballot, dtype=torch.float64, device=device)
     rows = torch.empty(dist.get_world_size(), mine.numel(), dtype=torch.float64, device=device)
-    dist.all_gather(list(rows.unbind()), mine)
+    dist.all_gather(list(rows.unbind()), mine, group=group)
     return [Ballot(row[0], row[1], *map(bool, row[2:])) for row in rows.tolist()]
 
 
@@ -62,6 +67,12 @@ def check_rounds(ballots: Sequence[Ballot]) -> None:
     if len(found) > 1:
         shown = ", ".join(f"rank {rank} in round {number}" for number, rank in sorted(found.items()))
         raise RoundError(f"the ranks are in different rounds ({shown}); call aggregate equally often on every rank")
+    if len({ballot.is_encoding for ballot in ballots}) > 1:
+        without = [rank for rank, ballot in enumerate(ballots) if not ballot.is_encoding]
+        raise RoundError(
+            f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
+            "state dict on every rank or on none"
+        )
 
 
 def checked_weight(weight: object) -> float:

@@ -1,0 +1,134 @@
+"""Every way of moving a round gives the same bits, and moves what it says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
+from tests.worlds import run_world
+
+LAYOUTS = [((1, 1), None), ((2, 2), 1), ((4, 2), 2), ((2, 4, 2), 2), ((4, 2), None), ((1, 2, 3), None)]
+
+
+def every_way(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None) -> int:
+    """All forms, with rails and without, atomic and in place, in all sizes of buckets: one result, to the bit."""
+    state = make_state(rank, sizes, hsdp)
+    assert state.federated_rank is not None
+    model = build("shard", "mixed", state)
+    weight, weights = weightings(sizes, rank, state.federated_rank)[1]
+    results = set()
+    ways = list(itertools.product(["all_gather", "two_hop"], [False, True], [False, True], [8, 100, 1 << 20]))
+    for form, rails, atomic, bucket_bytes in ways:
+        aggregator = xffl.Aggregator(
+            model, state, bucket_bytes=bucket_bytes, atomic=atomic, form=form, rails=rails, fragments=1
+        )
+        fill(model, rank, state.federated_rank)
+        before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
+        aggregator.aggregate(weight)
+        check_values(model, before, sizes, weights)
+        mine = tuple((n, d) for n, d in digests(model).items() if not n.startswith("frozen") and n != "scratch")
+        gathered: list[object] = [None] * world_size
+        dist.all_gather_object(gathered, mine)
+        assert all(other == mine for other in gathered), (form, rails, atomic, bucket_bytes)
+        results.add(mine)
+    assert len(results) == 1
+    return len(ways)
+
+
+@pytest.mark.parametrize("sizes, hsdp", LAYOUTS, ids=str)
+def test_every_way_gives_the_same_bits(sizes: tuple[int, ...], hsdp: int | None) -> None:
+    assert run_world(sum(sizes), every_way, sizes, hsdp) == [24] * sum(sizes)
+
+
+def sent(
+    rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, form: str, rails: bool
+) -> tuple[int, int]:
+    state = make_state(rank, sizes, hsdp)
+    model = xffl.shard(nn.Linear(64, 96, bias=False), state)
+    report = xffl.Aggregator(model, state, bucket_bytes=1000, form=form, rails=rails).aggregate()
+    return report.bytes_across, report.bytes_home
+
+
+@pytest.mark.parametrize("rails", [False, True])
+@pytest.mark.parametrize("sizes, hsdp", [((2, 2, 2), None), ((1, 1, 1, 1), None), ((2, 4, 2), 2)], ids=str)
+def test_two_hops_move_less_where_there_are_more_than_two_cells(
+    sizes: tuple[int, ...], hsdp: int | None, rails: bool
+) -> None:
+    cells, size = len(sizes), 64 * 96 * 4
+    gathered = run_world(sum(sizes), sent, sizes, hsdp, "all_gather", rails)
+    hopped = run_world(sum(sizes), sent, sizes, hsdp, "two_hop", rails)
+    assert sum(across for across, _ in gathered) == cells * (cells - 1) * size
+    assert sum(across for across, _ in hopped) == 2 * (cells - 1) * size  # 2 (C - 1) / C from each of C cells
+    assert [home for _, home in gathered] == [home for _, home in hopped]
+
+
+@pytest.mark.parametrize("form", ["all_gather", "two_hop"])
+def test_rails_share_the_carrying_among_replicas(form: str) -> None:
+    single = run_world(8, sent, (4, 4), 2, form, False)
+    railed = run_world(8, sent, (4, 4), 2, form, True)
+    assert sum(across for across, _ in railed) == sum(across for across, _ in single)
+    assert sorted(across > 0 for across, _ in single) == [False] * 4 + [True] * 4
+    shares = [across for across, _ in railed]
+    assert min(shares) > 0 and max(shares) - min(shares) <= 2000  # a bucket or two
+    assert sum(home for _, home in railed) == sum(home for _, home in single)
+
+
+def fragments(rank: int, world_size: int) -> list[list[str]]:
+    """Each round moves one part of the model, in turn; the other parts keep every bit."""
+    state = make_state(rank, (2, 2), 1)
+    model = nn.ModuleDict({f"layer{index}": nn.Linear(9, 9) for index in range(5)})
+    aggregator = xffl.Aggregator(model, state, fragments=3, bucket_bytes=64)
+    moved: list[list[str]] = []
+    for number in range(6):
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                parameter.fill_(10.0 * index + (state.federated_rank or 0))
+        report = aggregator.aggregate()
+        assert report.fragment == number % 3 and report.round == number + 1
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            is_moved = bool((parameter == 10.0 * index + 0.5).all())
+            assert is_moved or (parameter == 10.0 * index + (state.federated_rank or 0)).all(), name
+        values = {name: float(parameter.view(-1)[0]) % 1 for name, parameter in model.named_parameters()}
+        moved.append([name for name, rest in values.items() if rest == 0.5])
+    return moved
+
+
+def test_fragments_take_turns() -> None:
+    seen = run_world(4, fragments)
+    assert all(moved == seen[0] for moved in seen)
+    assert seen[0][:3] == seen[0][3:]
+    assert sorted(sum(seen[0][:3], [])) == sorted(f"layer{i}.{leaf}" for i in range(5) for leaf in ("weight", "bias"))
+    sizes = [sum(81 if name.endswith("weight") else 9 for name in moved) for moved in seen[0][:3]]
+    assert max(sizes) - min(sizes) <= 81
+
+
+def wrong(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 3)
+    for options, told in (
+        ({"form": "ring"}, "form 'ring' is unknown; choose one of auto, all_gather, two_hop"),
+        ({"rails": 2}, "rails 2 is neither True nor False"),
+        ({"fragments": 0}, "fragments 0 is no positive whole number"),
+        ({"fragments": 3}, "2 tensors make no 3 fragments"),
+        ({"codec": "int9"}, "int9"),
+        ({"codec": {"wight": "int8"}}, "codecs ['wight'] match no tensor"),
+        ({"form": "two_hop"} if rank else {}, "form="),
+        ({"codec": "int8"} if rank else {}, "int8"),
+    ):
+        with pytest.raises(xffl.ConfigError) as error:
+            xffl.Aggregator(model, state, **options)  # type: ignore[arg-type]
+        assert told in str(error.value)
+        # All are told, also where only one was wrong.
+        texts: list[str] = [""] * world_size
+        dist.all_gather_object(texts, str(error.value))
+        assert len(set(texts)) == 1
+
+
+def test_wrong_options_are_told_to_all() -> None:
+    run_world(2, wrong)

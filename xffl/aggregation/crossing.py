@@ -1,0 +1,217 @@
+"""How a bucket gets from cell to cell: as it is or encoded, in one hop or two."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from xffl.aggregation.feedback import Feedback
+from xffl.aggregation.journal import Journal
+from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.plan import Bucket, Lane
+from xffl.aggregation.pool import Pool, aligned, rows_of
+from xffl.aggregation.tracks import IN_FLIGHT, Routes, Track, Turnout
+from xffl.topology import Topology
+
+__all__ = ["Crossing"]
+
+
+class Crossing:
+    """The slow link, as one rank uses it.
+
+    :param tracks: All lanes of the rank.
+    :param topology: The federation.
+    :param rank: This rank.
+    :param routes: Its process groups.
+    :param device: Where the groups' backend communicates from.
+    """
+
+    def __init__(
+        self, tracks: Sequence[Track], topology: Topology, rank: int, routes: Routes, device: torch.device
+    ) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._cell = topology.cell_of(rank)
+        self._others = [cell for cell in range(topology.cells) if cell != self._cell]
+        self._routes = routes
+        self.depth = IN_FLIGHT * (max(topology.replica_counts) if routes.is_railed else 1)
+        # Buffers are made in the first round and kept, since fresh memory is slow.
+        self._slots = Pool(max((self._slot_bytes(t, b) for t in tracks for b in t.buckets), default=0), device)
+        self.feedback = {
+            track.number: Feedback(track.codec, track.lane.numel, track.dtype, device)
+            for track in tracks
+            if track.codec is not None and any(self.is_carrier(track.lane, bucket) for bucket in track.buckets)
+        }
+        # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
+        widest = max((b.stop - b.start for t in tracks if t.codec is not None for b in t.buckets), default=0)
+        self._scratch = torch.empty(topology.cells + 2 if widest else 0, widest, device=device)
+        self._turnout = Turnout((1.0,), 0)
+        self._journal = Journal()
+
+    def begin(self, turnout: Turnout, journal: Journal) -> None:
+        """Get ready for a round.
+
+        :param turnout: Whose values count; the same on all ranks.
+        :param journal: Where bytes and seconds are noted.
+        """
+        self._turnout, self._journal = turnout, journal
+        for feedback in self.feedback.values():
+            feedback.begin()
+
+    def carry(
+        self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor, *, is_encoded: bool
+    ) -> Iterator[int]:
+        """Exchange a bucket with its carriers in the other cells; yields for how many buckets it can pause.
+
+        :param track: The bucket's lane.
+        :param bucket: The bucket, which this rank carries.
+        :param values: This rank's values, flat.
+        :param out: Where the combined values go; may be ``values``.
+        :param is_encoded: Whether the lane's codec is used.
+        :return: The steps.
+        """
+        return (self._cross_encoded if is_encoded else self._cross)(track, bucket, values, out)
+
+    def carrier(self, lane: Lane, bucket: Bucket, cell: int | None = None) -> int:
+        """Return the rank that carries a bucket for a cell, by default for this rank's."""
+        cell = self._cell if cell is None else cell
+        # What is taken from one cell is taken from one rank.
+        turn = bucket.number if self._routes.is_railed and lane.rule == "average" else 0
+        return self._topology.carrier(cell, lane.owners[cell], turn)
+
+    def is_carrier(self, lane: Lane, bucket: Bucket) -> bool:
+        """Tell whether this rank carries a bucket for its cell."""
+        return self.carrier(lane, bucket) == self._rank
+
+    def _slot_bytes(self, track: Track, bucket: Bucket) -> int:
+        """Return what a bucket needs for what arrives: a row for each cell, and one for what is sent encoded."""
+        cells = self._topology.cells
+        numel = bucket.stop - bucket.start
+        if track.is_two_hop:
+            numel = -(-numel // cells)
+        encoded = 0 if track.codec is None else track.codec.nbytes(numel)
+        row = aligned(max(encoded, numel * track.dtype.itemsize))
+        return row * cells * (2 if track.codec is not None and track.is_two_hop else 1)
+
+    def _cross(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
+        """Exchange a bucket as it is: all of it with every cell, or a part with each and then the results."""
+        here, others = self._cell, self._others
+        senders = self._turnout.senders(track.lane)
+        parts = track.parts(bucket)
+        mine = values[parts[here]]
+        slot = self._slots.take()
+        rows = [row.view(track.dtype) for row in rows_of(slot, mine.nbytes, self._topology.cells)]
+        rows[here] = mine
+        send = {cell: values[parts[cell]] for cell in others if here in senders}
+        works = self._post(track, bucket, send, {cell: rows[cell] for cell in others if cell in senders})
+        yield self.depth
+        self._arrive(works)
+        with self._journal.noting("combine"):
+            self._combine(track, [rows[cell] for cell in senders], out[parts[here]])
+        self._slots.give(slot)
+        if track.is_two_hop:
+            send = dict.fromkeys(others, out[parts[here]])
+            works = self._post(track, bucket, send, {cell: out[parts[cell]] for cell in others})
+            yield self.depth
+            self._arrive(works)
+
+    def _cross_encoded(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
+        """Exchange what a bucket differs by from the last agreed state, written by the lane's codec.
+
+        Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
+        """
+        here, cells, others = self._cell, range(self._topology.cells), self._others
+        senders = self._turnout.senders(track.lane)
+        feedback, parts = self.feedback[track.number], track.parts(bucket)
+        assert track.codec is not None
+        sizes = [track.codec.nbytes(part.stop - part.start) for part in parts]
+        slot = self._slots.take()
+        rows = rows_of(slot, max(sizes), (2 if track.is_two_hop else 1) * len(cells))
+        arriving = [row[: sizes[here]] for row in rows[: len(cells)]]
+        leaving = [row[:size] for row, size in zip(rows[-len(cells) :], sizes, strict=True)]
+        if here in senders:
+            with self._journal.noting("encode"):
+                self._encode(track, bucket, values, leaving)
+        send = {cell: leaving[cell if track.is_two_hop else here] for cell in others if here in senders}
+        works = self._post(track, bucket, send, {cell: arriving[cell] for cell in others if cell in senders})
+        yield self.depth
+        self._arrive(works)
+        arriving[here] = leaving[here]
+        mean = self._scratch[-1, : values.numel()]
+        if track.is_two_hop:
+            with self._journal.noting("combine"):
+                self._combine_codes(track, [arriving[cell] for cell in senders], mean[parts[here]])
+                spare = self._scratch[-2, : mean[parts[here]].numel()]
+                place, seed = (bucket.number, -1), self._seed(track, bucket, -1)
+                feedback.encode(place, mean[parts[here]], leaving[here], spare, seed)
+            arriving = [row[:size] for row, size in zip(rows, sizes, strict=False)]
+            send = dict.fromkeys(others, leaving[here])
+            works = self._post(track, bucket, send, {cell: arriving[cell] for cell in others})
+            yield self.depth
+            self._arrive(works)
+            arriving[here] = leaving[here]
+        with self._journal.noting("combine"):
+            if track.is_two_hop:
+                for part, code in zip(parts, arriving, strict=True):
+                    feedback.decode(code, mean[part])
+            else:
+                self._combine_codes(track, [arriving[cell] for cell in senders], mean)
+            out.copy_(feedback.reference[bucket.start : bucket.stop]).add_(mean)
+        self._slots.give(slot)
+
+    def _encode(self, track: Track, bucket: Bucket, values: torch.Tensor, codes: list[torch.Tensor]) -> None:
+        """Write this rank's step since the last agreed state, part by part."""
+        feedback = self.feedback[track.number]
+        step = self._scratch[-1, : values.numel()]
+        step.copy_(values).sub_(feedback.reference[bucket.start : bucket.stop])
+        parts = track.parts(bucket)
+        for number, part in enumerate(parts) if track.is_two_hop else [(self._cell, parts[0])]:
+            spare = self._scratch[-2, : part.stop - part.start]
+            feedback.encode(
+                (bucket.number, number), step[part], codes[number], spare, self._seed(track, bucket, number)
+            )
+
+    def _combine_codes(self, track: Track, codes: list[torch.Tensor], out: torch.Tensor) -> None:
+        rows = [self._scratch[row, : out.numel()] for row in range(len(codes))]
+        for code, row in zip(codes, rows, strict=True):
+            self.feedback[track.number].decode(code, row)
+        self._combine(track, rows, out)
+
+    def _seed(self, track: Track, bucket: Bucket, part: int) -> int:
+        """Return a seed for stochastic rounding that no other code of the run has."""
+        numbers = (self._turnout.number, track.number, bucket.number, part, self._rank)
+        return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
+
+    def _post(
+        self, track: Track, bucket: Bucket, send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor]
+    ) -> list[dist.Work]:
+        """Start sending to other cells' carriers of a bucket, and receiving from them."""
+        group = self._routes.across
+        moves = [
+            dist.P2POp(operation, values.view(torch.uint8), self.carrier(track.lane, bucket, cell), group=group)
+            for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
+            for cell, values in by_cell.items()
+            if values.numel()
+        ]
+        self._journal.bytes_across += sum(values.nbytes for values in send.values())
+        self._journal.posted()
+        with record_function("xffl.post"):
+            return dist.batch_isend_irecv(moves) if moves else []
+
+    def _arrive(self, works: list[dist.Work]) -> None:
+        with self._journal.phase("across"):
+            for work in works:
+                work.wait()
+        self._journal.arrived()
+
+    def _combine(self, track: Track, values: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine the senders' values, in the order of the cells."""
+        if track.lane.rule == "first":
+            out.copy_(values[0])
+        else:
+            weights = [self._turnout.weights[cell] for cell in self._turnout.senders(track.lane)]
+            weighted_mean(values, weights, out, is_moderate=self._turnout.is_moderate)

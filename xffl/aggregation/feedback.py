@@ -1,0 +1,119 @@
+"""What a lossy codec needs beside the values: the last agreed state, and the error that is still to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from xffl.aggregation.codec import Codec
+from xffl.errors import CheckpointError
+
+__all__ = ["Feedback"]
+
+
+class Feedback:
+    """One lane's memory on one carrier: as large as the lane, sharded as it is.
+
+    What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
+    Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`settle` has been called, so that a round which is
+    not taken leaves no trace.
+
+    :param codec: How values are written.
+    :param numel: Elements of the lane.
+    :param dtype: Their data type.
+    :param device: Where buffers live.
+    """
+
+    def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._codec = codec
+        self.reference = torch.zeros(numel, dtype=dtype, device=device)
+        self._left: dict[tuple[int, int], torch.Tensor] = {}
+        self._fresh: dict[tuple[int, int], torch.Tensor] = {}
+        self._spare: dict[tuple[int, int], torch.Tensor] = {}
+        self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Forget what a round that was not taken has left behind."""
+        self._spare |= self._fresh
+        self._fresh.clear()
+        self._norms.clear()
+
+    def encode(
+        self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
+    ) -> None:
+        """Write values and what is left from before; note what the code leaves out.
+
+        :param place: Bucket and part that the values belong to; the same in all rounds.
+        :param values: Flat fp32 values; what is left is added to them.
+        :param code: Flat bytes to write.
+        :param spare: Flat fp32 scratch of the values' length.
+        :param seed: Seed of stochastic rounding.
+        """
+        if place in self._left:
+            values.add_(self._left[place])
+        limit = torch.finfo(torch.float32).max
+        self._codec.encode(values.clamp_(-limit, limit), code, seed)
+        self._codec.decode(code, spare)
+        fresh = self._spare.pop(place, None)
+        if fresh is None:
+            with torch.inference_mode(False):
+                fresh = torch.empty_like(values)
+        self._fresh[place] = torch.sub(values, spare, out=fresh)
+        self._norms.append((values.dot(values), fresh.dot(fresh)))
+
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """Read values back.
+
+        :param code: What :meth:`encode` wrote, here or on another rank.
+        :param out: Flat fp32 values, overwritten.
+        """
+        self._codec.decode(code, out)
+
+    def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
+        """Conclude a round that was taken.
+
+        :param stage: The new agreed values of the lane; ``None`` where they stand in :attr:`reference` already.
+        :return: A buffer to take the stage's place.
+        """
+        for place, fresh in self._fresh.items():
+            if place in self._left:
+                self._spare[place] = self._left[place]
+            self._left[place] = fresh
+        self._fresh.clear()
+        if stage is None:
+            return None
+        self.reference, spare = stage, self.reference
+        return spare
+
+    def norms(self) -> list[tuple[float, float]]:
+        """Return, for each code of this round, the squared norms of what was to be sent and of what was left out."""
+        if not self._norms:
+            return []
+        whole, left = (torch.stack(column).tolist() for column in zip(*self._norms, strict=True))
+        return list(zip(whole, left, strict=True))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the agreed state and the error that is still to be sent, on this rank."""
+        return {"reference": self.reference} | {f"left {b} {part}": left for (b, part), left in self._left.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned on this rank.
+
+        :param state: The saved state.
+        :raises CheckpointError: if it is another lane's.
+        """
+        reference = state.get("reference")
+        if reference is None or reference.shape != self.reference.shape or reference.dtype != self.reference.dtype:
+            got = "nothing" if reference is None else f"{reference.numel()} {reference.dtype} values"
+            raise CheckpointError(
+                f"the codec's state holds {got} for a lane of {self.reference.numel()} {self.reference.dtype} values; "
+                "resume with the same model, federation, bucket_bytes, form and codec"
+            )
+        self.begin()
+        self.reference.copy_(reference)
+        self._left = {}
+        for name, left in state.items():
+            if name.startswith("left "):
+                _, bucket, part = name.split()
+                self._left[int(bucket), int(part)] = left.to(self.reference.device, copy=True)

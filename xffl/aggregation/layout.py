@@ -1,0 +1,139 @@
+"""Where a rank's elements lie: the model's tensors as views, read and written bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xffl.aggregation.manifest import Entry, canonical_axis, spans
+from xffl.aggregation.plan import Bucket, Item, Piece
+from xffl.errors import ConfigError
+from xffl.topology import Coordinates
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """This rank's elements of the moving tensors, in canonical order.
+
+    Views are kept from round to round while the model keeps its tensors where they are.
+
+    :param entries: The moving tensors, in the plan's order.
+    :param items: The same tensors as the plan sees them.
+    :param axes: For each cell, the axis along which it cuts each tensor.
+    :param at: This rank's place in the federation.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], items: Sequence[Item], axes: Sequence[Sequence[int]], at: Coordinates
+    ) -> None:
+        self._entries = tuple(entries)
+        self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
+        # Where this rank's part of each tensor begins, in canonical order.
+        cuts = [item.cuts[at.cell] for item in items]
+        held = [cut.bounds(at.shard) if cut.is_held_by_part else (0, cut.numel) for cut in cuts]
+        self._origin = tuple(start for start, _ in held)
+        self._held = tuple(stop - start for start, stop in held)
+        self._found: list[tuple[object, ...]] = []
+        # Flat, where a tensor's elements follow each other in memory.
+        self._views: list[torch.Tensor] = []
+        # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
+        self._of_bucket: dict[int, list[torch.Tensor]] = {}
+
+    def name(self, item: int) -> str:
+        """Return a tensor's name.
+
+        :param item: Its place in the plan.
+        :return: The name, without wrappers.
+        """
+        return self._entries[item].name
+
+    def look_up(self) -> None:
+        """Look all tensors up anew; local.
+
+        :raises ConfigError: if one has another shape or data type, or another part of it is held here.
+        """
+        found = [entry.place() for entry in self._entries]
+        if found == self._found:
+            return
+        views = [entry.elements(axis) for entry, axis in zip(self._entries, self._axis, strict=True)]
+        for entry, view, held in zip(self._entries, views, self._held, strict=True):
+            if view.numel() != held:
+                raise ConfigError(
+                    f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
+                    "Aggregator was made; make a new Aggregator after sharding the model"
+                )
+        self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
+        self._found = found
+        self._of_bucket.clear()
+
+    def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
+        """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.
+
+        :param bucket: The bucket.
+        :param device: Where the groups' backend communicates from.
+        :return: A flat view of the model; ``None`` where the elements have to be packed.
+        """
+        views = self._views_of(bucket)
+        if len(views) == 1 and views[0].device == device and views[0].dim() == 1 and views[0].is_contiguous():
+            return views[0]
+        return None
+
+    def pack(self, bucket: Bucket, into: torch.Tensor) -> None:
+        """Copy a bucket's elements out of the model.
+
+        :param bucket: The bucket.
+        :param into: Flat tensor of as many elements.
+        """
+        views = self._views_of(bucket)
+        if all(view.dim() == 1 and view.device == into.device for view in views):
+            torch.cat(views, out=into)  # one call, where many small tensors would cost one each
+            return
+        for view, part in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
+            part.view(view.shape).copy_(view)
+
+    def unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Write a bucket's elements into the model.
+
+        :param bucket: The bucket.
+        :param values: Flat tensor of as many elements; the model's own run of them is left as it is.
+        """
+        views = self._views_of(bucket)
+        if len(views) == 1 and views[0].dim() == 1:
+            if views[0].data_ptr() != values.data_ptr():
+                views[0].copy_(values)
+            return
+        sizes = [view.numel() for view in views]
+        if all(view.dim() == 1 and view.device == values.device for view in views):
+            torch.split_with_sizes_copy(values, sizes, out=views)
+            return
+        for view, part in zip(views, torch.split(values, sizes), strict=True):
+            view.copy_(part.view(view.shape))
+
+    def nonfinite(self, bucket: Bucket) -> list[int]:
+        """Tell which tensors have a value in a bucket that is not finite; local.
+
+        :param bucket: The bucket.
+        :return: Their places in the plan.
+        """
+        return [piece.item for piece in bucket.pieces if not all(map(_is_finite, self._views_of_piece(piece)))]
+
+    def _views_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the model's elements in a bucket, as views that follow each other."""
+        kept = self._of_bucket.get(id(bucket))
+        if kept is None:
+            kept = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
+            self._of_bucket[id(bucket)] = kept
+        return kept
+
+    def _views_of_piece(self, piece: Piece) -> list[torch.Tensor]:
+        elements = self._views[piece.item]
+        if elements.dim() == 1 and piece.stop - piece.start == elements.numel():
+            return [elements]
+        return spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    # torch knows no infinity of 8-bit floats
+    return bool(torch.isfinite(values.float() if values.dtype.itemsize == 1 else values).all())

@@ -1,0 +1,56 @@
+"""Buffers that are lent and come back."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Pool", "aligned", "rows_of"]
+
+LINE = 64
+"""Bytes of a cache line, at whose multiples rows start, so that values of any data type are aligned."""
+
+
+class Pool:
+    """Buffers of one size; as many as were ever lent at a time, since fresh memory is slow.
+
+    :param nbytes: Size of a buffer; it grows with what is asked for.
+    :param device: Where buffers live.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int = 0) -> torch.Tensor:
+        """Lend a buffer of at least ``nbytes``."""
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
+            self._free.clear()
+        if self._free:
+            return self._free.pop()
+        # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
+        with torch.inference_mode(False):
+            return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        if buffer.numel() == self._nbytes:
+            self._free.append(buffer)
+
+
+def rows_of(buffer: torch.Tensor, nbytes: int, count: int) -> list[torch.Tensor]:
+    """Cut aligned rows out of a buffer.
+
+    :param buffer: Flat bytes, at least ``count * aligned(nbytes)`` of them.
+    :param nbytes: Bytes of a row.
+    :param count: Number of rows.
+    :return: The rows, without what aligns them.
+    """
+    step = aligned(nbytes)
+    return [buffer[row * step : row * step + nbytes] for row in range(count)]
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that a row takes up."""
+    return -(-nbytes // LINE) * LINE

@@ -1,0 +1,125 @@
+"""The plan as one rank walks it: its lanes with their buckets, forms, codecs and process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.codec import Codec
+from xffl.aggregation.plan import Bucket, Lane, form_of
+from xffl.topology import Topology
+
+__all__ = ["IN_FLIGHT", "Routes", "Track", "Turnout", "make_tracks"]
+
+IN_FLIGHT = 2
+"""Buckets that a rank has on the slow link at a time; while they cross, those before are combined and handed round."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The process groups that a rank's exchange uses, and who carries what.
+
+    :param across: The group in which carriers swap shards; ``None`` on a rank that sends nothing.
+    :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
+    :param cell: All ranks of the cell; ``None`` where there is one.
+    :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
+    """
+
+    across: dist.ProcessGroup | None
+    replica: dist.ProcessGroup | None
+    cell: dist.ProcessGroup | None
+    is_railed: bool = False
+
+
+@dataclass(frozen=True)
+class Turnout:
+    """Whose values count in a round.
+
+    :param weights: One weight for each cell; cells of weight 0 send nothing.
+    :param first: The cell that tensors of policy ``first`` are taken from.
+    :param number: The round's number, from 1.
+    :param is_moderate: Whether no rank holds a value whose square leaves fp32, so that differences do not either.
+    """
+
+    weights: tuple[float, ...]
+    first: int
+    number: int = 1
+    is_moderate: bool = False
+
+    def senders(self, lane: Lane) -> tuple[int, ...]:
+        """Return the cells whose values a lane needs, in order."""
+        if lane.rule == "first":
+            return (self.first,)
+        return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
+
+
+@dataclass(frozen=True)
+class Track:
+    """A lane as this rank walks it.
+
+    :param number: Its place among the rank's lanes.
+    :param lane: What it moves.
+    :param buckets: Its pieces on the way.
+    :param dtype: Data type of its values.
+    :param is_two_hop: Whether each cell combines one part of a bucket, instead of all of it.
+    :param codec: How values are written on the slow link; ``None`` as they are.
+    :param home: Who gets the result at home; ``None`` where nobody else does.
+    """
+
+    number: int
+    lane: Lane
+    buckets: tuple[Bucket, ...]
+    dtype: torch.dtype
+    is_two_hop: bool
+    codec: Codec | None
+    home: dist.ProcessGroup | None
+
+    def parts(self, bucket: Bucket) -> list[slice]:
+        """Return what each cell combines of a bucket, counted in it."""
+        cells = len(self.lane.owners)
+        if self.is_two_hop:
+            return [bucket.part(cell, cells) for cell in range(cells)]
+        return [slice(0, bucket.stop - bucket.start)] * cells
+
+
+def make_tracks(
+    lanes: Sequence[Lane],
+    *,
+    topology: Topology,
+    rank: int,
+    routes: Routes,
+    bucket_bytes: int,
+    form: str,
+    codecs: Mapping[str, Codec | None],
+) -> tuple[Track, ...]:
+    """Prepare the lanes of a rank; all participants of a lane find the same buckets and form.
+
+    :param lanes: The lanes, in the order in which all ranks walk them.
+    :param topology: The federation.
+    :param rank: The rank.
+    :param routes: Its process groups.
+    :param bucket_bytes: Bytes of a bucket, at most.
+    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
+    :param codecs: The codec of each name that lanes carry.
+    :return: The tracks, in the lanes' order.
+    """
+    cell = topology.cell_of(rank)
+    tracks = []
+    for number, lane in enumerate(lanes):
+        dtype = getattr(torch, lane.dtype)
+        assert isinstance(dtype, torch.dtype)
+        limit = bucket_bytes // dtype.itemsize
+        if lane.is_mean_at_home:
+            # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
+            homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+            limit //= max(replicas if is_part else size for is_part, replicas, size in homes)
+        if routes.is_railed:
+            limit = min(limit, -(-lane.numel // (IN_FLIGHT * max(topology.replica_counts))))  # all have some to carry
+        buckets = tuple(lane.buckets(max(1, limit)))
+        is_two_hop = form_of(lane, topology.cells, dtype.itemsize, form) == "two_hop"
+        home = routes.replica if lane.held_by_part[cell] else routes.cell
+        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codecs.get(lane.codec), home))
+    return tuple(tracks)
