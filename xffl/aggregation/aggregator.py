@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,19 +15,20 @@ from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
-from xffl.aggregation.plan import FORMS, digest, plan_lanes
+from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, check_merge, check_options
+from xffl.aggregation.pending import Background
+from xffl.aggregation.plan import digest, plan_lanes
+from xffl.aggregation.protocol import Outcome, Protocol, TornError
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.routes import communication_device, routes_of
 from xffl.aggregation.torn import Tear, find_tear
-from xffl.aggregation.tracks import Routes, Turnout, make_tracks
-from xffl.aggregation.vote import Ballot, cast, cell_weights, check_rounds, checked_weight
+from xffl.aggregation.tracks import make_tracks
+from xffl.aggregation.vote import Ballot, checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError, RoundError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 
-__all__ = ["Aggregator"]
-
-NONFINITE = ("reject", "drop_cell")
-DEFAULT_BUCKET_BYTES = 4 * 2**20
+__all__ = ["Aggregator", "PendingRound"]
 
 
 class Aggregator:
@@ -61,6 +62,7 @@ class Aggregator:
         (error feedback). The first round is exact, and makes that state. Memory on a sender: one more copy of its
         shard, two in fp32 of what was left out, and ``C + 2`` buckets in fp32.
     :param fragments: Parts of the model that are exchanged in turn, one in each round.
+    :param overlap: Make process groups of its own, for :meth:`aggregate_async`.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
@@ -78,6 +80,7 @@ class Aggregator:
         rails: bool = False,
         codec: str | Codec | Mapping[str, str | Codec] = "none",
         fragments: int = 1,
+        overlap: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise StateError(
@@ -85,35 +88,30 @@ class Aggregator:
             )
         self._model = model
         self._rank = dist.get_rank()
-        self._drops_cells = nonfinite == "drop_cell"
         self._atomic = atomic
         self._fragments = fragments
         self._rounds = 0
-        self._is_over = self._is_cut_off = False
-        self._found: list[str] = []
+        self._pending: PendingRound | None = None
         error: XfflError | None = None
         text = ""
         try:
             self._topology = state.topology
             at = self._topology.coordinates(self._rank)
-            self._device = _communication_device(state)
+            self._device = communication_device(state)
             self.check()
-            _check_options(bucket_bytes, atomic, nonfinite, form, rails, fragments)
+            options = check_options(bucket_bytes, atomic, nonfinite, form, rails, fragments, overlap)
             self._manifest = Manifest(model, policies, codec)
             axes = self._manifest.axes(self._topology, at)
-            text = (
-                f"(options)\t{bucket_bytes} bytes a bucket, atomic={atomic}, nonfinite={nonfinite}, form={form}, "
-                f"rails={rails}, fragments={fragments}\n{self._manifest}"
-            )
+            text = f"(options)\t{options}\n{self._manifest}"
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
         agree("models", text, error=error, describe=describe_difference)
-        every_axes = gather_axes(axes, self._topology)
-        items = self._manifest.items(self._topology, every_axes, least_bytes=bucket_bytes, fragments=fragments)
+        axes_of_cells = gather_axes(axes, self._topology)
+        items = self._manifest.items(self._topology, axes_of_cells, least_bytes=bucket_bytes, fragments=fragments)
         agree("exchange plans", digest(items, self._topology))
-        routes = _routes(state, is_railed=rails)
+        routes = routes_of(state, is_railed=rails, is_own=overlap)
         tracks = make_tracks(
             plan_lanes(items, self._topology, self._rank),
             topology=self._topology,
@@ -123,13 +121,19 @@ class Aggregator:
             form=form,
             codecs=self._manifest.codecs,
         )
-        self._exchange = Exchange(
-            Layout(self._manifest.moving, items, every_axes, at),
-            tracks,
-            Crossing(tracks, self._topology, self._rank, routes, self._device),
+        crossing = Crossing(tracks, self._topology, self._rank, routes, self._device)
+        self._layout = Layout(self._manifest.moving, items, axes_of_cells, at)
+        self._exchange = Exchange(self._layout, tracks, crossing, device=self._device, atomic=atomic)
+        self._protocol = Protocol(
+            self._exchange,
+            topology=self._topology,
+            rank=self._rank,
             device=self._device,
+            group=routes.world,
             atomic=atomic,
+            drops_cells=nonfinite == "drop_cell",
         )
+        self._overlaps = overlap
 
     @property
     def rounds(self) -> int:
@@ -144,7 +148,7 @@ class Aggregator:
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        return not (self.is_torn or self._is_over or self._is_cut_off)
+        return not (self.is_torn or self._protocol.is_over or self._protocol.is_cut_off)
 
     @property
     def model(self) -> nn.Module:
@@ -183,28 +187,40 @@ class Aggregator:
         """
         start = time.perf_counter()
         self.check()
-        ballots = self._open(weight, is_absent, is_finished)
-        weights = cell_weights(ballots, self._topology)
-        if self._is_over and not any(weights):
-            return None
-        turnout, dropped = self._turnout(weights, ballots)
-        self._run(turnout)
-        fragment = self._fragment
-        self._rounds += 1
-        journal = self._exchange.journal
-        return RoundReport(
-            round=self._rounds,
-            weights=turnout.weights,
-            bytes_across=journal.bytes_across,
-            bytes_home=journal.bytes_home,
-            seconds=time.perf_counter() - start,
-            dropped=dropped,
-            is_last=self._is_over,
-            fragment=fragment,
-            phases=journal.phases,
-            hidden=journal.hidden,
-            codec_error=self._exchange.codec_error,
-        )
+        if self._pending is not None:
+            raise StateError("a round of this aggregator is under way; merge it first")
+        ballot, error = self._look(weight, is_absent=is_absent, is_finished=is_finished)
+        with self._tearing():
+            outcome = self._protocol.confer(ballot, self._fragment, self._found, error)
+        return None if outcome is None else self._conclude(outcome, start)
+
+    def aggregate_async(self, weight: float | None = None, *, alpha: float | None = None) -> PendingRound:
+        """Start a round like :meth:`aggregate` and return at once; :meth:`PendingRound.merge` writes its result.
+
+        Collective over the world. Takes a copy of this rank's shard, which is what the round averages; local steps may
+        go on. Needs ``overlap=True`` and ``atomic=True``; one round at a time.
+
+        :param weight: As in :meth:`aggregate`.
+        :param alpha: The part of a local value that stays when the mean is merged, 0 to 1: ``alpha * local +
+            (1 - alpha) * mean`` (Streaming DiLoCo, arXiv 2501.18512). ``None``: the steps made meanwhile stay as they
+            are, ``mean + (local - copy)`` (delayed averaging), which takes one more copy of the shard. Buffers are
+            replaced. The same on all ranks.
+        :return: The round under way.
+        :raises StateError: if the aggregator was made without ``overlap``, or a round is under way.
+        :raises ConfigError: if ``alpha`` is outside its range.
+        """
+        check_merge(alpha)
+        if not self._overlaps:
+            raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
+        self.check()
+        if self._pending is not None:
+            raise StateError("a round of this aggregator is under way; merge it first")
+        start = time.perf_counter()
+        ballot, error = self._look(weight, is_snapshot=True, keeps_snapshot=alpha is None)
+        fragment, found = self._fragment, self._found
+        background = Background(lambda: self._protocol.confer(ballot, fragment, found, error), self._device)
+        self._pending = PendingRound(self, background, alpha, start)
+        return self._pending
 
     def check(self) -> None:
         """Raise while the model is torn; local.
@@ -215,15 +231,30 @@ class Aggregator:
         if (tear := find_tear(self._model)) is not None:
             tear.check()
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a resumed run needs; the same on all ranks."""
-        return {"rounds": self._rounds}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: the number of rounds, and what lossy codecs remember on this rank.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        Local; without lossy codecs the same on all ranks, else each rank saves its own.
+
+        :raises StateError: while a round is under way.
+        """
+        if self._pending is not None:
+            raise StateError("a round of this aggregator is under way; merge it before saving")
+        state: dict[str, Any] = {"rounds": self._rounds}
+        if any(self._manifest.codecs.values()):
+            state["codecs"] = self._exchange.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
 
-        :param state: The saved state.
+        :param state: The saved state, of this rank where lossy codecs are used.
+        :raises CheckpointError: if it is that of another set-up.
         """
+        if any(self._manifest.codecs.values()):
+            if "codecs" not in state:
+                raise CheckpointError("the state has no memory of codecs; it was saved without them")
+            self._exchange.load_state_dict(state["codecs"])
         self._rounds = int(state["rounds"])
 
     @property
@@ -231,16 +262,27 @@ class Aggregator:
         """The part of the model that the next round moves: all ranks agree on it with the round's number."""
         return self._rounds % self._fragments
 
-    def _open(self, weight: float | Callable[[], float] | None, is_absent: bool, is_finished: bool) -> list[Ballot]:
-        """Vote on whether there is a round, and with what weights."""
+    def _look(
+        self,
+        weight: float | Callable[[], float] | None,
+        *,
+        is_absent: bool = False,
+        is_finished: bool = False,
+        is_snapshot: bool = False,
+        keeps_snapshot: bool = False,
+    ) -> tuple[Ballot, XfflError | None]:
+        """Read the model and fill in this rank's ballot; local."""
         error: XfflError | None = None
-        count, self._found, is_moderate = 0.0, [], False
+        count, is_moderate = 0.0, False
+        self._found: list[str] = []
         try:
             reshard(self._model)
             self._manifest.check(self._model)
             if not is_absent:
                 count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
-            self._found, is_moderate = self._exchange.look(self._fragment)
+            self._found, is_moderate = self._exchange.look(
+                self._fragment, is_snapshot=is_snapshot, keeps_snapshot=keeps_snapshot
+            )
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
@@ -256,139 +298,93 @@ class Aggregator:
             is_moderate=is_moderate,
             is_encoding=self._exchange.is_encoding(self._fragment),
         )
+        return ballot, error
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """Mark the model where the ranks may hold different weights."""
         try:
-            with self._exchange.journal.phase("vote"):
-                ballots = cast(ballot, self._device)
-        except RuntimeError as broken:
-            self._is_cut_off = True
-            raise RoundError(
-                f"round {self._rounds + 1} could not be opened, this rank keeps its weights: {broken}; see the other "
-                "ranks' output"
-            ) from broken
-        self._is_over = all(ballot.is_finished for ballot in ballots)
-        check_rounds(ballots)
-        if any(ballot.is_failed for ballot in ballots):
-            agree(f"opening of round {self._rounds + 1}", "", error=error)
-        return ballots
+            yield
+        except TornError as torn:
+            cause = torn.__cause__
+            Tear(self._model, str(torn))
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None
+            raise RoundError(f"{torn}; the model is torn: load a checkpoint on all ranks") from cause
 
-    def _turnout(self, weights: tuple[float, ...], ballots: list[Ballot]) -> tuple[Turnout, tuple[int, ...]]:
-        """Conclude whose values count; the same on all ranks."""
-        if not any(weights):
-            raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
-        bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
-        dropped = tuple(sorted(cell for cell in bad if weights[cell]))
-        if dropped and not self._drops_cells:
-            self._refuse_nonfinite(dropped)
-        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
-        if not any(counted):
-            raise RoundError(
-                f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
-            )
-        first = next(cell for cell in range(self._topology.cells) if cell not in dropped)
-        is_moderate = all(ballot.is_moderate for ballot in ballots)
-        return Turnout(counted, first, self._rounds + 1, is_moderate), dropped
-
-    def _refuse_nonfinite(self, cells: tuple[int, ...]) -> None:
-        """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
-        error: XfflError | None = None
-        cell = self._topology.cell_of(self._rank)
-        if cell in cells and self._found:
-            error = RoundError(
-                f"cell {cell} holds values that are not finite in {', '.join(map(repr, self._found[:3]))}; all ranks "
-                "keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
-            )
-        agree("finite values", "", error=error)
-
-    def _run(self, turnout: Turnout) -> None:
-        """Exchange, vote on the outcome, and write the new weights or leave the old."""
-        number = self._rounds + 1
-        failure: Exception | None = None
-        try:
-            self._exchange.run(turnout, self._fragment)
-            failure = self._exchange.journal.failure
-        except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
-            failure = error
-        except BaseException as stop:
-            if not self._atomic:
-                Tear(self._model, f"round {number} was interrupted by {type(stop).__name__}")
-            raise
-        try:
-            with self._exchange.journal.phase("vote"):
-                ballots = cast(Ballot(number, is_failed=failure is not None), self._device)
-            check_rounds(ballots)
-            is_agreed = not any(ballot.is_failed for ballot in ballots)
-            reasons = [] if is_agreed else _gather_reasons(failure)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
-            self._tear(f"the outcome of round {number} could not be learned ({failure or error})", failure or error)
-        if not is_agreed:
-            self._reject(number, failure, reasons)
-        try:
-            self._exchange.commit(self._fragment)
-        except BaseException as error:
-            why = f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
-            if not isinstance(error, Exception):
-                Tear(self._model, why)
-                raise
-            self._tear(why, error)
-
-    def _tear(self, why: str, cause: Exception | None) -> NoReturn:
-        Tear(self._model, why)
-        raise RoundError(f"{why}; the model is torn: load a checkpoint on all ranks") from cause
-
-    def _reject(self, number: int, failure: Exception | None, reasons: list[str]) -> None:
-        told = "; ".join(
-            f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
+    def _conclude(
+        self, outcome: Outcome, start: float, *, is_async: bool = False, alpha: float | None = None
+    ) -> RoundReport:
+        """Write what was agreed into the model."""
+        with self._tearing():
+            try:
+                self._exchange.commit(self._fragment, is_merged=is_async, alpha=alpha)
+            except BaseException as error:
+                raise TornError(
+                    f"round {self._rounds + 1} was agreed, but this rank could not write it: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+        fragment = self._fragment
+        self._rounds += 1
+        journal = self._exchange.journal
+        return RoundReport(
+            round=self._rounds,
+            weights=outcome.turnout.weights,
+            bytes_across=journal.bytes_across,
+            bytes_home=journal.bytes_home,
+            seconds=time.perf_counter() - start,
+            dropped=outcome.dropped,
+            is_last=outcome.is_last,
+            fragment=fragment,
+            phases=journal.phases,
+            hidden=journal.hidden,
+            codec_error=self._exchange.codec_error,
         )
-        if self._atomic:
-            raise RoundError(
-                f"round {number} was not taken, all ranks keep their weights of before: {told}"
-            ) from failure
-        self._tear(f"round {number} failed with atomic=False: {told}", failure)
 
 
-def _check_options(
-    bucket_bytes: object, atomic: object, nonfinite: object, form: object, rails: object, fragments: object
-) -> None:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ConfigError(
-            f"bucket_bytes {bucket_bytes!r} is no positive whole number; give bytes, such as {DEFAULT_BUCKET_BYTES}"
-        )
-    for what, switch in (("atomic", atomic), ("rails", rails)):
-        if not isinstance(switch, bool):
-            raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
-    for what, choice, choices in (("nonfinite", nonfinite, NONFINITE), ("form", form, FORMS)):
-        if choice not in choices:
-            raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
-    if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-        raise ConfigError(f"fragments {fragments!r} is no positive whole number; give the parts to exchange in turn")
+class PendingRound:
+    """A round under way, as :meth:`Aggregator.aggregate_async` returns it.
 
+    :param aggregator: Whose round it is.
+    :param background: The votes and the exchange.
+    :param alpha: The part of a local value that stays.
+    :param start: When it was started.
+    """
 
-def _communication_device(state: DistributedState) -> torch.device:
-    """Return where tensors must lie for the state's backend."""
-    if "nccl" not in str(state.backend):
-        return torch.device("cpu")
-    device = state.current_device if state.current_device is not None else torch.cuda.current_device()
-    return torch.device("cuda", device) if isinstance(device, int) else device
+    def __init__(
+        self, aggregator: Aggregator, background: Background[Outcome | None], alpha: float | None, start: float
+    ) -> None:
+        self._aggregator = aggregator
+        self._background = background
+        self._alpha = alpha
+        self._start = start
 
+    def is_done(self) -> bool:
+        """Tell whether this rank's part of the round is over, so that :meth:`merge` would not wait; local.
 
-def _routes(state: DistributedState, *, is_railed: bool) -> Routes:
-    """Pick the groups of a round from the state; groups of one rank are left out."""
-    if state.is_federated_scaling_setup():
-        across = state.federated_group[0] if state.federated_group else None
-        replica = state.replica_group[0] if state.replica_group else None
-        cell = state.federation
-    else:
-        across = None
-        replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
-        cell = dist.group.WORLD
-    if is_railed:
-        across = dist.group.WORLD  # any rank may meet any other
-    replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    return Routes(across, replica, cell, is_railed)
+        Ranks may differ in this: decide by counting steps when to merge, not by asking.
+        """
+        return self._background.is_done()
 
+    def merge(self) -> RoundReport:
+        """Wait for the round and merge its result into the model.
 
-def _gather_reasons(failure: Exception | None) -> list[str]:
-    """Return each rank's reason for its no; collective over the world."""
-    reasons: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, "" if failure is None else f"{type(failure).__name__}: {failure}")
-    return reasons
+        Call it on every rank, after the same number of local steps within a cell; nothing moves that does not move in
+        the background.
+
+        :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
+        :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
+        :raises StateError: if it was merged already.
+        """
+        owner = self._aggregator
+        if owner._pending is not self:
+            raise StateError("this round was merged already")
+        asked = time.perf_counter()
+        owner._pending = None
+        owner.check()
+        with owner._tearing():
+            outcome = self._background.result()
+        assert outcome is not None, "a rank that has not finished always gets a round"
+        owner._exchange.journal.phases["wait"] = time.perf_counter() - asked
+        reshard(owner.model)
+        return owner._conclude(outcome, self._start, is_async=True, alpha=self._alpha)

@@ -14,7 +14,8 @@ from xffl.aggregation.journal import Journal
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.pool import Pool, aligned, rows_of
-from xffl.aggregation.tracks import IN_FLIGHT, Routes, Track, Turnout
+from xffl.aggregation.routes import Routes
+from xffl.aggregation.tracks import IN_FLIGHT, Track, Turnout
 from xffl.topology import Topology
 
 __all__ = ["Crossing"]

@@ -11,7 +11,7 @@ nobody waits for it, and reports the failure to the vote. Only a failed communic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Exchange:
         self._homes = Pool(0, device)
         self._stages: dict[int, torch.Tensor] = {}
         self._seeded: set[int] = set()
-        self._is_snapshot = False
+        self._snapshots: dict[int, torch.Tensor] = {}
+        self._is_snapshot = self._keeps_snapshot = False
         self.journal = Journal()
 
     @property
@@ -67,16 +68,17 @@ class Exchange:
         return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
 
     @torch.no_grad()
-    def look(self, fragment: int, *, is_snapshot: bool = False) -> tuple[list[str], bool]:
+    def look(self, fragment: int, *, is_snapshot: bool = False, keeps_snapshot: bool = False) -> tuple[list[str], bool]:
         """Look the tensors up and read those of this round that this rank sends; local.
 
         :param fragment: The part of the model that takes part in the round.
         :param is_snapshot: Whether the model may change before the round has read it: then all of it is copied now.
+        :param keeps_snapshot: Whether that copy is to outlive the round, on every rank.
         :return: The names of tensors to be averaged that hold a value which is not finite, and whether no value is so
             large that its square leaves fp32.
         """
         self.journal = Journal()
-        self._is_snapshot = is_snapshot
+        self._is_snapshot, self._keeps_snapshot = is_snapshot, keeps_snapshot
         with self.journal.phase("pack"):
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
@@ -84,7 +86,7 @@ class Exchange:
                 self._make_buffers()
             looks: list[tuple[Bucket, torch.Tensor]] = []
             for track, bucket in self._walk(fragment):
-                if track.lane.is_mean_at_home or self._crossing.is_carrier(track.lane, bucket):
+                if keeps_snapshot or track.lane.is_mean_at_home or self._crossing.is_carrier(track.lane, bucket):
                     looks += self._look(track, bucket)
             energies = torch.stack([energy for _, energy in looks]).tolist() if looks else []
             found: set[int] = set()
@@ -117,17 +119,22 @@ class Exchange:
         self._drain(flights)
 
     @torch.no_grad()
-    def commit(self, fragment: int, merge: Callable[[Bucket, torch.Tensor], None] | None = None) -> None:
+    def commit(self, fragment: int, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there already.
 
         :param fragment: As in :meth:`look`.
-        :param merge: Writes a bucket in another way than by replacing what is there.
+        :param is_merged: Whether the model has changed since and its changes count, by ``alpha``.
+        :param alpha: The part of the model's value that stays; ``None``: what it has changed by since is added.
         """
-        write = self._layout.unpack if merge is None else merge
         with self.journal.phase("commit"):
-            if self._atomic:
-                for track, bucket in self._walk(fragment):
-                    write(bucket, self._stages[track.number][bucket.start : bucket.stop])
+            if is_merged:
+                self._layout.look_up()
+            for track, bucket in self._walk(fragment) if self._atomic else ():
+                mean = self._stages[track.number][bucket.start : bucket.stop]
+                if is_merged and track.lane.rule == "average" and not track.lane.is_mean_at_home:
+                    self._merge(track, bucket, mean, alpha)
+                else:
+                    self._layout.unpack(bucket, mean)
             for track in self._tracks:
                 feedback = self._crossing.feedback.get(track.number)
                 if feedback is not None and track.lane.fragment == fragment:
@@ -135,6 +142,19 @@ class Exchange:
                     if spare is not None:
                         self._stages[track.number] = spare
             self._seeded.add(fragment)
+
+    def _merge(self, track: Track, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+        """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
+        lent = self._packs.take(mean.nbytes)
+        local = lent[: mean.nbytes].view(mean.dtype)
+        self._layout.pack(bucket, local)
+        if alpha is None:
+            # Where nothing has changed the difference is zero, and the mean keeps every bit.
+            local.sub_(self._snapshots[track.number][bucket.start : bucket.stop]).add_(mean)
+        else:
+            local.mul_(alpha).add_(mean, alpha=1.0 - alpha)
+        self._layout.unpack(bucket, local)
+        self._packs.give(lent)
 
     def is_encoding(self, fragment: int) -> bool:
         """Tell whether a round has made the agreed state that lossy codecs start from."""
@@ -168,16 +188,21 @@ class Exchange:
 
     def _make_buffers(self) -> None:
         for track in self._tracks:
-            if self._atomic and track.number not in self._stages:
-                self._stages[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
+            for kept, is_needed in ((self._stages, self._atomic), (self._snapshots, self._keeps_snapshot)):
+                if is_needed and track.number not in kept:
+                    kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
 
     def _own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
         run = self._layout.run_of(bucket, self._device)
         if self._atomic:
             stage = self._stages[track.number][bucket.start : bucket.stop]
-            is_direct = run is not None and not self._is_snapshot and not track.lane.is_mean_at_home
-            return (run if is_direct and run is not None else stage), stage, None
+            if track.lane.is_mean_at_home:
+                return stage, stage, None
+            if self._is_snapshot:
+                copy = self._snapshots if self._keeps_snapshot else self._stages
+                return copy[track.number][bucket.start : bucket.stop], stage, None
+            return (stage if run is None else run), stage, None
         if run is not None:
             return run, run, None
         lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
@@ -186,8 +211,9 @@ class Exchange:
 
     def _look(self, track: Track, bucket: Bucket) -> list[tuple[Bucket, torch.Tensor]]:
         """Pack a bucket where it has to be, and measure it: the sum of squares is finite only if all values are."""
-        values, stage, lent = self._own(track, bucket)
-        if values is stage and (self._atomic or lent is not None):
+        values, _, lent = self._own(track, bucket)
+        run = self._layout.run_of(bucket, self._device)
+        if run is None or run.data_ptr() != values.data_ptr():
             self._layout.pack(bucket, values)
         if lent is not None:
             self._packs.give(lent)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xffl.aggregation.manifest import Entry, canonical_axis, spans
+from xffl.aggregation.manifest import Entry, canonical_axis
 from xffl.aggregation.plan import Bucket, Item, Piece
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
@@ -131,7 +131,32 @@ class Layout:
         elements = self._views[piece.item]
         if elements.dim() == 1 and piece.stop - piece.start == elements.numel():
             return [elements]
-        return spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
+        return _spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
+
+
+def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
+    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views.
+
+    :param view: A tensor of any strides; one with gaps gives several views.
+    :param start: First element.
+    :param count: Number of elements.
+    :return: The views, whose elements follow each other.
+    """
+    if view.is_contiguous():
+        return [view.view(-1)[start : start + count]]
+    inner = view.numel() // view.shape[0]
+    views: list[torch.Tensor] = []
+    while count:
+        row, offset = divmod(start, inner)
+        rows = count // inner
+        if offset == 0 and rows:
+            views.append(view[row : row + rows])
+            taken = rows * inner
+        else:
+            taken = min(count, inner - offset)
+            views.extend(_spans(view[row], offset, taken))
+        start, count = start + taken, count - taken
+    return views
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from xffl.aggregation.plan import Cut, Item
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
-__all__ = ["POLICIES", "Entry", "Manifest", "describe_difference", "gather_axes", "spans"]
+__all__ = ["POLICIES", "Entry", "Manifest", "describe_difference", "gather_axes", "reshard"]
 
 POLICIES = ("average", "local", "first")
 """What a round may do with a tensor: average it over cells, leave it alone, take it from the first cell."""
@@ -267,31 +267,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
-    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views.
-
-    :param view: A tensor of any strides; one with gaps gives several views.
-    :param start: First element.
-    :param count: Number of elements.
-    :return: The views, whose elements follow each other.
-    """
-    if view.is_contiguous():
-        return [view.view(-1)[start : start + count]]
-    inner = view.numel() // view.shape[0]
-    views: list[torch.Tensor] = []
-    while count:
-        row, offset = divmod(start, inner)
-        rows = count // inner
-        if offset == 0 and rows:
-            views.append(view[row : row + rows])
-            taken = rows * inner
-        else:
-            taken = min(count, inner - offset)
-            views.extend(spans(view[row], offset, taken))
-        start, count = start + taken, count - taken
-    return views
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

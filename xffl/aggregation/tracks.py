@@ -10,28 +10,13 @@ import torch.distributed as dist
 
 from xffl.aggregation.codec import Codec
 from xffl.aggregation.plan import Bucket, Lane, form_of
+from xffl.aggregation.routes import Routes
 from xffl.topology import Topology
 
-__all__ = ["IN_FLIGHT", "Routes", "Track", "Turnout", "make_tracks"]
+__all__ = ["IN_FLIGHT", "Track", "Turnout", "make_tracks"]
 
 IN_FLIGHT = 2
 """Buckets that a rank has on the slow link at a time; while they cross, those before are combined and handed round."""
-
-
-@dataclass(frozen=True)
-class Routes:
-    """The process groups that a rank's exchange uses, and who carries what.
-
-    :param across: The group in which carriers swap shards; ``None`` on a rank that sends nothing.
-    :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
-    :param cell: All ranks of the cell; ``None`` where there is one.
-    :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
-    """
-
-    across: dist.ProcessGroup | None
-    replica: dist.ProcessGroup | None
-    cell: dist.ProcessGroup | None
-    is_railed: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``xffl plan``: draw a federation and count the traffic of a round, for any world, without torch."""
+"""``xffl plan``: draw a federation, count a round's traffic and forecast its time, for any world, without torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import textwrap
+from dataclasses import asdict
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -21,13 +22,46 @@ _EXAMPLES = """\
 examples:
   xffl plan --federated 4,4 --hsdp 2
   xffl plan --federated 512 --world 4096 --hsdp 8 --params 8e9 --bytes-per-param 2 --link-gbps 100
+  xffl plan --federated 4,4 --hsdp 2 --params 8e9 --simulate --link-gbps 10 --link-ms 10 --step-s 1 --every 100
 """
+
+_NUMBERS = (
+    ("link_ms", "MS", "latency of the slow link, one way: half of what ping shows"),
+    ("home_gbps", "GBPS", "rate of each rank's card at home (default: 200)"),
+    ("home_us", "US", "latency at home, one way, in microseconds (default: 5)"),
+    ("memory_gbps", "GBPS", "rate at which a rank passes over values in its memory (default: 800)"),
+    ("step_s", "SECONDS", "time of a local step"),
+    ("bucket_mib", "MIB", "size of a bucket (default: 4)"),
+)
+_COUNTS = (
+    ("every", "local steps between two rounds"),
+    ("in_flight", "buckets under way in each hop (default: 2)"),
+    ("fragments", "parts of the model, exchanged in turn (default: 1)"),
+    ("delay", "local steps that go on while a round is under way (default: 0)"),
+)
+_FLAGS = (
+    ("rails", "every replica of a shard carries a part of it"),
+    ("own_links", "every rank that sends has a slow link of its own, not one for its cell"),
+    ("in_place", "write new values bucket by bucket (atomic=False)"),
+)
+_PHASES = (
+    ("vote", "both votes, over all ranks"),
+    ("pack", "values are looked over"),
+    ("fill", "until the slow link starts"),
+    ("across", "the slow link is busy"),
+    ("stall", "it waits, between buckets"),
+    ("drain", "the last buckets arrive and are handed round at home"),
+    ("commit", "new values are written"),
+)
+_NEEDED = ("params", "link_gbps", "link_ms", "step_s", "every")
+"""What --simulate cannot do without."""
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = ArgumentParser(
-        description="Draw a federation and count the traffic of a round, for any world, without starting anything.",
+        description="Draw a federation, count the traffic of a round and forecast its time, for any world, without "
+        "starting anything.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -38,6 +72,21 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--bytes-per-param", type=float, default=4.0, metavar="BYTES", help="as sent (default: 4)")
     parser.add_argument("--link-gbps", type=float, metavar="GBPS", help="rate of the slow link: adds the time")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--simulate", action="store_true", help="forecast a round's time, and what is left for training"
+    )
+    group = parser.add_argument_group("with --simulate")
+    for name, metavar, told in _NUMBERS:
+        group.add_argument(_option(name), type=float, metavar=metavar, help=told)
+    for name, told in _COUNTS:
+        group.add_argument(_option(name), type=int, metavar="N", help=told)
+    group.add_argument(
+        "--form", choices=("auto", "all_gather", "two_hop"), help="how shards reach all cells (default: auto)"
+    )
+    group.add_argument("--backend", choices=("gloo", "nccl"), help="what carries it (default: gloo)")
+    group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
+    for name, told in _FLAGS:
+        group.add_argument(_option(name), action="store_true", help=told)
     return parser
 
 
@@ -50,26 +99,84 @@ def run(options: Namespace) -> int:
     """
     from xffl.report import round_traffic, topology_text
 
-    for knob, value in (
-        ("--params", options.params),
-        ("--bytes-per-param", options.bytes_per_param),
-        ("--link-gbps", options.link_gbps),
-    ):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{knob} is {value}; give a number above 0")
+    for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
+        value, is_latency = options[name], name in ("link_ms", "home_us")
+        if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and is_latency))):
+            raise ConfigError(
+                f"{_option(name)} is {value}; give a number {'of 0 or more' if is_latency else 'above 0'}"
+            )
     topology = _topology(options)
+    forecast = _simulate(options, topology) if _is_simulated(options) else None
     traffic = None
     if options.params is not None:
         traffic = round_traffic(topology, options.params, options.bytes_per_param, options.link_gbps)
     elif options.link_gbps is not None:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
     if options.json:
-        print(json.dumps({**_shape(topology), "traffic": traffic}, indent=2))
+        told = {**_shape(topology), "traffic": traffic}
+        print(json.dumps(told if forecast is None else {**told, "forecast": forecast}, indent=2))
         return 0
     print(topology_text(topology))
     if traffic is not None:
         print("\n".join(_traffic_lines(traffic)))
+    if forecast is not None:
+        print("\n".join(_forecast_lines(forecast)))
     return 0
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _is_simulated(options: Namespace) -> bool:
+    """Tell whether a forecast is asked for; with all that it needs, or without anything that only it reads."""
+    if options.simulate:
+        if missing := [_option(name) for name in _NEEDED if options[name] is None]:
+            raise ConfigError(f"--simulate lacks {', '.join(missing)}; give all of {', '.join(map(_option, _NEEDED))}")
+        return True
+    names = [name for name, *_ in (*_NUMBERS, *_COUNTS, *_FLAGS)]
+    given = [_option(name) for name in (*names, "form", "codec", "backend") if options[name] not in (None, False)]
+    if given:
+        raise ConfigError(f"{', '.join(given)} would not be read; give --simulate, too")
+    return False
+
+
+def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
+    """Forecast rounds and plain data parallelism with the options' numbers."""
+    from xffl.report import Link, codec_ratio, forecast_data_parallel, forecast_round
+    from xffl.report.forecast import ASSUMPTIONS
+
+    asked = {name: options[name] for name in ("in_flight", "fragments", "delay", "form", "backend", "memory_gbps")}
+    asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
+    codec = options.codec or "none"
+    common = {
+        "parameters": options.params,
+        "bytes_per_parameter": options.bytes_per_param,
+        "link": Link(options.link_gbps, options.link_ms / 1e3),
+        "home": Link(
+            200.0 if options.home_gbps is None else options.home_gbps,
+            (5.0 if options.home_us is None else options.home_us) / 1e6,
+        ),
+        "step_s": options.step_s,
+        "own_links": options.own_links,
+    }
+    round_ = forecast_round(
+        topology,
+        **common,
+        every=options.every,
+        rails=options.rails,
+        atomic=not options.in_place,
+        codec_ratio=codec_ratio(codec, options.bytes_per_param),
+        **{name: value for name, value in asked.items() if value is not None},
+    )
+    return {
+        "every": options.every,
+        "step_s": options.step_s,
+        "codec": codec,
+        "round": asdict(round_),
+        "data_parallel": asdict(forecast_data_parallel(topology, **common)),
+        "assumptions": list(ASSUMPTIONS),
+    }
 
 
 def _topology(options: Namespace) -> Topology:
@@ -100,24 +207,52 @@ def _shape(topology: Topology) -> dict[str, object]:
 
 def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
     lines = ["", f"Traffic of a round, for a model of {_bytes(traffic['model_bytes'])}:"]
-    for name, form in (("all-gather", traffic["all_gather"]), ("two-hop*", traffic["two_hop"])):
+    for name, form in (("all-gather", traffic["all_gather"]), ("two-hop", traffic["two_hop"])):
         took = ""
         if form["seconds"] is not None:
             took = f"; {form['seconds']:.3g} s at {traffic['link_gbps']:g} Gbit/s"
         sent = f"each cell sends {_bytes(form['bytes_per_cell'])}, all cells {_bytes(form['bytes_total'])}"
         lines.append(f"  {name:<10}  {sent}{took}")
-    lines.append("  * not in this version, which exchanges by all-gather")
     lines.append(f"  at home     all cells send {_bytes(traffic['home_bytes_total'])} between their replicas")
     for kind in traffic["cell_kinds"]:
         lines.append(
             f"  a sender in a cell of {kind['ranks']}: {_bytes(kind['all_gather_bytes_per_sender'])} with all-gather, "
             f"{_bytes(kind['two_hop_bytes_per_sender'])} with two-hop, {_bytes(kind['home_bytes_per_sender'])} at home"
         )
+    return lines + _assumed(traffic["assumptions"])
+
+
+def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
+    round_, plain = forecast["round"], forecast["data_parallel"]
+    form = round_["form"].replace("_", "-")
+    lines = ["", f"Forecast of a round every {forecast['every']} steps of {forecast['step_s']:g} s:"]
+    lines.append(f"  takes       {_seconds(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
+    lines += [f"    {phase:<7}   {_seconds(round_['phases'][phase]):<8}  {told}" for phase, told in _PHASES]
+    sent = _bytes(round_["bytes_across_per_cell"])
+    lines.append(f"  exposes     {_seconds(round_['exposed'])}; each cell sends {sent}")
+    lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
+    if round_["phases"]["stall"] > 0.05 * round_["phases"]["across"]:
+        lines.append("  The slow link waits for buckets: more of them, or larger ones, would fill it (--in-flight,")
+        lines.append("  --bucket-mib).")
+    lines.append("Data parallelism over all ranks instead, gradients in every step:")
+    sent = _bytes(plain["bytes_across_per_cell"])
+    lines.append(f"  exposes     {_seconds(plain['exposed'])} of {_seconds(plain['seconds'])}; each cell sends {sent}")
+    lines.append(f"  training    {100 * plain['utilization']:.1f} % of the time")
+    return lines + _assumed(forecast["assumptions"])
+
+
+def _assumed(assumptions: list[str]) -> list[str]:
     width = shutil.get_terminal_size((100, 24)).columns
-    lines.append("Assumed:")
-    for assumption in traffic["assumptions"]:
+    lines = ["Assumed:"]
+    for assumption in assumptions:
         lines += textwrap.wrap(assumption, width, initial_indent="  - ", subsequent_indent="    ")
     return lines
+
+
+def _seconds(seconds: float) -> str:
+    if 0 < seconds < 1:
+        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+    return f"{seconds:.4g} s"
 
 
 def _bytes(count: float) -> str:

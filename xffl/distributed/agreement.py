@@ -26,6 +26,7 @@ def agree(
     *,
     error: XfflError | None = None,
     describe: Callable[[dict[int, str]], XfflError] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Return if all ranks were given the same and none has an error; raise the same error on all of them otherwise.
 
@@ -36,6 +37,7 @@ def agree(
     :param value: This rank's value, as a person would write it; it counts only where there is no error.
     :param error: What this rank found wrong.
     :param describe: Makes the error from the values by rank where they differ; by default one that lists them.
+    :param group: A group of all ranks; by default the world.
     :raises XfflError: the ranks' common error, or that of the lowest rank that has one with the ranks named, or the
         one that tells how the values differ.
     """
@@ -46,14 +48,14 @@ def agree(
     told = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
     h = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8], "big") >> 1
     extremes = torch.tensor([h, -h], dtype=torch.int64, device=_device())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MIN)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
     low, high = extremes.tolist()
     if low == -high:
         if error is not None:
             raise error
         return
     gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size()
-    dist.all_gather_object(gathered, told)
+    dist.all_gather_object(gathered, told, group=group)
     raise _difference(gathered, describe)
 
 

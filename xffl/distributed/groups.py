@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from xffl.errors import StateError
 from xffl.topology import Topology
 
-__all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "make_groups"]
+__all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "make_groups", "make_round_groups"]
 
 logger = logging.getLogger("xffl")
 
@@ -62,6 +63,28 @@ def make_groups(
         groups = tuple([create(group.ranks, name) for name in names])
         made[group.kind] = groups if group.member else None
     return made
+
+
+def make_round_groups(
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], topology: Topology, rank: int, timeout_s: float
+) -> Groups:
+    """Make groups for rounds that run while the caller trains, whose own collectives must not meet theirs.
+
+    Collective over the world.
+
+    :param create: As for :func:`make_groups`.
+    :param topology: The topology that all ranks agreed on.
+    :param rank: Rank of this process.
+    :param timeout_s: Seconds that a vote may wait.
+    :return: The handles by kind, as :func:`make_groups` gives them, and the ranks of the ``world``.
+    """
+    world = dist.new_group(
+        list(range(topology.world_size)),
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+        group_desc="xffl_world",
+    )
+    return {"world": (world,), **make_groups(create, topology, rank, {"federation", "replica", "federated"}, 1)}
 
 
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:

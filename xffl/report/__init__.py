@@ -1,11 +1,26 @@
-"""Pictures and numbers about a federation: its topology, the traffic of a round, the curves of a run.
+"""Pictures and numbers about a federation: its topology, the traffic of a round and what it costs, the curves of a run.
 
 Importing this room needs neither torch nor matplotlib; the figures load matplotlib when they are drawn.
 """
 
+from xffl.report.codes import codec_bytes, codec_ratio
 from xffl.report.curves import curves_figure
 from xffl.report.figure import topology_figure
+from xffl.report.forecast import forecast_data_parallel, forecast_round
+from xffl.report.pipeline import Link
 from xffl.report.text import topology_text
 from xffl.report.traffic import round_traffic
+from xffl.report.utilization import utilization_figure
 
-__all__ = ["curves_figure", "round_traffic", "topology_figure", "topology_text"]
+__all__ = [
+    "Link",
+    "codec_bytes",
+    "codec_ratio",
+    "curves_figure",
+    "forecast_data_parallel",
+    "forecast_round",
+    "round_traffic",
+    "topology_figure",
+    "topology_text",
+    "utilization_figure",
+]

@@ -13,14 +13,15 @@ from xffl.topology import Topology
 __all__ = ["round_traffic"]
 
 ASSUMPTIONS = (
-    "every parameter is averaged, every cell has a weight above 0, nothing is compressed",
+    "every parameter is averaged, every cell has a weight above 0, nothing is compressed, the model is one fragment",
     "shards are even: a sender's share of the model is 1 / shards",
     "all-gather: each sender sends its shard to every other cell",
     "two-hop: each sender exchanges 1/C of its shard with every other cell, combines, and all-gathers the results",
-    "at home: each sender sends its shard to the replicas that hold the same one",
+    "at home: each sender sends its shard to the replicas that hold the same one; with rails the replicas share that "
+    "out, with the same bytes",
     "seconds: each cell has one full-duplex link to the others, shared by its senders, of the given rate (1 Gbit/s is "
     "10^9 bits/s), without latency or protocol overhead; each cell receives as much as it sends; "
-    "nothing is hidden behind local steps",
+    "nothing is hidden behind local steps (xffl plan --simulate tells more)",
 )
 
 

@@ -1,0 +1,322 @@
+"""How long a round takes and what share of the time is left for training, from sizes, rates and latencies alone.
+
+A round is simulated bucket by bucket on what the rank with most to do has: a processor, a share of the slow link, a
+card at home. Cells of one size are alike, so one of each size is simulated; a forecast for thousands of ranks takes
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xffl.errors import ConfigError
+from xffl.report.pipeline import Link, Stages, follow
+from xffl.topology import Topology
+
+__all__ = ["ASSUMPTIONS", "RoundForecast", "StepForecast", "forecast_data_parallel", "forecast_round"]
+
+BACKENDS = ("gloo", "nccl")
+FORMS = ("auto", "all_gather", "two_hop")
+TINY = 2**18
+"""Bytes of a shard below which "auto" does not choose two hops."""
+BUCKET_BYTES = 4 * 2**20
+IN_FLIGHT = 2
+BALLOT_BYTES = 72
+"""A vote gathers nine 64-bit floats of every rank."""
+CODING = 4
+"""Passes over values that writing or reading a code is worth."""
+BACKWARD_SHARE = 2 / 3
+"""Share of a step that its backward pass takes."""
+
+ASSUMPTIONS = (
+    "rates are what a payload gets; latencies are one way, half of what ping shows",
+    "a cell's slow link is full-duplex and shared evenly by those who send, unless each has its own",
+    "gloo: a bucket crosses once its receiver has said that it is ready, a word that queues behind the receiver's own "
+    "data, so that the link idles one latency for every bucket in flight but one; nccl: it is pushed at once",
+    "at home one bucket after another is broadcast along a binomial tree",
+    "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
+    "cell's value is read once; all of it at the memory's rate, and coding at a quarter of it",
+    "each of the two votes is an all-gather around a ring of all ranks; gloo: every rank waits for the slow link's "
+    "round trip in every step; nccl: a ballot crosses each cell's border once",
+    "with a delay, local steps hide everything but looking over and writing, as far as they last",
+    "data parallelism: gradients are summed at home, in a ring over the cells, and handed round, all at the same "
+    "time, behind the backward pass (2/3 of a step) as far as it lasts",
+)
+"""What forecasts take for granted."""
+
+
+@dataclass(frozen=True)
+class RoundForecast:
+    """What a round will cost.
+
+    :param form: ``all_gather`` or ``two_hop``.
+    :param seconds: From the call to the new weights.
+    :param phases: What ``seconds`` consist of: ``vote`` (both), ``pack`` (the values are looked over), ``fill`` (until
+        the slow link starts), ``across`` (it is busy), ``stall`` (it waits, between buckets), ``drain`` (the last
+        buckets arrive, are combined and handed round at home), ``commit`` (the new values are written).
+    :param busy: Seconds of work on buckets by a sender's ``processor`` (combining and coding), the slow link
+        (``across``) and the sender's card at ``home``; they overlap.
+    :param exposed: Seconds by which the round delays training: ``seconds`` less what local steps hide.
+    :param utilization: Share of the time that is spent on local steps, 0 to 1.
+    :param buckets: Buckets that a rank carries across; the last one may be a part.
+    :param bytes_across_per_cell: Bytes that each cell sends to the others.
+    :param bytes_across: The same over all cells.
+    :param bytes_home: Bytes between replicas at home, over all cells.
+    """
+
+    form: str
+    seconds: float
+    phases: Mapping[str, float]
+    busy: Mapping[str, float]
+    exposed: float
+    utilization: float
+    buckets: float
+    bytes_across_per_cell: float
+    bytes_across: float
+    bytes_home: float
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What the communication of a data-parallel step over all ranks will cost.
+
+    :param seconds: Seconds of communication in each step.
+    :param exposed: Seconds by which it delays training in each step.
+    :param utilization: Share of the time that is spent on computing, 0 to 1.
+    :param bytes_across_per_cell: Bytes that each cell sends to the others in each step.
+    """
+
+    seconds: float
+    exposed: float
+    utilization: float
+    bytes_across_per_cell: float
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How buckets go, whatever the size of a cell."""
+
+    form: str
+    cells: int
+    link: Link
+    home: Link
+    memory: Link
+    rails: bool
+    own_links: bool
+    codec_ratio: float
+    bucket_bytes: int
+    in_flight: int
+    atomic: bool
+    is_asked: bool
+
+    @property
+    def copies(self) -> float:
+        """How often a shard leaves its cell."""
+        return self.cells - 1 if self.form == "all_gather" else 2 * (self.cells - 1) / self.cells
+
+    def stages(self, shards: int, replicas: int) -> Stages:
+        """Return what a bucket needs in a cell of that shape."""
+        bucket, once = self.bucket_bytes, self.memory.seconds(self.bucket_bytes)
+        lanes = 1 if self.own_links else shards * (replicas if self.rails else 1)
+        sent = self.link.seconds(self.copies * bucket * self.codec_ratio * lanes)
+        code = CODING * once if self.codec_ratio != 1 else 0.0
+        depth = math.ceil(math.log2(replicas))
+        hops: tuple[float, ...] = ()
+        combine: tuple[float, ...] = ()
+        if self.form == "all_gather" and self.cells > 1:
+            hops, combine = (sent,), (self.cells * (once + code),)
+        elif self.cells > 1:
+            # Each cell combines its part, and writes and reads the code of the result.
+            hops, combine = (sent / 2, sent / 2), (once + code + 2 * code / self.cells, code)
+        return Stages(
+            pack=2 * code,  # what was sent is what the sender goes on with: it reads its own code
+            hops=hops,
+            combine=combine,
+            latency=self.link.latency_s,
+            is_asked=self.is_asked,
+            home=self.home.seconds(bucket * depth * (replicas if self.rails else 1)),
+            home_latency=self.home.latency_s * depth,
+        )
+
+
+class _Walk(NamedTuple):
+    """The exchange in a cell, without the votes."""
+
+    seconds: float
+    phases: dict[str, float]
+    busy: dict[str, float]
+    buckets: float
+
+
+def forecast_round(
+    topology: Topology,
+    *,
+    parameters: float,
+    link: Link,
+    home: Link,
+    step_s: float,
+    every: int = 1,
+    bytes_per_parameter: float = 4.0,
+    form: str = "auto",
+    rails: bool = False,
+    own_links: bool = False,
+    codec_ratio: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    in_flight: int = IN_FLIGHT,
+    fragments: int = 1,
+    delay: int = 0,
+    atomic: bool = True,
+    memory_gbps: float = 800.0,
+    backend: str = "gloo",
+) -> RoundForecast:
+    """Forecast a federated round and the utilization that it leaves.
+
+    Local and pure; no process group is needed. What is taken for granted is listed in :data:`ASSUMPTIONS`. Utilization
+    as in Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): time computing over time computing and waiting.
+
+    :param topology: The federation.
+    :param parameters: Number of parameters that are averaged, above 0.
+    :param link: Each cell's link to the others.
+    :param home: Each rank's card at home.
+    :param step_s: Seconds of a local step.
+    :param every: Local steps between two rounds, at least 1.
+    :param bytes_per_parameter: Bytes of a parameter in the model: 4 for fp32, 2 for bf16.
+    :param form: ``all_gather``, ``two_hop``, or ``auto``: two-hop for three or more cells, unless a shard is tiny.
+    :param rails: Whether every replica of a shard carries a part of its buckets, instead of one sender.
+    :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
+    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.report.codes.codec_ratio`.
+    :param bucket_bytes: Bytes of the model in a bucket, at least 1.
+    :param in_flight: Buckets under way in each hop, at least 1.
+    :param fragments: Parts of the model, of which a round exchanges one; at least 1.
+    :param delay: Local steps after which the result is merged, at most ``every``; 0 waits for it.
+    :param atomic: Whether new values are collected beside the model.
+    :param memory_gbps: Rate at which a rank passes over values in its memory, in Gbit/s.
+    :param backend: ``gloo``, which the forecast has been compared with on an emulated link, or ``nccl``.
+    :return: The forecast, by the size of cell that takes longest.
+    :raises ConfigError: if an argument cannot be meant.
+    """
+    _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s, codec_ratio=codec_ratio)
+    _whole(1, every=every, bucket_bytes=bucket_bytes, in_flight=in_flight, fragments=fragments)
+    _whole(0, delay=delay)
+    for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
+        if choice not in choices:
+            raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
+    if delay > every:
+        raise ConfigError(f"delay {delay} is more than the {every} steps between two rounds; give at most as many")
+    cells, model = topology.cells, parameters * bytes_per_parameter / fragments
+    kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
+    if form == "auto":
+        is_tiny = model / max(topology.shards(cell) for cell in kinds) <= TINY
+        form = "two_hop" if cells > 2 and not is_tiny else "all_gather"
+    memory, is_asked = Link(memory_gbps), backend == "gloo"
+    way = _Way(
+        form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, in_flight, atomic, is_asked
+    )
+    walks = [_walk(way, topology.shards(cell), topology.replicas(cell), model) for cell in kinds]
+    longest = max(walks, key=lambda walk: walk.seconds)
+    votes = 2 * _vote_seconds(topology, link, home, is_asked=is_asked)
+    seconds, phases = votes + longest.seconds, {"vote": votes, **longest.phases}
+    always = phases["pack"] + phases["commit"]
+    exposed = always + max(0.0, seconds - always - delay * step_s)
+    return RoundForecast(
+        form=form,
+        seconds=seconds,
+        phases=phases,
+        busy=longest.busy,
+        exposed=exposed,
+        utilization=every * step_s / (every * step_s + exposed),
+        buckets=longest.buckets,
+        bytes_across_per_cell=way.copies * model * codec_ratio,
+        bytes_across=way.copies * model * codec_ratio * cells,
+        bytes_home=sum(count - 1 for count in topology.replica_counts) * model,
+    )
+
+
+def forecast_data_parallel(
+    topology: Topology,
+    *,
+    parameters: float,
+    link: Link,
+    home: Link,
+    step_s: float,
+    bytes_per_parameter: float = 4.0,
+    own_links: bool = False,
+) -> StepForecast:
+    """Forecast plain data parallelism over the same ranks: all replicas' gradients are summed in every step.
+
+    Local and pure. A favourable account of it: the gradients leave each of ``C`` cells ``2 (C-1)/C`` times in a step,
+    while the backward pass runs. What happens inside a replica belongs to the step.
+
+    :param topology: The federation.
+    :param parameters: Number of parameters that train, above 0.
+    :param link: Each cell's link to the others.
+    :param home: Each rank's card at home.
+    :param step_s: Seconds of a step without this communication.
+    :param bytes_per_parameter: Bytes of one parameter's gradient as it crosses.
+    :param own_links: Whether every rank has a link of its own, instead of one for its cell.
+    :return: The forecast, by the size of cell that takes longest.
+    :raises ConfigError: if an argument cannot be meant.
+    """
+    _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
+    cells, model = topology.cells, parameters * bytes_per_parameter
+    copies = 2 * (cells - 1) / cells
+    seconds = 0.0
+    for cell in {size: topology.sizes.index(size) for size in topology.sizes}.values():
+        shards, replicas = topology.shards(cell), topology.replicas(cell)
+        across = link.seconds(copies * model / (shards * replicas if own_links else 1))
+        at_home = home.seconds(2 * (replicas - 1) / replicas * model / shards)
+        latencies = 2 * (cells - 1) * link.latency_s + 2 * (replicas - 1) * home.latency_s
+        seconds = max(seconds, max(across, at_home) + latencies)
+    exposed = max(0.0, seconds - BACKWARD_SHARE * step_s)
+    return StepForecast(seconds, exposed, step_s / (step_s + exposed), copies * model)
+
+
+def _walk(way: _Way, shards: int, replicas: int, model: float) -> _Walk:
+    """Forecast the exchange of ``model`` bytes in a cell of that shape."""
+    stages = way.stages(shards, replicas)
+    buckets = model / (shards * (replicas if way.rails else 1) * way.bucket_bytes)
+    course = follow(stages, buckets, way.in_flight)
+    across = buckets * sum(stages.hops)
+    once = way.memory.seconds(model / shards)
+    phases = {
+        "pack": once,
+        "fill": course.first,
+        "across": across,
+        "stall": max(0.0, course.last - course.first - across),
+        "drain": course.end - course.last,
+        "commit": once if way.atomic else 0.0,
+    }
+    busy = {
+        "processor": buckets * (stages.pack + sum(stages.combine)),
+        "across": across,
+        "home": buckets * stages.home,
+    }
+    return _Walk(sum(phases.values()), phases, busy, buckets)
+
+
+def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool) -> float:
+    """Return the time of one vote: the ballots go round a ring that leaves every cell once."""
+    hops = topology.world_size - 1
+    narrow = link if topology.cells > 1 else home
+    slow = min(topology.cells, hops) if topology.cells > 1 else 0
+    latencies = slow * link.latency_s + (hops - slow) * home.latency_s
+    if is_asked:
+        # A step begins with the receiver's word, and the ring is as slow as its slowest border.
+        latencies = 2 * hops * narrow.latency_s
+    return latencies + narrow.seconds(hops * BALLOT_BYTES)
+
+
+def _above_zero(**values: object) -> None:
+    for what, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{what} {value!r} is no finite number above 0; give one")
+
+
+def _whole(least: int, **values: object) -> None:
+    for what, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{what} {value!r} is no whole number of at least {least}; give one")

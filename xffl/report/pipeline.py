@@ -1,0 +1,162 @@
+"""Buckets on their way through a rank's processor, the slow link and the network at home: a small simulation."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xffl.errors import ConfigError
+
+__all__ = ["Course", "Link", "Stages", "follow", "simulate"]
+
+SIMULATED = 256
+"""Buckets, for each one in flight, that are simulated before the rest is extrapolated."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link, full-duplex.
+
+    :param rate_gbps: What a payload gets in one direction, in Gbit/s (10^9 bits/s); infinity is allowed.
+    :param latency_s: Seconds until the first byte is there, one way.
+    :raises ConfigError: if a number cannot be meant.
+    """
+
+    rate_gbps: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what, value in (("rate_gbps", self.rate_gbps), ("latency_s", self.latency_s)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise ConfigError(f"{what} {value!r} is no number; give the link's rate in Gbit/s, latency in seconds")
+        if not self.rate_gbps > 0:
+            raise ConfigError(f"rate_gbps {self.rate_gbps} is not above 0; give the link's rate in Gbit/s, such as 10")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"latency_s {self.latency_s} is not 0 or more; give one way's seconds, such as 0.01")
+
+    def seconds(self, size: float) -> float:
+        """Return how long ``size`` bytes keep one direction of the link busy.
+
+        :param size: In bytes.
+        :return: In seconds.
+        """
+        return size * 8e-9 / self.rate_gbps
+
+
+class Stages(NamedTuple):
+    """Seconds that a full bucket needs of each resource of a rank, and the latencies between them.
+
+    :param pack: Of the processor, before the bucket crosses.
+    :param hops: Of the slow link, for each hop.
+    :param combine: Of the processor, after each hop.
+    :param latency: From one end of the slow link to the other.
+    :param is_asked: Whether a bucket waits for its receiver's word that it is ready (gloo).
+    :param home: Of the network at home; 0 where there is nobody to hand it to.
+    :param home_latency: Until the last replica has the last byte.
+    """
+
+    pack: float
+    hops: tuple[float, ...]
+    combine: tuple[float, ...]
+    latency: float
+    is_asked: bool
+    home: float
+    home_latency: float
+
+
+class Course(NamedTuple):
+    """When the slow link starts and when it stops, and when the last bucket has been handed round; in seconds."""
+
+    first: float
+    last: float
+    end: float
+
+
+class _Wire:
+    """One direction of the slow link: a queue of what has been allowed to go, in order."""
+
+    def __init__(self, latency: float, is_asked: bool) -> None:
+        self._latency = latency
+        self._is_asked = is_asked
+        self._queued: list[tuple[float, float]] = []
+        self.first = math.inf
+        self.free = 0.0
+
+    def send(self, posted: float, seconds: float) -> float:
+        """Return when what is posted at both ends now has arrived."""
+        allowed = self._heard(posted) if self._is_asked else posted
+        start = max(self.free, allowed)
+        self.free = start + seconds
+        self.first = min(self.first, start)
+        self._queued.append((allowed, self.free))
+        return self.free + self._latency
+
+    def _heard(self, posted: float) -> float:
+        """Return when the sender hears that its receiver is ready.
+
+        That word shares a connection with the receiver's own data: it waits behind all that is queued there by then.
+        """
+        word = posted
+        for allowed, end in reversed(self._queued):
+            if end <= posted:
+                break
+            if allowed <= posted:
+                word = end
+                break
+        return word + self._latency
+
+
+def simulate(stages: Stages, buckets: int, last: float, in_flight: int) -> Course:
+    """Walk buckets through a rank's resources, in the order in which the exchange does.
+
+    :param stages: What a full bucket needs.
+    :param buckets: Number of buckets, at least 1.
+    :param last: Size of the last one, as a share of a full one.
+    :param in_flight: Buckets under way in each hop.
+    :return: The course.
+    """
+    hops = len(stages.hops)
+    processor = home = 0.0
+    wire = _Wire(stages.latency, stages.is_asked)
+    arrived = [0.0] * buckets
+    handed = [0.0] * buckets
+    for turn in range(buckets + hops * in_flight + 1):
+        # The oldest first: what has arrived goes on before another bucket starts.
+        bucket = turn - hops * in_flight - 1
+        if bucket >= 0:
+            processor = max(processor, handed[bucket])
+        for hop in range(hops, -1, -1):
+            bucket = turn - hop * in_flight
+            if not 0 <= bucket < buckets:
+                continue
+            size = last if bucket == buckets - 1 else 1.0
+            if hop:
+                processor = max(processor, arrived[bucket]) + stages.combine[hop - 1] * size
+            else:
+                processor += stages.pack * size
+            if hop < hops:
+                arrived[bucket] = wire.send(processor, stages.hops[hop] * size)
+            elif stages.home or stages.home_latency:
+                home = max(home, processor) + stages.home * size
+                handed[bucket] = home + stages.home_latency
+    return Course(wire.first, wire.free, processor) if hops else Course(0.0, 0.0, processor)
+
+
+def follow(stages: Stages, buckets: float, in_flight: int) -> Course:
+    """Simulate a walk of any length: a long one is extrapolated from where it runs steadily.
+
+    :param stages: What a full bucket needs.
+    :param buckets: Number of buckets, above 0; a fraction is the last one's size.
+    :param in_flight: Buckets under way in each hop.
+    :return: The course.
+    """
+    limit = SIMULATED * in_flight
+    if buckets <= limit:
+        count = math.ceil(buckets)
+        return simulate(stages, count, buckets - (count - 1), in_flight)
+    half, full = simulate(stages, limit // 2, 1.0, in_flight), simulate(stages, limit, 1.0, in_flight)
+    more = (buckets - limit) / (limit - limit // 2)
+    start, last, end = (later + more * (later - sooner) for sooner, later in zip(half, full, strict=True))
+    return Course(start, last, end)
