@@ -103,7 +103,9 @@ def test_fragments_take_turns() -> None:
     seen = run_world(4, fragments)
     assert all(moved == seen[0] for moved in seen)
     assert seen[0][:3] == seen[0][3:]
-    assert sorted(sum(seen[0][:3], [])) == sorted(f"layer{i}.{leaf}" for i in range(5) for leaf in ("weight", "bias"))
+    assert sorted(itertools.chain(*seen[0][:3])) == sorted(
+        f"layer{i}.{leaf}" for i in range(5) for leaf in ("weight", "bias")
+    )
     sizes = [sum(81 if name.endswith("weight") else 9 for name in moved) for moved in seen[0][:3]]
     assert max(sizes) - min(sizes) <= 81
 

@@ -39,6 +39,32 @@ def test_plan_draws_without_torch() -> None:
     assert "32 GB" in ran.stdout and "25.6 s at 10 Gbit/s" in ran.stdout
 
 
+SIMULATE = "plan --simulate --federated 4,4 --hsdp 2 --params 8e9 --link-gbps 10 --link-ms 10 --step-s 1 --every 100"
+
+
+def test_plan_forecasts_without_torch() -> None:
+    ran = xffl(*SIMULATE.split(), "--bucket-mib", "64", "--in-flight", "4", "--codec", "int8", "--backend", "nccl")
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split() for line in ran.stdout.splitlines()]
+    assert ["takes", "6.979", "s", "(all-gather,", "codec", "int8),", "of", "which"] in lines
+    assert ["across", "6.6", "s", "the", "slow", "link", "is", "busy"] in lines
+    assert "Data parallelism over all ranks instead" in ran.stdout
+    assert "not in this version" not in ran.stdout and "would fill it" not in ran.stdout
+
+
+def test_plan_says_when_the_slow_link_waits_for_buckets() -> None:
+    assert "--in-flight" in xffl(*SIMULATE.split(), "--bucket-mib", "1").stdout
+
+
+def test_plan_forecasts_as_json() -> None:
+    told = json.loads(xffl(*SIMULATE.split(), "--json", "--in-place", "--delay", "5").stdout)["forecast"]
+    round_, plain = told["round"], told["data_parallel"]
+    assert round_["bytes_across_per_cell"] == 32e9 and round_["phases"]["across"] == pytest.approx(25.6)
+    assert round_["phases"]["commit"] == 0 and round_["exposed"] < round_["seconds"]
+    assert 0 < plain["utilization"] < round_["utilization"] < 1
+    assert told["assumptions"] and told["codec"] == "none"
+
+
 def test_plan_as_json() -> None:
     ran = xffl("plan", "--federated=(4,2)", "--hsdp", "2", "--params", "1000", "--json")
     told = json.loads(ran.stdout)
@@ -77,6 +103,16 @@ BAD = [
     (["plan", "--federated", "4,4", "--params", "-1"], "ConfigError: --params is -1"),
     (["plan", "--federated", "4,4", "--params", "0"], "ConfigError: --params is 0.0"),
     (["plan", "--federated", "4,4", "--link-gbps", "10"], "ConfigError: --link-gbps 10.0 needs"),
+    (["plan", "--federated", "4,4", "--every", "5"], "ConfigError: --every would not be read; give --simulate, too"),
+    (["plan", "--federated", "4,4", "--rails", "--codec", "int8"], "ConfigError: --rails, --codec would not be read"),
+    (
+        ["plan", "--federated", "4,4", "--simulate", "--params", "1"],
+        "ConfigError: --simulate lacks --link-gbps, --link",
+    ),
+    ([*SIMULATE.split(), "--link-ms=-1"], "ConfigError: --link-ms is -1.0; give a number of 0 or more"),
+    ([*SIMULATE.split(), "--bucket-mib", "0"], "ConfigError: --bucket-mib is 0.0; give a number above 0"),
+    ([*SIMULATE.split(), "--codec", "zip"], "ConfigError: codec 'zip' is unknown; give one of none"),
+    ([*SIMULATE.split(), "--delay", "101"], "ConfigError: delay 101 is more than the 100 steps"),
     (["exec", "--processes", "3", "--federated", "2,2", __file__], "TopologyError: federated sizes (2, 2) sum to 4"),
     (["exec", "--processes", "0", __file__], "TopologyError: world size 0 is less than 1"),
     (["exec", "--processes", "2"], "ConfigError: no script is given"),

@@ -151,6 +151,11 @@ class Aggregator:
         return not (self.is_torn or self._protocol.is_over or self._protocol.is_cut_off)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether :meth:`aggregate_async` may be called."""
+        return self._overlaps
+
+    @property
     def model(self) -> nn.Module:
         """The model that is averaged."""
         return self._model
@@ -194,7 +199,9 @@ class Aggregator:
             outcome = self._protocol.confer(ballot, self._fragment, self._found, error)
         return None if outcome is None else self._conclude(outcome, start)
 
-    def aggregate_async(self, weight: float | None = None, *, alpha: float | None = None) -> PendingRound:
+    def aggregate_async(
+        self, weight: float | Callable[[], float] | None = None, *, alpha: float | None = None
+    ) -> PendingRound:
         """Start a round like :meth:`aggregate` and return at once; :meth:`PendingRound.merge` writes its result.
 
         Collective over the world. Takes a copy of this rank's shard, which is what the round averages; local steps may
@@ -347,7 +354,7 @@ class PendingRound:
 
     :param aggregator: Whose round it is.
     :param background: The votes and the exchange.
-    :param alpha: The part of a local value that stays.
+    :param alpha: The part of a local value that stays, as an attribute that may be changed until the merge.
     :param start: When it was started.
     """
 
@@ -356,7 +363,7 @@ class PendingRound:
     ) -> None:
         self._aggregator = aggregator
         self._background = background
-        self._alpha = alpha
+        self.alpha = alpha
         self._start = start
 
     def is_done(self) -> bool:
@@ -387,4 +394,4 @@ class PendingRound:
         assert outcome is not None, "a rank that has not finished always gets a round"
         owner._exchange.journal.phases["wait"] = time.perf_counter() - asked
         reshard(owner.model)
-        return owner._conclude(outcome, self._start, is_async=True, alpha=self._alpha)
+        return owner._conclude(outcome, self._start, is_async=True, alpha=self.alpha)

@@ -131,7 +131,7 @@ class Exchange:
                 self._layout.look_up()
             for track, bucket in self._walk(fragment) if self._atomic else ():
                 mean = self._stages[track.number][bucket.start : bucket.stop]
-                if is_merged and track.lane.rule == "average" and not track.lane.is_mean_at_home:
+                if is_merged and alpha != 0.0 and track.lane.rule == "average" and not track.lane.is_mean_at_home:
                     self._merge(track, bucket, mean, alpha)
                 else:
                     self._layout.unpack(bucket, mean)
@@ -148,11 +148,12 @@ class Exchange:
         lent = self._packs.take(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
-        if alpha is None:
-            # Where nothing has changed the difference is zero, and the mean keeps every bit.
-            local.sub_(self._snapshots[track.number][bucket.start : bucket.stop]).add_(mean)
+        if alpha is not None:
+            torch.lerp(mean, local, alpha, out=local)
         else:
-            local.mul_(alpha).add_(mean, alpha=1.0 - alpha)
+            copy = self._snapshots[track.number][bucket.start : bucket.stop]
+            wide = torch.promote_types(mean.dtype, torch.float32)  # rounded once
+            local.copy_(local.to(wide).sub_(copy).add_(mean))
         self._layout.unpack(bucket, local)
         self._packs.give(lent)
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
@@ -44,6 +45,10 @@ class FederatedScaling:
         round did not use counts in the next. ``None``: every cell that made a step counts 1.
     :param on_round: Called on every rank with the report of each round, after the new weights stand.
     :param aggregator: An aggregator made with options of one's own; ``None`` makes one with the defaults.
+    :param delay: Local steps that go on while a round is under way, less than ``every``; 0 waits for it. With a delay
+        the aggregator needs ``overlap=True``.
+    :param alpha: With a delay, the part of a local value that stays when the mean is merged; ``None`` keeps the steps
+        made meanwhile. See :meth:`xffl.Aggregator.aggregate_async`.
     :raises ConfigError: if ``every`` is no positive whole number, or differs between ranks, or the aggregator is
         another model's; on all ranks alike.
     """
@@ -58,6 +63,8 @@ class FederatedScaling:
         weight: Callable[[], float] | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
         aggregator: Aggregator | None = None,
+        delay: int = 0,
+        alpha: float | None = None,
     ) -> None:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         error: ConfigError | None = None
@@ -69,15 +76,30 @@ class FederatedScaling:
             error = ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
         elif weight is not None and not callable(weight):
             error = ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
+        elif isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < every:
+            error = ConfigError(
+                f"delay {delay!r} is no whole number from 0 to below every={every}; give the local steps"
+            )
+        elif alpha is not None and not delay:
+            error = ConfigError(f"alpha {alpha!r} merges late results, but delay is 0; give a delay, too")
+        elif delay and aggregator is not None and not aggregator.overlaps:
+            error = ConfigError(f"delay {delay} needs an aggregator made with overlap=True")
+        else:
+            try:
+                check_merge(alpha)
+            except ConfigError as wrong:
+                error = wrong
         agree(
-            "steps between rounds (every) and ways to weigh",
-            f"every={every!r}, weighed={weight is not None}",
+            "steps between rounds (every) and ways to weigh and merge",
+            f"every={every!r}, weighed={weight is not None}, delay={delay!r}, alpha={alpha!r}",
             error=error,
         )
         self._optimizer = optimizers[-1]
         self._every = every
         self._weight = weight
-        self._kept = 0.0
+        self._kept = self._used = 0.0
+        self._delay, self._alpha = delay, alpha
+        self._under_way: PendingRound | None = None
         self._on_round = on_round
         self._make = (model, state)
         self._aggregator = aggregator
@@ -98,7 +120,7 @@ class FederatedScaling:
         if self._handles:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
         if self._aggregator is None:
-            self._aggregator = Aggregator(*self._make)
+            self._aggregator = Aggregator(*self._make, overlap=self._delay > 0)
         self._pending = 0
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
@@ -119,8 +141,19 @@ class FederatedScaling:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._pending += 1
+        if self._under_way is not None and self._pending == self._delay:
+            self._merge(self._under_way)
         if self._pending >= self._every:
-            self._round(is_finished=False)
+            if self._delay:
+                self._under_way = self.aggregator.aggregate_async(self._weigh(), alpha=self._alpha)
+                self._pending, self._used = 0, self._kept
+            else:
+                self._round(is_finished=False)
+
+    def _merge(self, round_: PendingRound) -> None:
+        """Take the result of a round that was started some steps ago."""
+        self._under_way = None
+        self._took_place(round_.merge())
 
     def _finish(self) -> None:
         """Answer the others' rounds until all have finished; raise at the end what a rejected one of them raised."""
@@ -128,6 +161,10 @@ class FederatedScaling:
         is_last = False
         while not is_last:
             try:
+                if self._under_way is not None:
+                    if self._pending == 0:
+                        self._under_way.alpha = 0.0  # no step was made meanwhile: nothing local is to stay
+                    self._merge(self._under_way)
                 is_last = self._round(is_finished=True)
             except XfflError as error:
                 if not self.aggregator.can_go_on:
@@ -138,12 +175,19 @@ class FederatedScaling:
 
     def _round(self, *, is_finished: bool) -> bool:
         """Take part in a round; tell whether it was the last."""
-        weight = self._count if self._weight is not None else None
-        report = self.aggregator.take_part(weight, is_absent=self._pending == 0, is_finished=is_finished)
-        self._pending, self._kept = 0, 0.0
-        if report is not None and self._on_round is not None:
-            self._on_round(report)
+        report = self.aggregator.take_part(self._weigh(), is_absent=self._pending == 0, is_finished=is_finished)
+        self._pending, self._used = 0, self._kept
+        if report is not None:
+            self._took_place(report)
         return report is None or report.is_last
+
+    def _took_place(self, report: RoundReport) -> None:
+        self._kept, self._used = self._kept - self._used, 0.0
+        if self._on_round is not None:
+            self._on_round(report)
+
+    def _weigh(self) -> Callable[[], float] | None:
+        return self._count if self._weight is not None else None
 
     def _count(self) -> float:
         """Return what counts since the last round that took place."""

@@ -1,0 +1,234 @@
+"""Rounds that go on while their caller trains."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
+from tests.worlds import run_world
+
+LAYOUTS = [((1, 1), None), ((4, 2), 2), ((4, 2), None), ((2, 4, 2), 2), ((2, 2), 1)]
+
+
+def without_steps(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None) -> None:
+    """With no step in between, a delayed mean is the mean."""
+    state = make_state(rank, sizes, hsdp)
+    assert state.federated_rank is not None
+    model = build("shard", "mixed", state)
+    weight, weights = weightings(sizes, rank, state.federated_rank)[1]
+    for alpha, rails in ((None, False), (0.0, True), (0.25, False)):
+        aggregator = xffl.Aggregator(model, state, overlap=True, rails=rails, bucket_bytes=100)
+        for number in range(2):
+            fill(model, rank, state.federated_rank)
+            before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
+            pending = aggregator.aggregate_async(weight, alpha=alpha)
+            if alpha == 0.25:  # the model is already where the mean will be: nothing is left to mix
+                pending.alpha = 0.0
+            report = pending.merge()
+            assert pending.is_done() and report.round == number + 1 and "wait" in report.phases
+            check_values(model, before, sizes, weights)
+
+
+@pytest.mark.parametrize("sizes, hsdp", LAYOUTS, ids=str)
+def test_without_steps_a_delayed_mean_is_the_mean(sizes: tuple[int, ...], hsdp: int | None) -> None:
+    run_world(sum(sizes), without_steps, sizes, hsdp)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def batch(cell: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number * 10 + cell)
+    return torch.randn(8, 12, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, cell: int, number: int) -> None:
+    inputs, targets = batch(cell, number)
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def simulated(steps: list[int], every: int, delay: int, alpha: float | None) -> list[list[torch.Tensor]]:
+    """Two cells in one process that make as many steps each: start every ``every`` steps, merge ``delay`` later."""
+    models = [net() for _ in steps]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2) for model in models]
+    copies: list[list[torch.Tensor]] = []
+
+    def values(model: nn.Module) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def merge(keeps: bool) -> None:
+        means = [torch.stack(both).double().mean(0).float() for both in zip(*copies, strict=True)]
+        for model, own in zip(models, copies, strict=True):
+            for parameter, mean, old in zip(model.parameters(), means, own, strict=True):
+                if not keeps:
+                    parameter.copy_(mean)
+                elif alpha is None:
+                    parameter.copy_(mean + (parameter - old))
+                else:
+                    parameter.copy_(alpha * parameter + (1 - alpha) * mean)
+
+    since = 0
+    for number in range(steps[0]):
+        for cell, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step(model, optimizer, cell, number)
+        since += 1
+        if copies and since == delay:
+            merge(keeps=True)
+            copies = []
+        if since == every:
+            copies, since = [values(model) for model in models], 0
+    if copies:
+        merge(keeps=since > 0)
+    if since:
+        copies = [values(model) for model in models]
+        merge(keeps=False)
+    return [values(model) for model in models]
+
+
+def delayed(
+    rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, steps: int, delay: int, alpha: float | None
+) -> int:
+    """The hooks do what the simulation does, while the cell's own collectives go on beside the round."""
+    state = make_state(rank, sizes, hsdp)
+    cell = state.federated_rank or 0
+    model = xffl.shard(net(), state, wrap=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    reports: list[xffl.RoundReport] = []
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=4, delay=delay, alpha=alpha, on_round=reports.append)
+    with scaling:
+        for number in range(steps):
+            step(model, optimizer, cell, number)
+            dist.all_reduce(torch.ones(3))  # the world is the caller's
+    assert [report.round for report in reports] == list(range(1, len(reports) + 1))
+    expected = simulated([steps, steps], 4, delay, alpha)[cell]
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(complete(parameter), value, rtol=0, atol=2e-6)
+    told: list[dict[str, str]] = [{}] * world_size
+    dist.all_gather_object(told, digests(model))
+    assert all(other == told[0] for other in told)
+    return len(reports)
+
+
+@pytest.mark.parametrize("sizes, hsdp", [((1, 1), None), ((4, 4), 2), ((2, 4), 1), ((4, 2), None)], ids=str)
+def test_hooks_merge_after_the_delay(sizes: tuple[int, ...], hsdp: int | None) -> None:
+    for steps, delay, alpha, rounds in ((13, 2, None, 4), (12, 3, 0.5, 3), (9, 1, 0.5, 3)):
+        assert run_world(sum(sizes), delayed, sizes, hsdp, steps, delay, alpha) == [rounds] * sum(sizes)
+
+
+def uneven(rank: int, world_size: int, alpha: float | None) -> tuple[int, list[tuple[float, ...]]]:
+    """Cells with loaders of different length end together, with the same weights; no count is lost or used twice."""
+    state = make_state(rank, (1, 1), None)
+    model, counted = net(), itertools.count(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps, seen = (6, 17)[rank], 0
+
+    def weight() -> float:
+        nonlocal seen
+        fresh, seen = made - seen, made
+        return float(fresh)
+
+    made = 0
+    rounds: list[xffl.RoundReport] = []
+    with xffl.FederatedScaling(
+        model, optimizer, state, every=4, delay=2, alpha=alpha, weight=weight, on_round=rounds.append
+    ):
+        for number in range(steps):
+            made = next(counted)
+            step(model, optimizer, rank, number)
+    told: list[dict[str, str]] = [{}] * world_size
+    dist.all_gather_object(told, digests(model))
+    assert told[0] == told[1]
+    assert sum(report.weights[rank] for report in rounds) == steps
+    return len(rounds), [report.weights for report in rounds]
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5])
+def test_cells_of_different_length_end_together(alpha: float | None) -> None:
+    first, second = run_world(2, uneven, alpha)
+    assert first == second
+    assert first[1] == [(4.0, 4.0), (2.0, 4.0), (0.0, 4.0), (0.0, 4.0), (0.0, 1.0)]
+
+
+def at_once(rank: int, world_size: int) -> None:
+    """The call returns before the others have come, and what it sends is the copy, not what the model is by then."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    with torch.no_grad():
+        model.weight.fill_(10.0 * rank)
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)  # rank 0 is on its way already
+    pending = aggregator.aggregate_async()
+    if rank == 0:
+        assert not pending.is_done()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        dist.send(torch.ones(1), 1)
+    with pytest.raises(xffl.StateError, match="under way"):
+        aggregator.aggregate()
+    with pytest.raises(xffl.StateError, match="under way"):
+        aggregator.aggregate_async()
+    with pytest.raises(xffl.StateError, match="under way"):
+        aggregator.state_dict()
+    report = pending.merge()
+    assert (model.weight == (6.0 if rank == 0 else 5.0)).all()
+    assert report.seconds >= report.phases["wait"]
+    with pytest.raises(xffl.StateError, match="merged already"):
+        pending.merge()
+
+
+def rejected(rank: int, world_size: int) -> None:
+    """A delayed round that is rejected raises at the merge, on all ranks, and the steps made meanwhile stay."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    with torch.no_grad():
+        model.weight.fill_(float("nan") if rank else 1.0)
+    pending = aggregator.aggregate_async()
+    with torch.no_grad():
+        model.weight.fill_(2.0 * rank)
+    kept = copy.deepcopy(model.state_dict())
+    with pytest.raises(xffl.RoundError, match="cell 1 holds values that are not finite in 'weight'"):
+        pending.merge()
+    assert torch.equal(model.weight, kept["weight"]) and not aggregator.is_torn and aggregator.rounds == 0
+    assert aggregator.aggregate_async().merge().round == 1
+    assert (model.weight == 1.0).all()
+
+
+def wrong(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain, overlapping = xffl.Aggregator(model, state), xffl.Aggregator(model, state, overlap=True)
+    with pytest.raises(xffl.StateError, match="overlap=True"):
+        plain.aggregate_async()
+    with pytest.raises(xffl.ConfigError, match=r"alpha 1\.0 is no number from 0 to below 1"):
+        overlapping.aggregate_async(alpha=1.0)
+    with pytest.raises(xffl.ConfigError, match="needs atomic=True"):
+        xffl.Aggregator(model, state, overlap=True, atomic=False)
+    for options, told in (
+        ({"every": 3, "delay": 3}, "delay 3 is no whole number from 0 to below every=3"),
+        ({"every": 3, "alpha": 0.5}, "alpha 0.5 merges late results, but delay is 0"),
+        ({"every": 3, "delay": 1, "aggregator": plain}, "delay 1 needs an aggregator made with overlap=True"),
+        ({"every": 3, "delay": 1, "alpha": -1}, "alpha -1"),
+        ({"every": 3, "delay": 1 + rank}, "delay=2"),
+    ):
+        with pytest.raises(xffl.ConfigError, match=told):
+            xffl.FederatedScaling(model, optimizer, state, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [at_once, rejected, wrong], ids=lambda case: case.__name__)
+def test_in_the_background(case: object) -> None:
+    run_world(2, case)  # type: ignore[arg-type]

@@ -1,0 +1,617 @@
+"""Codecs against oracles in numpy: sizes, bounds, bytes, ties, noise, names."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xffl.aggregation import quantize
+from xffl.aggregation.codec import Blockwise, Cast, Codec, TopK, codec_of
+from xffl.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+
+NEAREST = ["bf16", "fp16", "int8", "int4", "int8:block=7,scale=fp32", "int4:block=33", "int4:scale=fp32"]
+STOCHASTIC = ["int8:rounding=stochastic", "int4:block=5,rounding=stochastic", "int4:scale=fp32,rounding=stochastic"]
+SPARSE = ["topk:0.01", "topk:0.07,value=fp16", "topk:0.5", "topk:1"]
+ALL = NEAREST + STOCHASTIC + SPARSE
+BLOCKWISE = [name for name in NEAREST + STOCHASTIC if name.startswith("int")]
+
+LARGEST = float(torch.finfo(torch.float32).max)
+SIZES = [0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 129, 1001, 2**16 - 1, 2**16 + 1, 150_001]
+MAGNITUDES = [1e-45, 1e-40, 1.2e-38, 1e-30, 1e-20, 1e-9, 1e-5, 1.0, 7e4, 1e20, 3e38, LARGEST]
+
+numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+alike = st.floats(-1.0, 1.0, width=32)
+vectors = st.one_of(st.lists(numbers, max_size=150), st.lists(alike, max_size=150))
+
+
+def made(name: str) -> Codec:
+    codec = codec_of(name)
+    assert codec is not None
+    return codec
+
+
+def normal(numel: int, seed: int = 0, scale: float = 1e-4) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def encoded(codec: Codec, values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    out = torch.full((codec.nbytes(values.numel()),), 0xA5, dtype=torch.uint8)
+    kept = values.clone()
+    codec.encode(values, out, seed)
+    assert torch.equal(values.view(torch.int32), kept.view(torch.int32)), "encoding changes nothing"
+    return out
+
+
+def decoded(codec: Codec, data: torch.Tensor, numel: int) -> torch.Tensor:
+    out = torch.full((numel,), float("nan"))
+    codec.decode(data, out)
+    return out
+
+
+def round_trip(codec: Codec, values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    return decoded(codec, encoded(codec, values, seed), values.numel())
+
+
+def exact(values: torch.Tensor) -> Floats:
+    return values.numpy().astype(np.float64)
+
+
+def blocks(numel: int, block: int) -> Iterator[slice]:
+    for start in range(0, numel, block):
+        yield slice(start, min(start + block, numel))
+
+
+def parts_of(codec: Blockwise, data: torch.Tensor, numel: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Read steps and whole numbers out of the bytes, without the package."""
+    if numel == 0:
+        return np.zeros(0), np.zeros(0, dtype=np.int64)
+    raw = data.numpy().tobytes()
+    count = math.ceil(numel / codec.block)
+    if codec.scale == "fp32":
+        steps, body = np.frombuffer(raw[: 4 * count], "<f4").astype(np.float64), raw[4 * count :]
+    else:
+        unit = float(np.frombuffer(raw[:4], "<f4")[0])
+        steps = np.frombuffer(raw[4 : 4 + 2 * count], "<f2").astype(np.float64) * unit
+        body = raw[4 + 2 * count :]
+    if codec.bits == 8:
+        return steps, np.array([byte - 256 if byte > 127 else byte for byte in body], dtype=np.int64)
+    nibbles = [nibble for byte in body for nibble in (byte & 15, byte >> 4)]
+    assert all(nibble == 0 for nibble in nibbles[numel:]), "the half behind an odd last value is 0"
+    return steps, np.array([n - 16 if n > 7 else n for n in nibbles[:numel]], dtype=np.int64)
+
+
+def fingerprint(names: list[str]) -> str:
+    """Return a hash of what each codec makes of the same values. They come from numpy: torch.randn is not portable."""
+    source = np.random.default_rng(0)
+    parts = [source.standard_normal(30_001) * scale for scale in (1e-42, 1e-38, 1e-5, 1.0, 1e30)]
+    x = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+    result = hashlib.sha256(x.numpy().tobytes())
+    for name in names:
+        data = encoded(made(name), x, seed=7)
+        result.update(data.numpy().tobytes() + decoded(made(name), data, x.numel()).numpy().tobytes())
+    return result.hexdigest()
+
+
+# Every codec
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("numel", SIZES)
+def test_every_size_fills_exactly_its_bytes(name: str, numel: int) -> None:
+    codec = made(name)
+    size = codec.nbytes(numel)
+    values = normal(numel, seed=numel)
+    whole = encoded(codec, values, seed=3)
+    result = decoded(codec, whole, numel)
+    assert result.isfinite().all()
+    for offset in (1, 3):
+        frame = torch.full((size + 8,), 0x5A, dtype=torch.uint8)
+        codec.encode(values, frame[offset : offset + size], 3)
+        assert torch.equal(frame[offset : offset + size], whole)
+        assert (frame[:offset] == 0x5A).all() and (frame[offset + size :] == 0x5A).all()
+        assert torch.equal(decoded(codec, frame[offset : offset + size], numel), result)
+
+
+@pytest.mark.parametrize(
+    "name, per_value, per_block, block, fixed",
+    [
+        ("bf16", 2, 0, 1, 0),
+        ("fp16", 2, 0, 1, 0),
+        ("int8", 1, 2, 64, 4),
+        ("int4", 0.5, 2, 64, 4),
+        ("int8:block=128,scale=fp32", 1, 4, 128, 0),
+        ("int4:block=3,scale=fp32", 0.5, 4, 3, 0),
+    ],
+)
+def test_sizes_by_formula(name: str, per_value: float, per_block: int, block: int, fixed: int) -> None:
+    codec = made(name)
+    assert codec.nbytes(0) == 0
+    for numel in [*range(1, 300), 10**6 + 1]:
+        expected = math.ceil(per_value * numel) + per_block * math.ceil(numel / block) + fixed
+        assert codec.nbytes(numel) == expected
+
+
+def test_the_density_is_the_decimal_number_that_was_written() -> None:
+    assert made("topk:0.07").nbytes(100) == 7 * 8, "0.07 * 100 is more than 7 in floats"
+    for text in ("0.01", "0.1", "0.29", "1e-3", "1", "0.57"):
+        for numel in (1, 2, 99, 100, 101, 1000, 10**7):
+            kept = math.ceil(Fraction(text) * numel)
+            assert made(f"topk:{text}").nbytes(numel) == 8 * kept
+            assert made(f"topk:{text},value=fp16").nbytes(numel) == 6 * kept
+    assert made("topk:0.01").nbytes(0) == 0
+
+
+@pytest.mark.parametrize("name, limit", [("int8", 0.27), ("int4", 0.14), ("int8:scale=fp32", 0.27), ("bf16", 0.5)])
+def test_ratios_of_the_issue(name: str, limit: float) -> None:
+    for numel in (10_000, 2**20, 2**23 + 1):
+        assert made(name).nbytes(numel) <= limit * 4 * numel
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=60, deadline=None)
+@given(values=vectors, seed=st.integers(0, 2**63 - 1))
+def test_finite_values_stay_finite_and_zeros_stay_zeros(name: str, values: list[float], seed: int) -> None:
+    codec = made(name)
+    x = torch.tensor(values, dtype=torch.float32)
+    result = round_trip(codec, x, seed)
+    assert result.isfinite().all()
+    assert (result[x == 0] == 0).all()
+    assert torch.equal(encoded(codec, x, seed), encoded(codec, x.clone(), seed)), "same input, same bytes"
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_extreme_magnitudes(name: str, magnitude: float) -> None:
+    x = torch.full((300,), magnitude)
+    x[1::2] *= -1
+    x[200:] = 0
+    result = round_trip(made(name), x, seed=1)
+    assert result.isfinite().all()
+    assert (result[200:] == 0).all()
+    assert (result * x.sign() >= 0).all()
+    codec = made(name)
+    if isinstance(codec, Blockwise) and magnitude >= 1e-30:
+        # Blocks whose values are all the largest are off by at most a step, and by the scale's rounding.
+        step = 1.002 / (2 ** (codec.bits - 1) - 1)
+        assert torch.allclose(result[:200].double(), x[:200].double(), rtol=step, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_blocks_of_zeros(name: str) -> None:
+    assert (round_trip(made(name), torch.zeros(200)) == 0).all()
+    assert (round_trip(made(name), torch.full((200,), -0.0)) == 0).all()
+
+
+@pytest.mark.parametrize("name", NEAREST + SPARSE)
+def test_the_size_of_chunks_changes_no_byte(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(5_003)
+    expected = encoded(made(name), x)
+    for chunk in (1, 100, 1000):
+        monkeypatch.setattr(quantize, "CHUNK", chunk)
+        assert torch.equal(encoded(made(name), x), expected)
+        assert torch.equal(decoded(made(name), expected, 5_003), round_trip(made(name), x))
+
+
+@pytest.mark.parametrize("name", NEAREST + SPARSE)
+def test_nothing_depends_on_the_values_of_a_device(name: str) -> None:
+    # Tensors on "meta" have no data: reading one (a wait, on a GPU), or a shape that depends on data, raises.
+    codec = made(name)
+    values = torch.empty(1001, device="meta")
+    data = torch.empty(codec.nbytes(1001), dtype=torch.uint8, device="meta")
+    codec.encode(values, data)
+    codec.decode(data, values)
+    with pytest.raises(RuntimeError, match="meta"):
+        values[0].item()
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_every_instruction_set_gives_the_same_bytes(capability: str) -> None:
+    code = (
+        "import torch; from tests.unit.test_codec import ALL, fingerprint;"
+        "print(torch.backends.cpu.get_cpu_capability(), fingerprint(ALL))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, digest = result.stdout.split()
+    assert found == "DEFAULT" or capability != "default", "torch took the instruction set that was asked for"
+    assert digest == fingerprint(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_buffer_of_another_length_raises(name: str) -> None:
+    codec = made(name)
+    x = normal(100)
+    for size in (0, codec.nbytes(100) - 1, codec.nbytes(100) + 1):
+        data = torch.zeros(size, dtype=torch.uint8)
+        with pytest.raises(ConfigError, match="nbytes"):
+            codec.encode(x, data)
+        with pytest.raises(ConfigError, match="nbytes"):
+            codec.decode(data, x)
+
+
+# bf16 and fp16
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@settings(max_examples=200, deadline=None)
+@given(values=vectors)
+def test_casts_are_torchs_casts_and_saturate(name: str, dtype: torch.dtype, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    limit = torch.finfo(dtype).max
+    cast = x.to(dtype)
+    expected = torch.where(cast.isinf(), torch.full_like(cast, limit) * x.sign().to(dtype), cast)
+    data = encoded(made(name), x)
+    assert torch.equal(data, expected.view(torch.uint8))
+    result = decoded(made(name), data, len(values))
+    assert torch.equal(result.view(torch.int32), expected.float().view(torch.int32))
+    unit, smallest = (2**-8, 2.0**-134) if name == "bf16" else (2**-11, 2.0**-25)
+    inside = np.abs(exact(x)) <= limit
+    error = np.abs(exact(result) - exact(x))[inside]
+    assert (error <= np.maximum(unit * np.abs(exact(x)[inside]), smallest)).all()
+
+
+def test_fp16_against_numpy() -> None:
+    x = torch.cat([normal(10_000, scale=10.0), normal(10_000, scale=1e-6), torch.tensor([65503.0, 65519.0, -65504.0])])
+    assert encoded(made("fp16"), x).numpy().tobytes() == x.numpy().astype("<f2").tobytes()
+    assert round_trip(made("fp16"), torch.tensor([65520.0, -3e38, 1e5])).tolist() == [65504.0, -65504.0, 65504.0]
+
+
+# int8 and int4
+
+
+def check_blockwise(codec: Blockwise, x: torch.Tensor, seed: int = 0) -> None:
+    data = encoded(codec, x, seed)
+    steps, whole = parts_of(codec, data, x.numel())
+    result, values = exact(decoded(codec, data, x.numel())), exact(x)
+    levels = 2 ** (codec.bits - 1) - 1
+    assert (np.abs(whole) <= levels).all()
+    largest = float(np.abs(values).max(initial=0.0))
+    saturated = np.clip(values, -(2.0**128 - 2.0**119), 2.0**128 - 2.0**119)
+    for index, place in enumerate(blocks(x.numel(), codec.block)):
+        step, ideal = steps[index], float(np.abs(saturated[place]).max()) / levels
+        assert step * (1 + 2**-22) >= ideal
+        if codec.scale == "fp32":
+            assert step <= ideal * (1 + 2**-23) + 2.0**-120
+        else:
+            assert step <= 1.001 * ideal + 2.0**-41 * max(largest, 2.0**-75)
+        ratio = (x.numpy()[place] / np.float32(step)).astype(np.float64)
+        if codec.rounding == "nearest":
+            assert (whole[place] == np.rint(ratio)).all()
+        else:
+            inside = np.clip(ratio, -levels, levels)
+            assert (np.abs(whole[place] - inside) < 1 + 2**-15).all()
+        product = (whole[place] * step).astype(np.float32)
+        assert (product == result[place]).all(), "one rounding at most"
+        half = 0.5 if codec.rounding == "nearest" else 1.0
+        assert (np.abs(result[place] - values[place]) <= half * step * (1 + 2**-15)).all()
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+@settings(max_examples=100, deadline=None)
+@given(values=vectors, seed=st.integers(0, 2**32))
+def test_blockwise_keeps_its_contract(name: str, values: list[float], seed: int) -> None:
+    codec = made(name)
+    assert isinstance(codec, Blockwise)
+    check_blockwise(codec, torch.tensor(values, dtype=torch.float32), seed)
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_blockwise_over_chunks_and_magnitudes(name: str) -> None:
+    codec = made(name)
+    assert isinstance(codec, Blockwise)
+    check_blockwise(codec, normal(70_001, scale=1e-6))
+    spread = normal(20_000, scale=1.0) * torch.logspace(-37, 37, 20_000)
+    check_blockwise(codec, spread)
+    check_blockwise(codec, torch.full((64,), LARGEST))
+
+
+@settings(max_examples=100, deadline=None)
+@given(block=st.integers(1, 80), numel=st.integers(0, 400), bits=st.sampled_from([8, 4]), seed=st.integers(0, 9))
+def test_any_block_and_any_length(block: int, numel: int, bits: int, seed: int) -> None:
+    check_blockwise(Blockwise(bits, block), normal(numel, seed))
+
+
+def test_the_bound_of_the_issue() -> None:
+    x = normal(100_000)
+    for bits, levels in ((8, 127), (4, 7)):
+        error = np.abs(exact(round_trip(Blockwise(bits), x)) - exact(x))
+        for place in blocks(x.numel(), 64):
+            assert error[place].max() <= np.abs(exact(x)[place]).max() / (2 * levels) * 1.0011
+
+
+def test_int4_packs_the_first_of_a_pair_into_the_lower_half() -> None:
+    x = torch.tensor([7.0, -7.0, 1.0, -1.0, 0.0, 5.0, -3.0])
+    data = encoded(made("int4:scale=fp32"), x)
+    assert data[:4].view(torch.float32).item() == 1.0
+    assert data[4:].tolist() == [0x97, 0xF1, 0x50, 0x0D]
+    assert round_trip(made("int4:scale=fp32"), x).tolist() == x.tolist()
+
+
+def test_scales_reach_beyond_fp16() -> None:
+    # What one training step changes: steps of 1e-10 would all be 0 in plain fp16, and 1e30 would be infinite.
+    for magnitude in (1e-20, 1e-9, 1e30):
+        x = normal(6400, scale=magnitude)
+        assert (round_trip(made("int8"), x) - x).norm() <= 0.01 * x.norm()
+    mixed = torch.cat([normal(64, scale=1e-8), normal(64, scale=1.0), torch.zeros(64)])
+    result = round_trip(made("int8"), mixed)
+    assert (result - mixed)[:64].norm() <= 0.01 * mixed[:64].norm()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int8:block=7", "bf16", "fp16", "topk:0.1", "topk:0.1,value=fp16"])
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(alike.map(lambda x: x if abs(x) > 1e-4 else 0.0), max_size=200))
+def test_what_was_decoded_encodes_to_itself(name: str, values: list[float]) -> None:
+    codec = made(name)
+    once = round_trip(codec, torch.tensor(values, dtype=torch.float32))
+    assert torch.equal(round_trip(codec, once), once)
+
+
+def test_signs_are_treated_alike() -> None:
+    x = normal(1000)
+    for name in NEAREST:
+        assert torch.equal(round_trip(made(name), -x), -round_trip(made(name), x))
+
+
+# Stochastic rounding
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
+    codec = made(name)
+    assert isinstance(codec, Blockwise)
+    x = normal(640, seed=5)
+    draws = 400
+    steps, _ = parts_of(codec, encoded(codec, x), x.numel())
+    step = np.repeat(steps, codec.block)[: x.numel()]
+    mean = sum(exact(round_trip(codec, x, seed)) for seed in range(draws)) / draws
+    assert (np.abs(mean - exact(x)) <= 5 * step / 2 / math.sqrt(draws)).all()
+    part = exact(x) / step % 1.0
+    variance = (step**2 * part * (1 - part)).sum() / draws
+    assert abs((mean - exact(x)).sum()) <= 5 * math.sqrt(variance)
+    nearest = exact(round_trip(Blockwise(codec.bits, codec.block, codec.scale), x))
+    assert np.abs(mean - exact(x)).sum() < 0.3 * np.abs(nearest - exact(x)).sum(), "closer than any single rounding"
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_noise_comes_from_the_seed_alone(name: str) -> None:
+    codec, x = made(name), normal(3000)
+    first = encoded(codec, x, seed=11)
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    assert torch.equal(encoded(codec, x, seed=11), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    for other in (12, 11 + 2**32, 11 + 2**40):
+        assert not torch.equal(encoded(codec, x, seed=other), first), "all bits of the seed count"
+
+
+def test_noise_differs_between_values_and_chunks() -> None:
+    x = torch.full((2**17 + 100,), 0.5)
+    x[::64] = 127.0
+    result = round_trip(Blockwise(8, 64, "fp32", "stochastic"), x)
+    up = (result.view(-1)[: 2**17] == 1).view(2, -1)
+    assert not torch.equal(up[0], up[1])
+    rest = result[(x == 0.5)]
+    assert set(rest.tolist()) == {0.0, 1.0}
+    assert abs(rest.mean().item() - 0.5) <= 5 * 0.5 / math.sqrt(rest.numel())
+
+
+def test_whole_multiples_are_not_rounded_at_random() -> None:
+    x = torch.arange(-127.0, 128.0).repeat(40)
+    for seed in range(20):
+        assert torch.equal(round_trip(Blockwise(8, 255, "fp32", "stochastic"), x, seed), x)
+
+
+# Top-k
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    values=st.one_of(vectors, st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0]), max_size=120)),
+    density=st.sampled_from(["0.01", "0.1", "0.5", "0.99", "1"]),
+)
+def test_top_k_keeps_exactly_the_largest_and_of_ties_the_first(values: list[float], density: str) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    codec = made(f"topk:{density}")
+    count = math.ceil(Fraction(density) * len(values))
+    order = sorted(range(len(values)), key=lambda place: (-abs(float(x[place])), place))
+    kept = sorted(order[:count])
+    data = encoded(codec, x)
+    assert np.frombuffer(data.numpy().tobytes()[: 4 * count], "<i4").tolist() == kept
+    expected = torch.zeros_like(x)
+    expected[kept] = x[kept]
+    assert torch.equal(decoded(codec, data, len(values)), expected)
+
+
+@pytest.mark.parametrize("density", ["0.01", "0.3", "1"])
+@pytest.mark.parametrize("order", ["random", "rising", "falling", "equal"])
+def test_top_k_over_chunks(density: str, order: str) -> None:
+    x = normal(600_000, scale=1.0)
+    x = {"random": x, "rising": x.sort().values, "falling": x.sort(descending=True).values, "equal": x.sign()}[order]
+    count = math.ceil(Fraction(density) * x.numel())
+    magnitude = np.abs(x.numpy())
+    kept = np.sort(np.argsort(-magnitude, kind="stable")[:count])
+    data = encoded(made(f"topk:{density}"), x)
+    assert (np.frombuffer(data.numpy().tobytes()[: 4 * count], "<i4") == kept).all()
+
+
+def test_top_k_in_fp16_saturates() -> None:
+    x = torch.tensor([1e-3, -1e9, 3.0, 0.1])
+    assert round_trip(made("topk:0.5,value=fp16"), x).tolist() == [0.0, -65504.0, 3.0, 0.0]
+
+
+# Error feedback
+
+
+@pytest.mark.parametrize(
+    "name, contraction",
+    [
+        ("bf16", 2**-8),
+        ("fp16", 2**-11),
+        ("int8", 1 / 253),
+        ("int4", 1 / 13.9),
+        ("int8:scale=fp32", 1 / 253),
+        ("int8:rounding=stochastic", 1 / 126),
+        ("int4:rounding=stochastic", 1 / 6.9),
+        ("topk:0.1", math.sqrt(0.9)),
+        ("topk:0.1,value=fp16", math.sqrt(0.9) + 2**-11),
+    ],
+)
+def test_error_feedback_converges(name: str, contraction: float) -> None:
+    # Each error is at most `contraction` of what was encoded (in the largest value, top-k in the Euclidean norm), so
+    # the residual stays below the geometric sum, and the mean of T messages is off by residual / T.
+    codec, rounds = made(name), 200
+    x = normal(2_000, scale=1.0)
+    order = 2 if name.startswith("topk") else math.inf
+    bound = contraction / (1 - contraction) * torch.linalg.vector_norm(x, order).item()
+    residual, total = torch.zeros_like(x), torch.zeros(2_000, dtype=torch.float64)
+    for seed in range(rounds):
+        wanted = x + residual
+        sent = round_trip(codec, wanted, seed)
+        residual = wanted - sent
+        total += sent.double()
+        assert torch.linalg.vector_norm(residual, order).item() <= bound
+    error = torch.linalg.vector_norm(total / rounds - x.double(), order).item()
+    assert error <= bound / rounds + 1e-5
+    assert residual.abs().max() > 0
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name, codec",
+    [
+        ("none", None),
+        ("bf16", Cast("bf16")),
+        ("fp16", Cast("fp16")),
+        ("int8", Blockwise(8, 64, "fp16", "nearest")),
+        ("int8:block=64", Blockwise(8)),
+        ("int8:block=128,rounding=stochastic,scale=fp32", Blockwise(8, 128, "fp32", "stochastic")),
+        ("int4:scale=fp16", Blockwise(4)),
+        ("topk:0.01", TopK(0.01)),
+        ("topk:1e-2", TopK(0.01)),
+        ("topk:0.01,value=fp16", TopK(0.01, "fp16")),
+    ],
+)
+def test_names(name: str, codec: Codec | None) -> None:
+    found = codec_of(name)
+    assert found == codec
+    if codec is not None:
+        assert codec_of(codec) is codec
+        assert codec_of(str(codec)) == codec
+        assert hash(codec_of(str(codec))) == hash(codec)
+
+
+def test_full_names() -> None:
+    assert str(codec_of("int8")) == "int8:block=64"
+    assert str(codec_of("int4:rounding=stochastic,scale=fp32")) == "int4:block=64,scale=fp32,rounding=stochastic"
+    assert str(codec_of("topk:0.010")) == "topk:0.01"
+    assert len({str(made(name)) for name in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("", "unknown"),
+        ("int7", "give one of none"),
+        ("INT8", "unknown"),
+        ("int8 ", "unknown"),
+        ("int8:", "option ''"),
+        ("int8:blocks=64", "blocks=64"),
+        ("int8:block", "option 'block'"),
+        ("int8:block=64,block=64", "twice"),
+        ("int8:block=0", "block 0"),
+        ("int8:block=-1", "'-1'"),
+        ("int8:block=1.5", "'1.5'"),
+        ("int8:block=", "block ''"),
+        ("int8:block=65537", "65536"),
+        ("int8:scale=bf16", "fp16 or fp32"),
+        ("int8:rounding=up", "nearest or stochastic"),
+        ("int8:value=fp16", "block=..."),
+        ("bf16:block=64", "give none"),
+        ("none:block=64", "give none"),
+        ("topk", "density"),
+        ("topk:", "density"),
+        ("topk:0", "density '0'"),
+        ("topk:1.01", "at most 1"),
+        ("topk:-0.5", "above 0"),
+        ("topk:nan", "density"),
+        ("topk:many", "'many'"),
+        ("topk:value=fp16", "density"),
+        ("topk:0.1,value=bf16", "fp32 or fp16"),
+        ("topk:0.1,block=3", "value=..."),
+        (8, "neither a name nor a Codec"),
+        (None, "neither a name nor a Codec"),
+    ],
+)
+def test_names_that_cannot_be_meant(name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        codec_of(name)
+    assert words in str(caught.value)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Cast("fp32"),
+        lambda: Blockwise(3),
+        lambda: Blockwise(8, 0),
+        lambda: Blockwise(8, True),
+        lambda: Blockwise(8, 1.5),  # type: ignore[arg-type]
+        lambda: Blockwise(8, 2**16 + 1),
+        lambda: Blockwise(8, scale="fp64"),
+        lambda: Blockwise(8, rounding="down"),
+        lambda: TopK(0.0),
+        lambda: TopK(1.5),
+        lambda: TopK(float("nan")),
+        lambda: TopK(0.1, "int8"),
+    ],
+)
+def test_parameters_that_cannot_be_meant(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(ConfigError):
+        make()
+
+
+# GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ALL)
+def test_cpu_and_gpu_give_the_same_bytes(name: str) -> None:
+    codec = made(name)
+    for magnitude in (1e-30, 1e-6, 1.0, 3e37):
+        x = normal(200_003, scale=magnitude)
+        here = encoded(codec, x, seed=4)
+        values, data = x.cuda(), torch.empty(here.numel() + 1, dtype=torch.uint8, device="cuda")[1:]
+        back = torch.empty_like(values)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            codec.encode(values, data, 4)
+            codec.decode(data, back)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if name not in STOCHASTIC:
+            assert torch.equal(data.cpu(), here)
+        assert torch.equal(back.cpu(), decoded(codec, data.cpu(), x.numel()))

@@ -1,0 +1,357 @@
+"""The forecast against closed forms, limits, the traffic of a round, and the codecs' own sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xffl.aggregation import aggregator, plan, tracks
+from xffl.aggregation.codec import codec_of
+from xffl.aggregation.vote import Ballot
+from xffl.errors import ConfigError
+from xffl.report import (
+    Link,
+    codec_bytes,
+    codec_ratio,
+    forecast_data_parallel,
+    forecast_round,
+    round_traffic,
+)
+from xffl.report import forecast as module
+from xffl.report.forecast import BACKWARD_SHARE, BALLOT_BYTES
+from xffl.report.pipeline import SIMULATED, Stages, follow, simulate
+from xffl.topology import Topology
+
+TWO = Topology(8, (4, 4), 2)
+NO_TIME = Link(math.inf)
+
+
+def forecast(topology: Topology = TWO, **changed: Any) -> Any:
+    given_ = {
+        "parameters": 1e9,
+        "link": Link(10.0, 0.01),
+        "home": Link(200.0, 5e-6),
+        "step_s": 1.0,
+        "every": 100,
+    }
+    return forecast_round(topology, **{**given_, **changed})
+
+
+@st.composite
+def federations(draw: st.DrawFn) -> Topology:
+    replica_size = draw(st.none() | st.integers(1, 4))
+    sizes = tuple(count * (replica_size or 1) for count in draw(st.lists(st.integers(1, 5), min_size=1, max_size=5)))
+    return Topology(sum(sizes), sizes, replica_size)
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "form": st.sampled_from(["auto", "all_gather", "two_hop"]),
+        "rails": st.booleans(),
+        "own_links": st.booleans(),
+        "atomic": st.booleans(),
+        "codec_ratio": st.sampled_from([1.0, 0.5, 0.26, 0.13]),
+        "bucket_bytes": st.sampled_from([2**16, 2**22, 2**26]),
+        "in_flight": st.integers(1, 4),
+        "fragments": st.integers(1, 4),
+        "backend": st.sampled_from(["gloo", "nccl"]),
+    }
+)
+
+
+def test_the_forecast_knows_the_numbers_of_the_exchange() -> None:
+    assert module.BUCKET_BYTES == aggregator.DEFAULT_BUCKET_BYTES
+    assert (module.IN_FLIGHT, module.TINY, module.FORMS) == (tracks.IN_FLIGHT, plan.TINY_LANE, plan.FORMS)
+    assert 8 * len(Ballot._fields) == module.BALLOT_BYTES
+
+
+# The pipeline ---------------------------------------------------------------------------------------------------------
+
+
+def stages(**changed: Any) -> Stages:
+    given_ = {"pack": 0.0, "hops": (1.0,), "combine": (0.0,), "latency": 0.0}
+    return Stages(**{**given_, "is_asked": False, "home": 0.0, "home_latency": 0.0, **changed})
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_one_bucket_passes_all_stages_one_after_the_other(is_asked: bool) -> None:
+    one = stages(pack=1.0, hops=(2.0, 3.0), combine=(4.0, 5.0), latency=10.0, is_asked=is_asked, home=6.0)
+    words = 2 * 10.0 if is_asked else 0.0
+    assert simulate(one, 1, 1.0, 2).end == 1 + 2 + 10 + 4 + 3 + 10 + 5 + 6 + words
+    assert simulate(one, 1, 0.5, 2).end == (1 + 2 + 4 + 3 + 5 + 6) / 2 + 20 + words
+
+
+# Which stage is the slowest: the link; the processor before and after; the network at home, which is not given the next
+# bucket before the last one is through and the next one combined; the latency.
+BOUND = {
+    "link": ({"hops": (5.0,), "pack": 1.0, "combine": (2.0,), "home": 3.0, "latency": 1.0}, 5.0),
+    "processor": ({"hops": (1.0,), "pack": 2.0, "combine": (3.0,), "home": 1.0}, 5.0),
+    "home": ({"hops": (1.0,), "pack": 1.0, "combine": (1.0,), "home": 7.0}, 7.0 + 1.0),
+    "latency": ({"hops": (1.0,), "pack": 1.0, "combine": (2.0,), "latency": 100.0}, (1 + 1 + 100 + 2) / 2),
+    "two hops": ({"hops": (3.0, 3.0), "combine": (1.0, 1.0), "latency": 0.5}, 6.0),
+}
+
+
+@pytest.mark.parametrize(("changed", "period"), BOUND.values(), ids=BOUND)
+@pytest.mark.parametrize("buckets", [500.0, 100_000.0])
+def test_a_long_pipeline_takes_the_time_of_its_slowest_stage(
+    changed: dict[str, Any], period: float, buckets: float
+) -> None:
+    """Closed form: every bucket costs what the busiest resource needs, or a full turn shared by those in flight."""
+    slow = stages(**changed)
+    hops = len(slow.hops)
+    through = slow.pack + sum(slow.hops) + sum(slow.combine) + hops * slow.latency + slow.home
+    assert follow(slow, buckets, 2).end == pytest.approx(through + (buckets - 1) * period, rel=0.01)
+
+
+@pytest.mark.parametrize("in_flight", [2, 3, 4])
+def test_words_that_queue_behind_data_cost_a_latency_for_every_bucket_in_flight_but_one(in_flight: int) -> None:
+    """Closed form for gloo, where the link is slower than all else; the rule was found by measuring (see the docs)."""
+    slow = stages(hops=(5.0,), latency=1.0, is_asked=True)
+    period = 5.0 + 1.0 / (in_flight - 1)
+    assert follow(slow, 3000.0, in_flight).end == pytest.approx(2 * 1.0 + 3000 * period, rel=0.01)
+
+
+def test_words_alone_cost_a_round_trip_for_each_bucket() -> None:
+    assert follow(stages(hops=(1.0,), latency=10.0, is_asked=True), 100.0, 1).end == pytest.approx(100 * 21.0)
+
+
+@given(
+    st.floats(0, 3),
+    st.tuples(st.floats(0, 3)) | st.tuples(st.floats(0, 3), st.floats(0, 3)),
+    st.floats(0, 3),
+    st.floats(0, 9),
+    st.booleans(),
+    st.floats(0, 3),
+    st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=40)
+def test_extrapolation_agrees_with_simulating_all(
+    pack: float,
+    hops: tuple[float, ...],
+    combine: float,
+    latency: float,
+    is_asked: bool,
+    home: float,
+    in_flight: int,
+) -> None:
+    some = Stages(pack, hops, (combine,) * len(hops), latency, is_asked, home, 0.0)
+    count = 3 * SIMULATED * in_flight + 7
+    for short, full in zip(follow(some, float(count), in_flight), simulate(some, count, 1.0, in_flight), strict=True):
+        assert short == pytest.approx(full, rel=0.01, abs=1e-9)
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_infinite_rates_leave_the_latencies(backend: str) -> None:
+    told = forecast(
+        link=Link(math.inf, 0.01),
+        home=Link(math.inf, 1e-3),
+        memory_gbps=math.inf,
+        bucket_bytes=2**40,
+        backend=backend,
+    )
+    if backend == "gloo":  # 2 votes of 7 steps of a round trip; a word and a bucket; home
+        assert told.seconds == pytest.approx(2 * 7 * 0.02 + 0.02 + 1e-3)
+    else:  # 2 votes over 2 slow and 5 fast hops; a bucket; home
+        assert told.seconds == pytest.approx(2 * (2 * 0.01 + 5 * 1e-3) + 0.01 + 1e-3)
+
+
+def test_no_latency_leaves_what_the_link_needs() -> None:
+    """Closed form: the model's bytes over the link's rate, as round_traffic says, and votes of a few bytes."""
+    told = forecast(link=Link(10.0), home=NO_TIME, memory_gbps=math.inf)
+    votes = 2 * 7 * BALLOT_BYTES * 8 / 10e9
+    assert told.seconds == pytest.approx(round_traffic(TWO, 1e9, link_gbps=10)["all_gather"]["seconds"] + votes)
+    assert told.phases["stall"] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("form", ["auto", "all_gather", "two_hop"])
+def test_nothing_crosses_in_one_cell(form: str) -> None:
+    told = forecast(Topology(8, 8, 2), form=form)
+    assert told.bytes_across == told.bytes_across_per_cell == 0
+    assert told.phases["across"] == told.phases["fill"] == told.phases["stall"] == 0
+    assert told.bytes_home == 3 * 4e9
+    assert told.seconds < 2
+
+
+def test_one_rank_has_nobody_to_wait_for() -> None:
+    told = forecast(Topology(1))
+    assert told.phases["vote"] == told.phases["across"] == told.phases["drain"] == 0
+
+
+def test_utilization_is_the_share_of_local_steps() -> None:
+    told = forecast()
+    assert told.utilization == pytest.approx(100 / (100 + told.exposed))
+    assert told.exposed == pytest.approx(told.seconds)
+    hidden = forecast(delay=20)
+    assert hidden.seconds == told.seconds and hidden.exposed == pytest.approx(
+        told.phases["pack"] + told.phases["commit"]
+    )
+    partly = forecast(delay=1)
+    assert partly.exposed == pytest.approx(told.seconds - 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(federations(), SETTINGS)
+def test_phases_add_up_and_bytes_are_those_of_the_traffic(topology: Topology, options: dict[str, Any]) -> None:
+    told = forecast(topology, **options)
+    assert sum(told.phases.values()) == pytest.approx(told.seconds)
+    assert min(told.phases.values()) >= 0
+    assert 0 < told.utilization <= 1
+    traffic = round_traffic(topology, 1e9 / options["fragments"])
+    form = traffic[told.form]
+    assert told.bytes_across_per_cell == pytest.approx(form["bytes_per_cell"] * options["codec_ratio"])
+    assert told.bytes_across == pytest.approx(form["bytes_total"] * options["codec_ratio"])
+    assert told.bytes_home == pytest.approx(traffic["home_bytes_total"])
+    if topology.cells > 1 and not options["own_links"]:
+        assert told.phases["across"] == pytest.approx(told.bytes_across_per_cell * 8 / 10e9)
+    assert json.loads(json.dumps(asdict(told))) == asdict(told)
+
+
+@settings(deadline=None, max_examples=60)
+@given(federations(), SETTINGS, st.floats(1.01, 20.0))
+def test_more_is_never_faster(topology: Topology, options: dict[str, Any], factor: float) -> None:
+    """What is slower, farther or larger takes longer.
+
+    With gloo, a longer way can let a receiver's word leave just before a bucket instead of behind it: there, and only
+    there, the forecast may gain.
+    """
+    rate, latency = 10.0, 0.01
+    told = forecast(topology, **options)
+    slower = forecast(topology, **{**options, "link": Link(rate / factor, latency)})
+    farther = forecast(topology, **{**options, "link": Link(rate, latency * factor)})
+    larger = forecast(topology, **{**options, "parameters": 1e9 * factor})
+    is_gloo = options["backend"] == "gloo"
+    for more, slack in ((slower, 0.01), (larger, 0.01), (farther, 0.15)):
+        assert more.seconds >= told.seconds * (1 - (slack if is_gloo else 1e-9))
+
+
+@pytest.mark.parametrize("cells", [1, 2, 3, 5])
+@pytest.mark.parametrize("parameters", [1e3, 1e9])
+def test_auto_takes_the_form_that_the_exchange_takes(cells: int, parameters: float) -> None:
+    told = forecast(Topology(4 * cells, 4, 2), parameters=parameters)
+    assert told.form == ("two_hop" if cells > 2 and parameters > 1e3 else "all_gather")
+
+
+def test_rails_multiply_bandwidth_only_where_every_sender_has_a_link() -> None:
+    wide = Topology(16, 8, 2)  # two cells of four replicas
+    options: dict[str, Any] = {"link": Link(1.0), "home": NO_TIME, "memory_gbps": math.inf}
+    plain, shared = forecast(wide, **options), forecast(wide, **options, rails=True)
+    assert shared.seconds == pytest.approx(plain.seconds, rel=1e-3)
+    one, four = forecast(wide, **options, own_links=True), forecast(wide, **options, own_links=True, rails=True)
+    assert plain.seconds / one.seconds == pytest.approx(2, rel=1e-3)
+    assert one.seconds / four.seconds == pytest.approx(4, rel=1e-3)
+    assert {told.bytes_across for told in (plain, shared, one, four)} == {plain.bytes_across}
+
+
+def test_the_slowest_size_of_cell_counts() -> None:
+    slow_home = Link(1.0)
+    uneven = forecast(Topology(18, (2, 16), 2), home=slow_home)
+    assert uneven.phases["drain"] == pytest.approx(forecast(Topology(32, 16, 2), home=slow_home).phases["drain"])
+    assert uneven.seconds > forecast(Topology(4, 2, 2), home=slow_home).seconds
+
+
+def test_thousands_of_ranks_take_no_time() -> None:
+    start = time.process_time()
+    told = forecast(Topology(8192, 8, 8), parameters=100e9, bucket_bytes=2**16, in_flight=8)
+    assert time.process_time() - start < 1
+    assert told.form == "two_hop" and told.buckets > 500_000
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parameters": 0}, "parameters 0 is no finite number above 0"),
+        ({"parameters": "8e9"}, "parameters '8e9'"),
+        ({"step_s": math.nan}, "step_s nan"),
+        ({"codec_ratio": True}, "codec_ratio True"),
+        ({"every": 0}, "every 0 is no whole number of at least 1"),
+        ({"bucket_bytes": 1.5}, "bucket_bytes 1.5"),
+        ({"form": "ring"}, "form 'ring' is unknown; choose one of auto"),
+        ({"backend": "mpi"}, "backend 'mpi' is unknown; choose one of gloo"),
+        ({"delay": 101}, "delay 101 is more than the 100 steps"),
+    ],
+)
+def test_numbers_that_cannot_be_meant(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        forecast(**changed)
+
+
+@pytest.mark.parametrize(("rate", "latency"), [(0, 0), (-1, 0), (math.nan, 0), (1, -1), (1, math.inf), ("1", 0)])
+def test_links_that_cannot_be_meant(rate: Any, latency: Any) -> None:
+    with pytest.raises(ConfigError, match="give"):
+        Link(rate, latency)
+
+
+# Data parallelism -----------------------------------------------------------------------------------------------------
+
+
+def test_data_parallelism_crosses_in_every_step() -> None:
+    told = forecast_data_parallel(
+        Topology(16, 4, 2), parameters=1e9, link=Link(10.0, 0.01), home=Link(200.0), step_s=1.0, bytes_per_parameter=2
+    )
+    assert told.bytes_across_per_cell == 2 * 3 / 4 * 2e9
+    assert told.seconds == pytest.approx(3e9 * 8 / 10e9 + 2 * 3 * 0.01)
+    assert told.exposed == pytest.approx(told.seconds - BACKWARD_SHARE)
+    assert told.utilization == pytest.approx(1 / (1 + told.exposed))
+
+
+def test_data_parallelism_hides_behind_the_backward_pass() -> None:
+    told = forecast_data_parallel(TWO, parameters=1e6, link=Link(100.0), home=Link(200.0), step_s=1.0)
+    assert told.exposed == 0 and told.utilization == 1
+    own = forecast_data_parallel(TWO, parameters=1e9, link=Link(1.0), home=NO_TIME, step_s=1.0, own_links=True)
+    shared = forecast_data_parallel(TWO, parameters=1e9, link=Link(1.0), home=NO_TIME, step_s=1.0)
+    assert shared.seconds == pytest.approx(4 * own.seconds)
+
+
+# Codecs ---------------------------------------------------------------------------------------------------------------
+
+CODECS = [
+    "bf16",
+    "fp16",
+    "int8",
+    "int4",
+    "int8:block=7",
+    "int4:block=128,scale=fp32",
+    "int8:rounding=stochastic",
+    "topk:0.01",
+    "topk:0.07,value=fp16",
+    "topk:1",
+]
+
+
+@given(st.sampled_from(CODECS), st.integers(0, 10**7))
+def test_sizes_are_those_of_the_codecs(codec: str, numel: int) -> None:
+    made = codec_of(codec)
+    assert made is not None
+    assert codec_bytes(codec, numel) == codec_bytes(str(made), numel) == made.nbytes(numel)
+
+
+def test_ratios() -> None:
+    assert codec_ratio("none") == codec_ratio("none", 2.0) == 1
+    assert codec_ratio("bf16") == 0.5 and codec_ratio("bf16", 2.0) == 1
+    assert codec_ratio("int8") < 0.27 and codec_ratio("int4") < 0.14
+    assert codec_bytes("none", 10) == 40
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *("zip", "", "bf16:block=64", "int8:block=0", "int8:block=x", "int8:bits=4", "int8:block=64,block=64"),
+        *("int4:scale=bf16", "int8:rounding=up"),
+        *("topk", "topk:0", "topk:2", "topk:x", "topk:nan", "topk:0.1,value=int8"),
+    ],
+)
+def test_unknown_codecs_are_refused_here_as_there(codec: str) -> None:
+    for made in (codec_of, lambda name: codec_bytes(name, 10)):
+        with pytest.raises(ConfigError, match="give"):
+            made(codec)

@@ -1,0 +1,99 @@
+"""The figure of utilization over bandwidth; the benchmark that draws it and compares forecasts with measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xffl.errors import ConfigError
+from xffl.report import utilization_figure
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def texts(path: Path) -> list[str]:
+    nodes = ET.parse(path).getroot().iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(node.itertext()).strip() for node in nodes]
+
+
+def test_the_figure_names_its_panels_and_lines(tmp_path: Path) -> None:
+    records = [
+        {"panel": panel, "run": run, "gbps": rate, "utilization": 0.5}
+        for panel in ("small", "large")
+        for run in ("rounds", "plain")
+        for rate in (0.1, 1.0, 10.0)
+    ]
+    utilization_figure(records, tmp_path / "a.svg")
+    utilization_figure(iter(records), tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    for text in ("small", "large", "rounds", "plain", "time spent on local steps (%)"):
+        assert texts(tmp_path / "a.svg").count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("records", "name", "message"),
+    [([], "a.svg", "no forecasts"), ([{"run": "x"}], "a.svg", "lacks panel, gbps"), ([{}], "a.pdf", ".png or .svg")],
+)
+def test_the_figure_refuses_what_it_cannot_draw(
+    records: list[dict[str, Any]], name: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        utilization_figure(records, tmp_path / name)
+
+
+def scale(*words: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-X", "importtime", str(ROOT / "benchmarks" / "scale.py"), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert not any(line.rpartition("|")[2].strip() == "torch" for line in ran.stderr.splitlines())
+    return ran.stdout
+
+
+def test_scale_draws_and_tells_what_it_takes_for_granted(tmp_path: Path) -> None:
+    told = scale("--out", str(tmp_path), "--points", "5", "--every", "40")
+    assert "4 equal cells" in told and "100B parameters, 4096 GPUs" in told
+    record = json.loads((tmp_path / "scale.json").read_text())
+    assert record["date"] and record["versions"]["xffl"] and record["assumptions"]
+    assert len(record["records"]) == 3 * 5 * 5
+    for panel in {row["panel"] for row in record["records"]}:
+        by_run: dict[str, list[float]] = {}
+        for row in record["records"]:
+            if row["panel"] == panel:
+                by_run.setdefault(row["run"], []).append(row["utilization"])
+        assert all(shares == sorted(shares) for shares in by_run.values())
+        exact, plain = by_run["round every 40 steps, exact (fp32)"], by_run["data parallelism, every step (bf16)"]
+        assert all(mine > its for mine, its in zip(exact[:-1], plain, strict=False))
+    assert "100B parameters, 4096 GPUs" in texts(tmp_path / "scale.svg")
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scale_compares_with_measurements(tmp_path: Path) -> None:
+    """A record as wan.py writes it, for a link of exactly 200 Mbit/s: the ratio is the forecast over what it says."""
+    model = 12 * 4 * 1024 * 1025
+    rows = {"tcp": {"seconds": model * 8 / 200e6 + 0.01}, "round": {"seconds": 2.0}, "hsdp_step": {"seconds": 5.0}}
+    record = {
+        "date": "2026-11-21",
+        "machine": "none",
+        "link": {"rate_mbit": 200.0, "delay_ms": 10.0},
+        "cells": [4, 4],
+        "hsdp": 2,
+        "model_bytes": model,
+        "tensors": 24,
+        "rows": rows,
+    }
+    (tmp_path / "wan.json").write_text(json.dumps(record))
+    told = scale("--validate", str(tmp_path / "wan.json"))
+    # 2.015 s for the bytes, 14 round trips of votes, 10 words that waited behind data, and their first and last.
+    expected = 2.015 + 14 * 0.02 + 10 * 0.01 + 0.02
+    name, measured, found, ratio = told.splitlines()[-1].split()
+    assert (name, measured) == ("round", "2.000s")
+    assert float(found[:-1]) == pytest.approx(expected, rel=0.02)
+    assert float(ratio) == pytest.approx(float(found[:-1]) / 2, abs=1e-3)
