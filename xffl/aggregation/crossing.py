@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.pool import Pool, aligned, rows_of
 from xffl.aggregation.routes import Routes
-from xffl.aggregation.tracks import IN_FLIGHT, Track, Turnout
+from xffl.aggregation.tracks import AHEAD, IN_FLIGHT, Track, Turnout
 from xffl.topology import Topology
 
 __all__ = ["Crossing"]
@@ -39,7 +39,10 @@ class Crossing:
         self._cell = topology.cell_of(rank)
         self._others = [cell for cell in range(topology.cells) if cell != self._cell]
         self._routes = routes
-        self.depth = IN_FLIGHT * (max(topology.replica_counts) if routes.is_railed else 1)
+        turns = max(topology.replica_counts) if routes.is_railed else 1
+        self.depth = IN_FLIGHT * turns
+        # NCCL matches what is sent and received by order alone, so there both are posted together.
+        self.ahead = AHEAD * turns if device.type == "cpu" else 0
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._slots = Pool(max((self._slot_bytes(t, b) for t in tracks for b in t.buckets), default=0), device)
         self.feedback = {
@@ -88,15 +91,18 @@ class Crossing:
         """Tell whether this rank carries a bucket for its cell."""
         return self.carrier(lane, bucket) == self._rank
 
+    def pause(self, track: Track) -> int:
+        """Return for how many buckets :meth:`carry` pauses in all."""
+        return self.ahead + self.depth * (2 if track.is_two_hop else 1)
+
     def _slot_bytes(self, track: Track, bucket: Bucket) -> int:
-        """Return what a bucket needs for what arrives: a row for each cell, and one for what is sent encoded."""
-        cells = self._topology.cells
-        numel = bucket.stop - bucket.start
-        if track.is_two_hop:
-            numel = -(-numel // cells)
-        encoded = 0 if track.codec is None else track.codec.nbytes(numel)
-        row = aligned(max(encoded, numel * track.dtype.itemsize))
-        return row * cells * (2 if track.codec is not None and track.is_two_hop else 1)
+        """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
+        numel = -(-(bucket.stop - bucket.start) // (self._topology.cells if track.is_two_hop else 1))
+        exact = aligned(numel * track.dtype.itemsize) * len(self._others)
+        if track.codec is None:
+            return exact
+        leaving = self._topology.cells if track.is_two_hop else 1
+        return max(exact, aligned(track.codec.nbytes(numel)) * (len(self._others) + leaving))
 
     def _cross(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket as it is: all of it with every cell, or a part with each and then the results."""
@@ -105,18 +111,19 @@ class Crossing:
         parts = track.parts(bucket)
         mine = values[parts[here]]
         slot = self._slots.take()
-        rows = [row.view(track.dtype) for row in rows_of(slot, mine.nbytes, self._topology.cells)]
-        rows[here] = mine
+        rows = dict(zip(others, rows_of(slot, mine.nbytes, len(others)), strict=True))
+        held = {cell: row.view(track.dtype) for cell, row in rows.items()} | {here: mine}
         send = {cell: values[parts[cell]] for cell in others if here in senders}
-        works = self._post(track, bucket, send, {cell: rows[cell] for cell in others if cell in senders})
+        receive = {cell: held[cell] for cell in others if cell in senders}
+        works = yield from self._swap(track, bucket, 1, send, receive)
         yield self.depth
         self._arrive(works)
         with self._journal.noting("combine"):
-            self._combine(track, [rows[cell] for cell in senders], out[parts[here]])
+            self._combine(track, [held[cell] for cell in senders], out[parts[here]])
         self._slots.give(slot)
         if track.is_two_hop:
             send = dict.fromkeys(others, out[parts[here]])
-            works = self._post(track, bucket, send, {cell: out[parts[cell]] for cell in others})
+            works = self._post(track, bucket, 2, send, {cell: out[parts[cell]] for cell in others})
             yield self.depth
             self._arrive(works)
 
@@ -125,20 +132,22 @@ class Crossing:
 
         Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
         """
-        here, cells, others = self._cell, range(self._topology.cells), self._others
+        here, others = self._cell, self._others
         senders = self._turnout.senders(track.lane)
         feedback, parts = self.feedback[track.number], track.parts(bucket)
         assert track.codec is not None
         sizes = [track.codec.nbytes(part.stop - part.start) for part in parts]
         slot = self._slots.take()
-        rows = rows_of(slot, max(sizes), (2 if track.is_two_hop else 1) * len(cells))
-        arriving = [row[: sizes[here]] for row in rows[: len(cells)]]
-        leaving = [row[:size] for row, size in zip(rows[-len(cells) :], sizes, strict=True)]
+        leaving_for = range(self._topology.cells) if track.is_two_hop else [here]
+        rows = rows_of(slot, max(sizes), len(others) + len(leaving_for))
+        arriving = {cell: row[: sizes[here]] for cell, row in zip(others, rows, strict=False)}
+        leaving = {cell: row[: sizes[cell]] for cell, row in zip(leaving_for, rows[len(others) :], strict=True)}
         if here in senders:
             with self._journal.noting("encode"):
                 self._encode(track, bucket, values, leaving)
-        send = {cell: leaving[cell if track.is_two_hop else here] for cell in others if here in senders}
-        works = self._post(track, bucket, send, {cell: arriving[cell] for cell in others if cell in senders})
+        send = {cell: leaving.get(cell, leaving[here]) for cell in others if here in senders}
+        receive = {cell: arriving[cell] for cell in others if cell in senders}
+        works = yield from self._swap(track, bucket, 1, send, receive)
         yield self.depth
         self._arrive(works)
         arriving[here] = leaving[here]
@@ -149,32 +158,30 @@ class Crossing:
                 spare = self._scratch[-2, : mean[parts[here]].numel()]
                 place, seed = (bucket.number, -1), self._seed(track, bucket, -1)
                 feedback.encode(place, mean[parts[here]], leaving[here], spare, seed)
-            arriving = [row[:size] for row, size in zip(rows, sizes, strict=False)]
-            send = dict.fromkeys(others, leaving[here])
-            works = self._post(track, bucket, send, {cell: arriving[cell] for cell in others})
+            arriving |= {cell: row[: sizes[cell]] for cell, row in zip(others, rows, strict=False)}
+            receive = {cell: arriving[cell] for cell in others}
+            works = self._post(track, bucket, 2, dict.fromkeys(others, leaving[here]), receive)
             yield self.depth
             self._arrive(works)
-            arriving[here] = leaving[here]
         with self._journal.noting("combine"):
             if track.is_two_hop:
-                for part, code in zip(parts, arriving, strict=True):
-                    feedback.decode(code, mean[part])
+                for cell, part in enumerate(parts):
+                    feedback.decode(arriving[cell], mean[part])
             else:
                 self._combine_codes(track, [arriving[cell] for cell in senders], mean)
             out.copy_(feedback.reference[bucket.start : bucket.stop]).add_(mean)
         self._slots.give(slot)
 
-    def _encode(self, track: Track, bucket: Bucket, values: torch.Tensor, codes: list[torch.Tensor]) -> None:
+    def _encode(self, track: Track, bucket: Bucket, values: torch.Tensor, codes: Mapping[int, torch.Tensor]) -> None:
         """Write this rank's step since the last agreed state, part by part."""
         feedback = self.feedback[track.number]
         step = self._scratch[-1, : values.numel()]
         step.copy_(values).sub_(feedback.reference[bucket.start : bucket.stop])
         parts = track.parts(bucket)
-        for number, part in enumerate(parts) if track.is_two_hop else [(self._cell, parts[0])]:
-            spare = self._scratch[-2, : part.stop - part.start]
-            feedback.encode(
-                (bucket.number, number), step[part], codes[number], spare, self._seed(track, bucket, number)
-            )
+        for cell, code in codes.items():
+            spare = self._scratch[-2, : parts[cell].stop - parts[cell].start]
+            seed = self._seed(track, bucket, cell)
+            feedback.encode((bucket.number, cell), step[parts[cell]], code, spare, seed)
 
     def _combine_codes(self, track: Track, codes: list[torch.Tensor], out: torch.Tensor) -> None:
         rows = [self._scratch[row, : out.numel()] for row in range(len(codes))]
@@ -187,13 +194,34 @@ class Crossing:
         numbers = (self._turnout.number, track.number, bucket.number, part, self._rank)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
+    def _swap(
+        self,
+        track: Track,
+        bucket: Bucket,
+        hop: int,
+        send: Mapping[int, torch.Tensor],
+        receive: Mapping[int, torch.Tensor],
+    ) -> Generator[int, None, list[dist.Work]]:
+        """Get ready to receive, and send some buckets later."""
+        if not self.ahead:
+            return self._post(track, bucket, hop, send, receive)
+        works = self._post(track, bucket, hop, {}, receive)
+        yield self.ahead
+        return works + self._post(track, bucket, hop, send, {})
+
     def _post(
-        self, track: Track, bucket: Bucket, send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor]
+        self,
+        track: Track,
+        bucket: Bucket,
+        hop: int,
+        send: Mapping[int, torch.Tensor],
+        receive: Mapping[int, torch.Tensor],
     ) -> list[dist.Work]:
         """Start sending to other cells' carriers of a bucket, and receiving from them."""
         group = self._routes.across
+        # What belongs together is matched by hop and order.
         moves = [
-            dist.P2POp(operation, values.view(torch.uint8), self.carrier(track.lane, bucket, cell), group=group)
+            dist.P2POp(operation, values.view(torch.uint8), self.carrier(track.lane, bucket, cell), group, hop)
             for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
             for cell, values in by_cell.items()
             if values.numel()

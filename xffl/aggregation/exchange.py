@@ -27,6 +27,9 @@ from xffl.aggregation.tracks import Track, Turnout
 
 __all__ = ["Exchange"]
 
+HOME_LAG = 2
+"""Buckets after which a broadcast at home is waited for: the next one is combined meanwhile."""
+
 
 class Exchange:
     """Everything that one rank moves in a round.
@@ -251,7 +254,7 @@ class Exchange:
             yield from self._crossing.carry(track, bucket, values, out, is_encoded=is_encoded)
         if track.home is not None:
             if not is_carrier:  # in step with the rank that is
-                yield self._crossing.depth * (2 if track.is_two_hop else 1)
+                yield self._crossing.pause(track)
             yield from self._share(track, bucket, out, is_carrier=is_carrier)
         if self._atomic:
             return
@@ -282,7 +285,7 @@ class Exchange:
             source = self._crossing.carrier(track.lane, bucket)
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.journal.bytes_home += values.nbytes * (home.size() - 1) if is_carrier else 0
-        yield 1
+        yield HOME_LAG
         with self.journal.phase("home"):
             work.wait()
 

@@ -107,7 +107,7 @@ class Protocol:
         number = int(ballot.round)
         try:
             with self._exchange.journal.phase("vote"):
-                ballots = cast(ballot, self._device, self._group)
+                ballots = cast(ballot, self._device, self._topology, self._group)
         except RuntimeError as broken:
             self.is_cut_off = True
             raise RoundError(
@@ -146,7 +146,7 @@ class Protocol:
             raise
         try:
             with self._exchange.journal.phase("vote"):
-                ballots = cast(Ballot(number, is_failed=failure is not None), self._device, self._group)
+                ballots = cast(Ballot(number, is_failed=failure is not None), self._device, self._topology, self._group)
             check_rounds(ballots)
             is_agreed = not any(other.is_failed for other in ballots)
             reasons = [] if is_agreed else self._gather_reasons(failure)

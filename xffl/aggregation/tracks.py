@@ -13,10 +13,17 @@ from xffl.aggregation.plan import Bucket, Lane, form_of
 from xffl.aggregation.routes import Routes
 from xffl.topology import Topology
 
-__all__ = ["IN_FLIGHT", "Track", "Turnout", "make_tracks"]
+__all__ = ["AHEAD", "IN_FLIGHT", "Track", "Turnout", "make_tracks"]
 
-IN_FLIGHT = 2
+IN_FLIGHT = 4
 """Buckets that a rank has on the slow link at a time; while they cross, those before are combined and handed round."""
+
+AHEAD = 2
+"""Buckets that a rank is ready to receive before it sends its own.
+
+gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself: without this
+the slow link would pause for its latency.
+"""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,20 +41,53 @@ class Ballot(NamedTuple):
     is_encoding: bool = False
 
 
-def cast(ballot: Ballot, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Ballot]:
+def cast(
+    ballot: Ballot, device: torch.device, topology: Topology, group: dist.ProcessGroup | None = None
+) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
-    Collective over the world: one all-gather of nine 64-bit floats from each rank.
+    Collective over the world: 72 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
+    those of the others, and down again. The slow link is crossed once, by all cells at the same time, where an
+    all-gather over the world would cross it ring step by ring step.
 
     :param ballot: This rank's ballot.
     :param device: Where the world's backend communicates from.
+    :param topology: The federation.
     :param group: A group of all ranks; by default the world.
     :return: The ballots, by rank.
     """
-    mine = torch.tensor(ballot, dtype=torch.float64, device=device)
-    rows = torch.empty(dist.get_world_size(), mine.numel(), dtype=torch.float64, device=device)
-    dist.all_gather(list(rows.unbind()), mine, group=group)
-    return [Ballot(row[0], row[1], *map(bool, row[2:])) for row in rows.tolist()]
+    rank = dist.get_rank()
+    cell = topology.cell_of(rank)
+    first, last = topology.offsets[cell], topology.offsets[cell + 1]
+    place = rank - first
+    children = [first + child for child in (2 * place + 1, 2 * place + 2) if first + child < last]
+    parent = first + (place - 1) // 2
+    table = torch.zeros(topology.world_size, len(ballot), dtype=torch.float64, device=device)
+    table[rank] = torch.tensor(ballot, dtype=torch.float64)
+    home = table[first:last]
+    below = torch.zeros(len(children), *home.shape, dtype=torch.float64, device=device)
+    _swap({}, dict(zip(children, below, strict=True)), group)
+    home += below.sum(0)  # each row is zero in all tables but one
+    if rank == first:
+        others = [other for other in range(topology.cells) if other != cell]
+        rows = {other: table[topology.offsets[other] : topology.offsets[other + 1]] for other in others}
+        firsts = {topology.offsets[other]: row for other, row in rows.items()}
+        _swap(dict.fromkeys(firsts, home), firsts, group)
+    else:
+        _swap({parent: home}, {}, group)
+        _swap({}, {parent: table}, group)
+    _swap(dict.fromkeys(children, table), {}, group)
+    return [Ballot(row[0], row[1], *map(bool, row[2:])) for row in table.tolist()]
+
+
+def _swap(
+    send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Send to some ranks and receive from some, at the same time."""
+    moves = [dist.P2POp(dist.irecv, values, rank, group=group) for rank, values in receive.items()]
+    moves += [dist.P2POp(dist.isend, values, rank, group=group) for rank, values in send.items()]
+    for work in dist.batch_isend_irecv(moves) if moves else ():
+        work.wait()
 
 
 def check_rounds(ballots: Sequence[Ballot]) -> None:
