@@ -15,6 +15,7 @@ from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
+from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, check_merge, check_options
 from xffl.aggregation.pending import Background
 from xffl.aggregation.plan import digest, plan_lanes
@@ -98,6 +99,7 @@ class Aggregator:
             self._topology = state.topology
             at = self._topology.coordinates(self._rank)
             self._device = communication_device(state)
+            self._arithmetic = arithmetic_of(self._device)
             self.check()
             options = check_options(bucket_bytes, atomic, nonfinite, form, rails, fragments, overlap)
             self._manifest = Manifest(model, policies, codec)
@@ -164,7 +166,7 @@ class Aggregator:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard once to each other cell and once to each replica at home, after a
-        vote of 72 bytes a rank and before another.
+        vote of 80 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
@@ -302,8 +304,9 @@ class Aggregator:
             is_finished=is_finished,
             is_nonfinite=bool(self._found),
             is_failed=error is not None,
-            is_moderate=is_moderate,
             is_encoding=self._exchange.is_encoding(self._fragment),
+            is_moderate=is_moderate,
+            arithmetic=self._arithmetic,
         )
         return ballot, error
 

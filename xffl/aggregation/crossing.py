@@ -243,4 +243,4 @@ class Crossing:
             out.copy_(values[0])
         else:
             weights = [self._turnout.weights[cell] for cell in self._turnout.senders(track.lane)]
-            weighted_mean(values, weights, out, is_moderate=self._turnout.is_moderate)
+            weighted_mean(values, weights, out, is_fused=self._turnout.is_fused)

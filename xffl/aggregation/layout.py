@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.manifest import Entry, canonical_axis
 from xffl.aggregation.plan import Bucket, Item, Piece
@@ -29,17 +31,19 @@ class Layout:
         self, entries: Sequence[Entry], items: Sequence[Item], axes: Sequence[Sequence[int]], at: Coordinates
     ) -> None:
         self._entries = tuple(entries)
+        self._slots = [entry.slot for entry in entries]
         self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
         # Where this rank's part of each tensor begins, in canonical order.
         cuts = [item.cuts[at.cell] for item in items]
         held = [cut.bounds(at.shard) if cut.is_held_by_part else (0, cut.numel) for cut in cuts]
         self._origin = tuple(start for start, _ in held)
         self._held = tuple(stop - start for start, stop in held)
-        self._found: list[tuple[object, ...]] = []
+        self._found: list[list[object]] = []
         # Flat, where a tensor's elements follow each other in memory.
         self._views: list[torch.Tensor] = []
         # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
         self._of_bucket: dict[int, list[torch.Tensor]] = {}
+        self._flat_on: dict[int, torch.device | None] = {}
 
     def name(self, item: int) -> str:
         """Return a tensor's name.
@@ -54,7 +58,7 @@ class Layout:
 
         :raises ConfigError: if one has another shape or data type, or another part of it is held here.
         """
-        found = [entry.place() for entry in self._entries]
+        found = _places([held.get(leaf) for held, leaf in self._slots])
         if found == self._found:
             return
         views = [entry.elements(axis) for entry, axis in zip(self._entries, self._axis, strict=True)]
@@ -67,6 +71,7 @@ class Layout:
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._found = found
         self._of_bucket.clear()
+        self._flat_on.clear()
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
         """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.
@@ -87,7 +92,7 @@ class Layout:
         :param into: Flat tensor of as many elements.
         """
         views = self._views_of(bucket)
-        if all(view.dim() == 1 and view.device == into.device for view in views):
+        if self._is_flat(bucket, into.device):
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
             return
         for view, part in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
@@ -105,7 +110,7 @@ class Layout:
                 views[0].copy_(values)
             return
         sizes = [view.numel() for view in views]
-        if all(view.dim() == 1 and view.device == values.device for view in views):
+        if self._is_flat(bucket, values.device):
             torch.split_with_sizes_copy(values, sizes, out=views)
             return
         for view, part in zip(views, torch.split(values, sizes), strict=True):
@@ -127,11 +132,33 @@ class Layout:
             self._of_bucket[id(bucket)] = kept
         return kept
 
+    def _is_flat(self, bucket: Bucket, device: torch.device) -> bool:
+        """Tell whether a bucket's views are all 1-D and on a device."""
+        if id(bucket) not in self._flat_on:
+            views = self._views_of(bucket)
+            places = {view.device if view.dim() == 1 else None for view in views}
+            self._flat_on[id(bucket)] = places.pop() if len(places) == 1 else None
+        return self._flat_on[id(bucket)] == device
+
     def _views_of_piece(self, piece: Piece) -> list[torch.Tensor]:
         elements = self._views[piece.item]
         if elements.dim() == 1 and piece.stop - piece.start == elements.numel():
             return [elements]
         return _spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
+
+
+def _places(tensors: list[torch.Tensor | None]) -> list[list[object]]:
+    """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
+    held = [tensor for tensor in tensors if tensor is not None]
+    is_any_sharded = any(issubclass(kind, DTensor) for kind in set(map(type, held)))
+    local = (
+        [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held] if is_any_sharded else held
+    )
+    # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where there
+    # can be thousands: tuples would set off Python's garbage collector.
+    look_at = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous, operator.attrgetter("dtype"))
+    gaps: list[object] = [tensor.stride() for tensor in local if not tensor.is_contiguous()]
+    return [list(map(id, tensors)), gaps, *(list(map(look, local)) for look in look_at)]
 
 
 def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from cell to cell.
 from __future__ import annotations
 
 import fnmatch
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -77,14 +78,10 @@ class Entry:
             )
         return tensor
 
-    def place(self) -> tuple[object, ...]:
-        """Return what changes when the model keeps the tensor elsewhere or otherwise; cheap."""
-        held = self.module._buffers if self.is_buffer else self.module._parameters
-        tensor = held.get(self.leaf)
-        if tensor is None:
-            return ()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return (id(tensor), tensor.dtype, tensor.shape, local.data_ptr(), local.stride())
+    @property
+    def slot(self) -> tuple[Mapping[str, torch.Tensor | None], str]:
+        """Where the module keeps the tensor, to look it up without any check."""
+        return (self.module._buffers if self.is_buffer else self.module._parameters), self.leaf
 
     def elements(self, axis: int) -> torch.Tensor:
         """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
@@ -140,6 +137,9 @@ class Manifest:
             _check_patterns(what, [pattern for pattern in patterns if pattern], used, entries)
         self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
         self._places = _places(model)
+        # Kept alive, so that no other tensor can be taken for one of them.
+        self._tensors = _held(model)
+        self._trains = [tensor.requires_grad for tensor in self._tensors]
         self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
@@ -151,8 +151,14 @@ class Manifest:
         :param model: The model that the manifest was made of.
         :raises ConfigError: if a tensor came, went, or was frozen or unfrozen.
         """
+        tensors = _held(model)
+        trains = [tensor.requires_grad for tensor in tensors]
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if is_same and trains == self._trains:
+            return
         now = _places(model)
         if now == self._places:
+            self._tensors, self._trains = tensors, trains
             return
         changed = sorted({leaf for _, leaf, _ in set(now) ^ set(self._places)})
         raise ConfigError(
@@ -312,6 +318,17 @@ def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
         filled[fragment] += max(1, sizes[index])
         dealt[index] = fragment
     return dealt
+
+
+def _held(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that the model's modules hold, in order."""
+    return [
+        tensor
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+        if tensor is not None
+    ]
 
 
 def _places(model: nn.Module) -> tuple[tuple[int, str, bool], ...]:

@@ -98,7 +98,8 @@ class Protocol:
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
         first = next(cell for cell in range(self._topology.cells) if cell not in dropped)
-        turnout = Turnout(counted, first, int(ballot.round), all(other.is_moderate for other in ballots))
+        is_fused = all(other.is_moderate for other in ballots) and len({other.arithmetic for other in ballots}) == 1
+        turnout = Turnout(counted, first, int(ballot.round), is_fused)
         self._close(turnout, fragment)
         return Outcome(turnout, dropped, self.is_over)
 

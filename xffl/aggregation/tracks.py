@@ -33,13 +33,14 @@ class Turnout:
     :param weights: One weight for each cell; cells of weight 0 send nothing.
     :param first: The cell that tensors of policy ``first`` are taken from.
     :param number: The round's number, from 1.
-    :param is_moderate: Whether no rank holds a value whose square leaves fp32, so that differences do not either.
+    :param is_fused: Whether two values may be combined in one fused step: no rank holds one whose square leaves fp32,
+        so that differences do not either, and all have the same arithmetic.
     """
 
     weights: tuple[float, ...]
     first: int
     number: int = 1
-    is_moderate: bool = False
+    is_fused: bool = False
 
     def senders(self, lane: Lane) -> tuple[int, ...]:
         """Return the cells whose values a lane needs, in order."""

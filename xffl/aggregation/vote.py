@@ -26,8 +26,9 @@ class Ballot(NamedTuple):
     :param is_finished: Whether its cell has no more steps to make.
     :param is_nonfinite: Whether it holds a value that is not finite.
     :param is_failed: Whether it cannot go on; the reason is gathered afterwards.
-    :param is_moderate: Whether differences between its values and others like them stay in fp32.
     :param is_encoding: Whether it knows the agreed state that lossy codecs start from.
+    :param is_moderate: Whether differences between its values and others like them stay in fp32.
+    :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
     """
 
     round: float
@@ -37,8 +38,9 @@ class Ballot(NamedTuple):
     is_finished: bool = False
     is_nonfinite: bool = False
     is_failed: bool = False
-    is_moderate: bool = False
     is_encoding: bool = False
+    is_moderate: bool = False
+    arithmetic: float = 0.0
 
 
 def cast(
@@ -46,7 +48,7 @@ def cast(
 ) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
-    Collective over the world: 72 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
+    Collective over the world: 80 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
     those of the others, and down again. The slow link is crossed once, by all cells at the same time, where an
     all-gather over the world would cross it ring step by ring step.
 
@@ -77,7 +79,12 @@ def cast(
         _swap({parent: home}, {}, group)
         _swap({}, {parent: table}, group)
     _swap(dict.fromkeys(children, table), {}, group)
-    return [Ballot(row[0], row[1], *map(bool, row[2:])) for row in table.tolist()]
+    return [_ballot(*row) for row in table.tolist()]
+
+
+def _ballot(number: float, weight: float, *rest: float) -> Ballot:
+    *flags, arithmetic = rest
+    return Ballot(number, weight, *map(bool, flags))._replace(arithmetic=arithmetic)
 
 
 def _swap(

@@ -1,0 +1,374 @@
+"""Measure what a set of ranks can do: the paths between them, and rounds over these paths."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from xffl import __version__
+from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.report import RoundReport
+from xffl.aggregation.routes import communication_device
+from xffl.cluster.hardware import describe_host
+from xffl.distributed.agreement import agree, ranks_text
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import ConfigError, XfflError
+from xffl.parallel.shard import shard
+from xffl.topology import Topology
+
+__all__ = ["Effort", "build_model", "measure", "round_variants"]
+
+SMALL_BYTES = 8
+"""Payload of the probes that measure latency."""
+SMALL_CALLS = 20
+"""Exchanges of such a payload in one sample: the time of one is near that of a barrier."""
+CODECS = ("bf16", "int8", "int4")
+BLOCKS = 6
+"""Blocks that the model has if its width comes out even."""
+DRIFT = 1e-3
+"""What ranks multiply their parameters by before a round, less 1, so that lossy codecs have something to write."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured, the same on all ranks.
+
+    :param megabytes: Size of the model and of large messages, in MiB, at least 0.01. The model comes out near it.
+    :param repeats: Samples of each probe, at least 1.
+    :param warmup: Passes before the first sample, at least 1: connections and buffers are made in them.
+    :raises ConfigError: if a number cannot be meant.
+    """
+
+    megabytes: float = 64.0
+    repeats: int = 7
+    warmup: int = 2
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.megabytes) and self.megabytes >= 0.01):
+            raise ConfigError(f"--megabytes is {self.megabytes}; give a number of 0.01 or more, such as 64")
+        for knob, value in (("repeats", self.repeats), ("warmup", self.warmup)):
+            if value < 1:
+                raise ConfigError(f"--{knob} is {value}; give a whole number of 1 or more")
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """One thing that is timed, as this rank takes part in it.
+
+    :param kind: ``ring``, ``all-reduce`` or ``round``.
+    :param name: Told in the table; unlike all others of its kind and payload.
+    :param ranks: Who takes part, in words.
+    :param payload: Bytes of a message, or of the model.
+    :param call: The work.
+    :param calls: How often it is done in one sample.
+    :param prepare: Done before each sample, outside of its time.
+    :param sent: Bytes that this rank sends to other cells and at home; ``None`` where the backend decides, or where a
+        report tells.
+    :param options: What an aggregator was made with.
+    """
+
+    kind: str
+    name: str
+    ranks: str
+    payload: int
+    call: Callable[[], object]
+    calls: int = 1
+    prepare: Callable[[], None] = lambda: None
+    sent: tuple[int, int] | None = None
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass
+class _Seen:
+    """What one rank saw of a probe: seconds of each sample, and reports of rounds."""
+
+    seconds: list[float] = field(default_factory=list)
+    reports: list[RoundReport] = field(default_factory=list)
+
+    def told(self, sent: tuple[int, int] | None) -> dict[str, Any]:
+        """Return it as plain data: samples, bytes sent, median seconds of each phase."""
+        told: dict[str, Any] = {"samples": self.seconds, "sent": sent}
+        if self.reports:
+            last = self.reports[-1]
+            names = dict.fromkeys(name for report in self.reports for name in report.phases)
+            told["sent"] = (last.bytes_across, last.bytes_home)
+            told["phases"] = {
+                name: statistics.median(report.phases.get(name, 0.0) for report in self.reports) for name in names
+            }
+            told["hidden"] = statistics.median(report.hidden for report in self.reports)
+            told["codec_error"] = last.codec_error
+        return told
+
+
+def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
+    """Time a ring, all-reduces over each kind of group, and rounds, on the ranks as they are.
+
+    Collective over the world. All probes are interleaved, so that what disturbs a shared machine meets all alike; each
+    sample starts at a barrier and counts for the rank that took longest. A sender needs memory for about 18 models'
+    shards, since the aggregators of all rounds live at the same time.
+
+    :param state: The state that describes the federation.
+    :param effort: How much is measured.
+    :return: On rank 0 what was found, as data for JSON: what it was measured on and with, and ``rows``; else ``None``.
+        A row has ``kind``, ``name``, ``ranks``, ``payload_bytes``, ``samples`` and their median ``seconds``,
+        ``gbytes_per_s`` (payload over time), ``ratio`` to the all-reduce of that payload over the world, and where they
+        are known ``bytes_across`` and ``bytes_home``, each ``{"busiest": ..., "total": ...}`` over the ranks. A round
+        has also ``options``, ``phases`` and ``hidden`` (seconds on the rank with most), and ``codec_error``.
+    :raises ConfigError: if the world is a single rank, or ranks were asked for different efforts.
+    """
+    error: XfflError | None = None
+    if dist.get_world_size() == 1:
+        error = ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
+    agree("efforts", str(effort), error=error)
+    device = communication_device(state)
+    model = build_model(effort.megabytes)
+    tensors, numel = len(list(model.parameters())), sum(parameter.numel() for parameter in model.parameters())
+    model = shard(model, state, wrap=(_Block,))
+    flat = torch.zeros(numel, device=device)
+    messages = ((flat[: SMALL_BYTES // 4], SMALL_CALLS), (flat, 1))
+    probes = [_ring(state.topology, values, calls) for values, calls in messages]
+    probes += [probe for values, calls in messages for probe in _all_reduces(state, values, calls)]
+    probes += _rounds(state, model, flat.nbytes)
+    seen = _sample(probes, effort, device)
+    told = {
+        "host": describe_host() | {"device": _device_name(device)},
+        "probes": [notes.told(probe.sent) for probe, notes in zip(probes, seen, strict=True)],
+    }
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(told, gathered, dst=0)
+    if gathered is None:
+        return None
+    return {
+        **_circumstances(state, gathered),
+        "effort": asdict(effort),
+        "model": {"bytes": flat.nbytes, "parameters": numel, "tensors": tensors},
+        "rows": _rows(probes, [rank["probes"] for rank in gathered]),
+    }
+
+
+def build_model(megabytes: float) -> nn.Module:
+    """Return an fp32 model whose tensors are like a transformer's: in each block four large ones and eight small ones.
+
+    :param megabytes: Its size in MiB; it comes out near that, as a whole number of blocks whose width many numbers of
+        shards divide.
+    :return: The model, on the CPU. It is never run.
+    """
+    wanted = megabytes * 2**20 / 4
+    step = 64 if wanted > 2**20 else 8
+    width = step * max(1, round(math.sqrt(wanted / (12 * BLOCKS)) / step))
+    blocks = max(1, round(wanted / (12 * width * width + 13 * width)))
+    return nn.Sequential(*(_Block(width) for _ in range(blocks)))
+
+
+class _Block(nn.Sequential):
+    """The tensors of a transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+
+def round_variants(topology: Topology) -> dict[str, dict[str, Any]]:
+    """Name the rounds that are worth timing in a federation, with what their aggregators are asked for.
+
+    :param topology: The federation.
+    :return: Options by name, none for a single cell, and no rails where no cell has a second replica.
+    """
+    if topology.cells == 1:
+        return {}
+    variants: dict[str, dict[str, Any]] = {"all-gather": {"form": "all_gather"}, "two-hop": {"form": "two_hop"}}
+    if max(topology.replica_counts) > 1:
+        variants["rails"] = {"rails": True}
+    variants["in place"] = {"atomic": False}
+    variants |= {f"codec {codec}": {"codec": codec} for codec in CODECS}
+    defaults = {"form": "auto", "rails": False, "codec": "none", "atomic": True}
+    return {name: defaults | options for name, options in variants.items()}
+
+
+def _ring(topology: Topology, values: torch.Tensor, calls: int) -> _Probe:
+    """Let every rank send to the next one, and the last to the first."""
+    rank, world = dist.get_rank(), topology.world_size
+    right, left = (rank + 1) % world, (rank - 1) % world
+    arrived = torch.empty_like(values)
+
+    def exchange() -> None:
+        moves = [dist.P2POp(dist.irecv, arrived, left), dist.P2POp(dist.isend, values, right)]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+
+    is_across = topology.cell_of(rank) != topology.cell_of(right)
+    sent = (values.nbytes, 0) if is_across else (0, values.nbytes)
+    return _Probe("ring", "to the next rank", f"{world}", values.nbytes, exchange, calls, sent=sent)
+
+
+def _all_reduces(state: DistributedState, values: torch.Tensor, calls: int) -> list[_Probe]:
+    """Reduce over the world, then over each kind of group; all groups of a kind work at the same time."""
+    topology = state.topology
+    sizes: dict[str, list[int]] = {}
+    for group in topology.groups():
+        sizes.setdefault(group.kind, []).append(len(group.ranks))
+    handles: dict[str, dist.ProcessGroup | None] = {
+        "federation": state.federation,
+        "shard": state.hsdp_mesh.get_group(1) if state.hsdp_mesh is not None else None,
+        "replica": state.replica_group[0] if state.replica_group else None,
+        "federated": state.federated_group[0] if state.federated_group else None,
+    }
+    probes = [_all_reduce("world", [topology.world_size], values, calls, dist.group.WORLD)]
+    for kind, counts in sizes.items():
+        # Without a federation the one cell is the world.
+        if max(counts) > 1 and not (topology.cells == 1 and counts == [topology.world_size]):
+            probes.append(_all_reduce(kind, counts, values, calls, handles[kind]))
+    return probes
+
+
+def _all_reduce(
+    kind: str, counts: Sequence[int], values: torch.Tensor, calls: int, group: dist.ProcessGroup | None
+) -> _Probe:
+    """Reduce over one group; a rank that is no member of any of this kind looks on."""
+
+    def reduce() -> None:
+        if group is not None:
+            dist.all_reduce(values, group=group)
+
+    alike = f"{len(counts)} x {counts[0]}" if len(counts) > 1 else f"{counts[0]}"
+    ranks = alike if min(counts) == max(counts) else f"{len(counts)} x {min(counts)}-{max(counts)}"
+    return _Probe("all-reduce", kind, ranks, values.nbytes, reduce, calls)
+
+
+def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list[_Probe]:
+    """Make an aggregator for each variant, all of one model."""
+    drift = _Drift(model, 1.0 + DRIFT * (1 + dist.get_rank() % 8))
+    probes = []
+    for name, options in round_variants(state.topology).items():
+        aggregator = Aggregator(model, state, **options)
+        if options["codec"] != "none":
+            aggregator.aggregate()  # exact: it makes the state that the codec's rounds start from
+        ranks = f"{state.topology.world_size}"
+        call = aggregator.aggregate
+        probes.append(_Probe("round", name, ranks, model_bytes, call, prepare=drift, options=options))
+    return probes
+
+
+class _Drift:
+    """Change this rank's parameters a little, as training would: there and back, so that they stay in range.
+
+    :param model: The model.
+    :param factor: What they are multiplied by.
+    """
+
+    def __init__(self, model: nn.Module, factor: float) -> None:
+        self._model = model
+        self._factor = factor
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Make a step; local."""
+        for parameter in self._model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.mul_(self._factor)
+        self._factor = 1.0 / self._factor
+
+
+def _sample(probes: Sequence[_Probe], effort: Effort, device: torch.device) -> list[_Seen]:
+    """Time all probes, in turn; collective over the world."""
+    seen = [_Seen() for _ in probes]
+    for turn in range(effort.warmup + effort.repeats):
+        for probe, notes in zip(probes, seen, strict=True):
+            probe.prepare()
+            _settle(device)
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(probe.calls):
+                result = probe.call()
+            _settle(device)
+            seconds = (time.perf_counter() - start) / probe.calls
+            if turn >= effort.warmup:
+                notes.seconds.append(seconds)
+                notes.reports += [result] if isinstance(result, RoundReport) else []
+    return seen
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what a GPU has been told; a CPU's collectives have waited already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rows(probes: Sequence[_Probe], told: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Put together what the ranks saw, one row for each probe."""
+    rows: list[dict[str, Any]] = []
+    for index, probe in enumerate(probes):
+        ranks = [rank[index] for rank in told]
+        samples = [max(seconds) for seconds in zip(*(rank["samples"] for rank in ranks), strict=True)]
+        row: dict[str, Any] = {
+            "kind": probe.kind,
+            "name": probe.name,
+            "ranks": probe.ranks,
+            "payload_bytes": probe.payload,
+            "seconds": statistics.median(samples),
+            "samples": samples,
+        }
+        row["gbytes_per_s"] = probe.payload / row["seconds"] / 1e9
+        for at, name in enumerate(("bytes_across", "bytes_home")):
+            sent = [rank["sent"][at] for rank in ranks if rank["sent"] is not None]
+            row[name] = {"busiest": max(sent), "total": sum(sent)} if sent else None
+        if probe.options is not None:
+            errors = [rank["codec_error"] for rank in ranks if rank["codec_error"] is not None]
+            names = dict.fromkeys(name for rank in ranks for name in rank["phases"])
+            row["options"] = dict(probe.options)
+            row["phases"] = {name: max(rank["phases"].get(name, 0.0) for rank in ranks) for name in names}
+            row["hidden"] = max(rank["hidden"] for rank in ranks)
+            row["codec_error"] = max(errors, default=None)
+        rows.append(row)
+    worlds = {row["payload_bytes"]: row["seconds"] for row in rows if (row["kind"], row["name"]) == _BASELINE}
+    for row in rows:
+        row["ratio"] = row["seconds"] / worlds[row["payload_bytes"]]
+    return rows
+
+
+_BASELINE = ("all-reduce", "world")
+"""Kind and name of what all others are compared with."""
+
+
+def _circumstances(state: DistributedState, gathered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Describe what was measured on, and when."""
+    hosts: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for rank, told in enumerate(gathered):
+        hosts.setdefault(tuple(told["host"].items()), []).append(rank)
+    topology = state.topology
+    versions = {"xffl": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {
+        "benchmark": "xffl bench",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hosts": [{**dict(host), "ranks": ranks_text(ranks)} for host, ranks in hosts.items()],
+        "versions": versions,
+        "layout": {
+            "world_size": topology.world_size,
+            "federated_sizes": list(topology.sizes),
+            "replica_size": topology.replica_size,
+            "backend": str(state.backend),
+        },
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
