@@ -134,3 +134,27 @@ def wrong(rank: int, world_size: int) -> None:
 
 def test_wrong_options_are_told_to_all() -> None:
     run_world(2, wrong)
+
+
+def profiled(rank: int, world_size: int) -> dict[str, int]:
+    state = make_state(rank, (2, 2), 1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    aggregator = xffl.Aggregator(model, state, codec="int8", bucket_bytes=4096)
+    aggregator.aggregate()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        report = aggregator.aggregate()
+    spans = {event.key: event.count for event in profile.key_averages() if event.key.startswith("xffl.")}
+    assert {f"xffl.{phase}" for phase in report.phases} <= set(spans)
+    assert report.seconds >= sum(report.phases.values()) > 0.0
+    assert report.hidden >= 0.0
+    return spans
+
+
+def test_phases_are_spans_of_a_profile() -> None:
+    sends, receives = set(), set()
+    for rank, spans in enumerate(run_world(4, profiled)):
+        assert spans["xffl.vote"] == 2 and spans["xffl.commit"] == 1
+        (sends if rank in (0, 2) else receives).add(frozenset(spans))
+    common = {"xffl.vote", "xffl.pack", "xffl.home", "xffl.commit", "xffl.combine"}
+    assert receives == {frozenset(common)}
+    assert sends == {frozenset(common | {"xffl.encode", "xffl.across", "xffl.post"})}

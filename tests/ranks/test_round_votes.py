@@ -17,7 +17,9 @@ import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
 from xffl.aggregation import crossing
+from xffl.aggregation.vote import Ballot, cast
 from xffl.distributed.distributed_state import DistributedState
+from xffl.topology import Topology
 
 
 def net() -> nn.Module:
@@ -261,9 +263,25 @@ def dies(rank: int, world_size: int) -> str:
     return "the round took place"
 
 
+def everybody(rank: int, world_size: int) -> None:
+    """Every ballot reaches every rank, unchanged, whatever the cells."""
+    cpu = torch.device("cpu")
+    for sizes, hsdp in (((7,), None), ((1,) * 7, None), ((4, 2, 1), 1), ((5, 2), None), ((2, 4, 1), 1)):
+        topology = Topology(7, sizes, hsdp)
+        for number in range(3):
+            ballots = [
+                Ballot(
+                    number, 1e-300 * (r + 1), r % 2 == 0, r == 3, r == number, r == 5, r == 6, r > 2, r < 4, 2.0**47 + r
+                )
+                for r in range(7)
+            ]
+            assert cast(ballots[rank], cpu, topology) == ballots
+
+
 @pytest.mark.parametrize(
     "case, ranks",
     [
+        (everybody, 7),
         (nonfinite, 3),
         (cannot_pack, 3),
         (stuck, 2),

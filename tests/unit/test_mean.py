@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.mean import arithmetic_of, weighted_mean
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 weight_lists = st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any)
@@ -92,3 +92,37 @@ def test_the_result_may_overwrite_a_value() -> None:
         aliased = [value.clone() for value in values]
         weighted_mean(aliased, [1.0, 4.0, 2.0], aliased[index])
         assert torch.equal(aliased[index], expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)),
+    st.tuples(st.floats(-(2.0**60), 2.0**60, width=32), st.floats(-(2.0**60), 2.0**60, width=32)),
+    st.integers(1, 40),
+)
+def test_a_fused_step_is_as_exact_and_does_not_depend_on_place(
+    weights: tuple[float, float], numbers: tuple[float, float], length: int
+) -> None:
+    total = sum(map(Fraction, weights))
+    exact = sum(Fraction(w) * Fraction(x) for w, x in zip(weights, numbers, strict=True)) / total
+    bound = sum(Fraction(w) * abs(Fraction(x)) for w, x in zip(weights, numbers, strict=True)) / total
+    out = torch.empty(length)
+    weighted_mean([torch.full((length,), number) for number in numbers], weights, out, is_fused=True)
+    assert abs(Fraction(out[0].item()) - exact) <= Fraction(1e-6) * bound + Fraction(2) ** -148
+    assert same_bits(out, out[:1].repeat(length))
+    equal = torch.full((length,), numbers[0])
+    weighted_mean([equal.clone(), equal.clone()], weights, out, is_fused=True)
+    assert same_bits(out, equal)
+
+
+def test_a_fused_step_keeps_the_sign_of_zeros() -> None:
+    value = torch.tensor([-0.0, 0.0] * 20)
+    for weights in ([1.0, 1.0], [1.0, 3.0], [3.0, 1.0], [1.0, 1e9]):
+        out = torch.empty_like(value)
+        weighted_mean([value.clone(), value.clone()], weights, out, is_fused=True)
+        assert same_bits(out, value)
+
+
+def test_arithmetic_is_a_number_that_a_vote_can_carry() -> None:
+    number = arithmetic_of(torch.device("cpu"))
+    assert number == arithmetic_of(torch.device("cpu")) == int(number) and 0 < number < 2**48

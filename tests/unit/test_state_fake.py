@@ -64,6 +64,18 @@ def test_ranks_of_4096(rank: int) -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.parametrize("cells, hsdp", [(2, 64), (64, 16), (512, 8)])
+def test_a_rank_of_16384_joins_as_few_groups_and_is_set_up_in_time(cells: int, hsdp: int) -> None:
+    world, size = 16384, 16384 // cells
+    begin = time.monotonic()
+    with fake_world(world, 5000):
+        state = DistributedState()
+        state.set_global("fake", CPU, "", 0, 5000, world)
+        state.set_federated_scaling((size,) * cells, hsdp)
+        assert len(state._layers[-1].groups) == 4
+        assert time.monotonic() - begin < 5.0
+
+
 def test_every_rank_makes_as_many_groups() -> None:
     counts = set()
     for rank in (0, 1, 64, 1089):

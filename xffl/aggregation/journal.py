@@ -45,9 +45,11 @@ class Journal:
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
         start = time.perf_counter()
-        with record_function(f"xffl.{name}"):
-            yield
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+        try:
+            with record_function(f"xffl.{name}"):
+                yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     @contextmanager
     def noting(self, phase: str) -> Iterator[None]:

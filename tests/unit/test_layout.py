@@ -1,0 +1,166 @@
+"""Where elements lie: nothing is lost on the way out of a model and back, and no change of it goes unnoticed."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from xffl.aggregation.codec import codec_of
+from xffl.aggregation.journal import Journal
+from xffl.aggregation.layout import Layout
+from xffl.aggregation.manifest import Manifest
+from xffl.aggregation.plan import plan_lanes
+from xffl.aggregation.pool import Pool, aligned, rows_of
+from xffl.aggregation.routes import Routes
+from xffl.aggregation.tracks import Track, make_tracks
+from xffl.errors import ConfigError
+from xffl.topology import Topology
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Module:
+    """Tensors of any shape, type and order in memory; some shared, some frozen."""
+    model = nn.ParameterDict()
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    for index in range(draw(st.integers(1, 8))):
+        shape = draw(st.lists(st.integers(0, 7), max_size=3))
+        # Numbers that bf16 holds, so that its codec loses nothing.
+        value = torch.randn(shape, generator=generator).bfloat16().to(draw(st.sampled_from(DTYPES)))
+        way = draw(st.sampled_from(["plain", "turned", "gaps"]))
+        if way == "turned" and value.dim() > 1:
+            value = value.transpose(0, 1).contiguous().transpose(0, 1)
+        elif way == "gaps" and value.dim():
+            value = torch.cat([value, value], dim=-1)[..., : value.shape[-1]]
+        model[f"p{index}"] = nn.Parameter(value)
+    return model
+
+
+def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[Track, ...]]:
+    topology = Topology(1, (1,))
+    manifest = Manifest(model)
+    at = topology.coordinates(0)
+    axes = [manifest.axes(topology, at)]
+    items = manifest.items(topology, axes)
+    tracks = make_tracks(
+        plan_lanes(items, topology, 0),
+        topology=topology,
+        rank=0,
+        routes=Routes(None, None, None, None),
+        bucket_bytes=bucket_bytes,
+        form="auto",
+        codecs={},
+    )
+    return Layout(manifest.moving, items, axes, at), tracks
+
+
+@settings(max_examples=150, deadline=None)
+@given(models(), st.integers(1, 300), st.sampled_from(["none", "bf16"]))
+def test_nothing_is_lost_between_packing_and_unpacking(model: nn.Module, bucket_bytes: int, codec_name: str) -> None:
+    codec = codec_of(codec_name)
+    original, emptied = copy.deepcopy(model), model
+    source, tracks = prepare(original, bucket_bytes)
+    target, _ = prepare(emptied, bucket_bytes)
+    with torch.no_grad():
+        for parameter in emptied.parameters():
+            parameter.fill_(math.nan)
+        source.look_up()
+        target.look_up()
+        for track in tracks:
+            for bucket in track.buckets:
+                values = torch.empty(bucket.stop - bucket.start, dtype=track.dtype)
+                source.pack(bucket, values)
+                if codec is not None:
+                    code = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
+                    codec.encode(values.float(), code)
+                    decoded = torch.empty(values.numel())
+                    codec.decode(code, decoded)
+                    values.copy_(decoded)
+                target.unpack(bucket, values)
+    for (name, value), copied in zip(original.named_parameters(), emptied.parameters(), strict=True):
+        assert torch.equal(value, copied), name
+
+
+def test_views_follow_a_model_that_is_put_elsewhere() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
+    layout, tracks = prepare(model, 10**6)
+    (bucket,) = tracks[0].buckets
+
+    def packed() -> torch.Tensor:
+        values = torch.empty(bucket.stop - bucket.start)
+        with torch.no_grad():
+            layout.look_up()
+            layout.pack(bucket, values)
+        return values
+
+    before = packed()
+    weight = model[0].weight
+    weight.data = weight.data.clone() + 1  # elsewhere
+    moved = packed()
+    assert not torch.equal(moved, before)
+    weight.data = weight.data.t()  # the same memory, turned
+    assert not torch.equal(packed(), moved)
+    model[0].bias = nn.Parameter(torch.full((6,), 7.0))  # another tensor
+    assert (packed() == 7.0).sum() == 6
+    weight.data = weight.data[:5]
+    with pytest.raises(ConfigError, match=r"'0.weight' was \(6, 6\)"):
+        packed()
+    weight.data = torch.zeros(6, 6, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="'0.weight' was"):
+        packed()
+
+
+def test_a_run_of_memory_is_sent_from_where_it_lies() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(3, 3))
+    layout, tracks = prepare(model, 4096)
+    layout.look_up()
+    runs = [layout.run_of(bucket, CPU) for bucket in tracks[0].buckets]
+    assert [run is None for run in runs] == [False] * 4 + [True]
+    assert runs[0] is not None and runs[0].data_ptr() == model[0].weight.data_ptr()
+
+
+def test_a_pool_lends_and_takes_back() -> None:
+    pool = Pool(100, CPU)
+    first, second = pool.take(), pool.take(60)
+    assert first.data_ptr() != second.data_ptr() and first.numel() == 100
+    pool.give(first)
+    assert pool.take().data_ptr() == first.data_ptr()
+    pool.give(second)
+    larger = pool.take(101)
+    assert larger.numel() == 101
+    pool.give(first)  # too small by now
+    assert pool.take().numel() == 101
+
+
+def test_rows_are_aligned() -> None:
+    assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
+    rows = rows_of(torch.zeros(256, dtype=torch.uint8), 24, 3)
+    assert [row.storage_offset() for row in rows] == [0, 64, 128] and all(row.numel() == 24 for row in rows)
+    assert rows[1].view(torch.float64).numel() == 3
+
+
+def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
+    journal = Journal()
+    assert journal.hidden == 0.0
+    for text in ("first", "second"):
+        with journal.noting("combine"):
+            raise MemoryError(text)
+    assert str(journal.failure) == "first" and journal.phases["combine"] > 0.0
+    with pytest.raises(KeyboardInterrupt), journal.noting("combine"):
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError), journal.phase("vote"):
+        raise RuntimeError
+    assert journal.phases["vote"] > 0.0  # also where it failed
+    journal.posted()
+    with journal.phase("combine"):
+        sum(range(10**5))
+    journal.arrived()
+    assert journal.hidden > 0.0
