@@ -43,7 +43,8 @@ docs: $(INSTALLED) ## build docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-bench: $(INSTALLED) ## time a round against one raw all-reduce; writes runs/bench/round.json
+bench: $(INSTALLED) ## time rounds against raw collectives; writes runs/bench/
+	$(BIN)/xffl bench --processes 2 --federated 1,1 --out runs/bench
 	$(BIN)/xffl exec --processes 2 --federated 1,1 benchmarks/round.py --out runs/bench/round.json
 
 clean: ## remove what make has made, .venv included

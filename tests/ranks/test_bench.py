@@ -99,7 +99,8 @@ def test_two_processes_give_a_table_and_files(pair: tuple[subprocess.CompletedPr
         milliseconds = 1e3 * row["seconds"]
         shown = f"{milliseconds:.3f}" if milliseconds < 10 else f"{milliseconds:.1f}"
         assert any(shown in line and f"{row['ratio']:.2f}" in line and row["kind"] in line for line in cells), row
-    for told in (record["date"], record["hosts"][0]["host"], f"torch {record['versions']['torch']}"):
+    when = f"{record['date']}; load {record['load_before']:.1f} before"
+    for told in (when, record["hosts"][0]["host"], f"torch {record['versions']['torch']}"):
         assert told in ran.stdout
     assert "\x1b" not in ran.stdout and ran.stdout.isascii()  # no terminal
     assert "wrote bench.json, bench.svg, bench.png" in ran.stderr

@@ -118,6 +118,15 @@ BAD = [
     (["exec", "--processes", "2"], "ConfigError: no script is given"),
     (["exec", "--processes", "2", "no such.py"], "LaunchError: script 'no such.py' does not exist"),
     (["exec", "--processes", "2", "--timeout", "0", __file__], "ConfigError: --timeout is 0.0"),
+    (["bench"], "ConfigError: no launcher has started this process; give --processes N"),
+    (["bench", "--federated", "2,2"], "ConfigError: no launcher has started"),
+    (["bench", "--processes", "3", "--federated", "2,2"], "TopologyError: federated sizes (2, 2) sum to 4"),
+    (["bench", "--processes", "0"], "TopologyError: world size 0 is less than 1"),
+    (["bench", "--processes", "1"], "ConfigError: --processes is 1; give 2 or more"),
+    (["bench", "--processes", "2", "--repeats", "0"], "ConfigError: --repeats is 0; give a whole number of 1 or more"),
+    (["bench", "--processes", "2", "--warmup", "0"], "ConfigError: --warmup is 0; give a whole number"),
+    (["bench", "--processes", "2", "--megabytes", "0"], "ConfigError: --megabytes is 0.0; give a number of 0.01"),
+    (["bench", "--processes", "2", "--out", f"{__file__}/x"], f"ConfigError: --out {__file__}/x cannot be made: Not a"),
 ]
 
 
@@ -148,8 +157,23 @@ def test_variables_fill_what_options_leave_open(
     assert main(["plan"]) == 0
 
 
+def test_bench_starts_no_processes_under_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
+    for name, value in {**ranks, "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "4000"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "--processes", "2"]) == 2
+    assert "torchrun has started 4 processes already; leave it out" in capsys.readouterr().err
+
+
+def test_help_of_bench_needs_no_torch() -> None:
+    ran = xffl("bench", "--help")
+    assert ran.returncode == 0 and "srun" in ran.stdout, ran.stderr
+
+
 @pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["exec", "--help"], ["env", "--help"], ["plan", "--help"]]
+    "words", [["--version"], ["--help"], ["exec", "--help"], ["env", "--help"], ["plan", "--help"], ["bench", "--help"]]
 )
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -17,16 +17,17 @@ from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, check_merge, check_options
-from xffl.aggregation.pending import Background
+from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.plan import digest, plan_lanes
 from xffl.aggregation.protocol import Outcome, Protocol, TornError
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import communication_device, routes_of
 from xffl.aggregation.torn import Tear, find_tear
 from xffl.aggregation.tracks import make_tracks
-from xffl.aggregation.vote import Ballot, checked_weight
+from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 
 __all__ = ["Aggregator", "PendingRound"]
@@ -37,8 +38,8 @@ class Aggregator:
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
     moves each shard once from its sender to each peer in the other cells, and from there to the replicas at home; the
-    number of replicas does not change what crosses. Memory: ``2 C`` buckets for ``C`` cells, and with ``atomic`` one
-    copy of this rank's shard.
+    number of replicas does not change what crosses. Memory: on a sender six buckets for each other cell (with two hops
+    six in all), a few for what has to be packed, and with ``atomic`` one copy of this rank's shard.
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
@@ -89,10 +90,10 @@ class Aggregator:
             )
         self._model = model
         self._rank = dist.get_rank()
-        self._atomic = atomic
         self._fragments = fragments
         self._rounds = 0
         self._pending: PendingRound | None = None
+        self._is_closed = False
         error: XfflError | None = None
         text = ""
         try:
@@ -112,8 +113,10 @@ class Aggregator:
         agree("models", text, error=error, describe=describe_difference)
         axes_of_cells = gather_axes(axes, self._topology)
         items = self._manifest.items(self._topology, axes_of_cells, least_bytes=bucket_bytes, fragments=fragments)
-        agree("exchange plans", digest(items, self._topology))
-        routes = routes_of(state, is_railed=rails, is_own=overlap)
+        self._plan = f"{digest(items, self._topology)}, {bucket_bytes} bytes a bucket, form={form}, rails={rails}"
+        agree("exchange plans", self._plan)
+        self._has_codecs = any(self._manifest.codecs.values()) and self._topology.cells > 1
+        self._routes = routes = routes_of(state, is_railed=rails, is_own=overlap)
         tracks = make_tracks(
             plan_lanes(items, self._topology, self._rank),
             topology=self._topology,
@@ -124,8 +127,8 @@ class Aggregator:
             codecs=self._manifest.codecs,
         )
         crossing = Crossing(tracks, self._topology, self._rank, routes, self._device)
-        self._layout = Layout(self._manifest.moving, items, axes_of_cells, at)
-        self._exchange = Exchange(self._layout, tracks, crossing, device=self._device, atomic=atomic)
+        layout = Layout(self._manifest.moving, items, axes_of_cells, at, is_written_in_place=not atomic)
+        self._exchange = Exchange(layout, tracks, crossing, device=self._device, atomic=atomic)
         self._protocol = Protocol(
             self._exchange,
             topology=self._topology,
@@ -153,6 +156,21 @@ class Aggregator:
         return not (self.is_torn or self._protocol.is_over or self._protocol.is_cut_off)
 
     @property
+    def under_way(self) -> PendingRound | None:
+        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
+        return self._pending
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the model that are exchanged in turn."""
+        return self._fragments
+
+    @property
+    def next_fragment(self) -> int:
+        """The part of the model that the next round moves: all ranks agree on it with the round's number."""
+        return self._rounds % self._fragments
+
+    @property
     def overlaps(self) -> bool:
         """Whether :meth:`aggregate_async` may be called."""
         return self._overlaps
@@ -165,8 +183,8 @@ class Aggregator:
     def aggregate(self, weight: float | None = None) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
-        Collective over the world. Moves each shard once to each other cell and once to each replica at home, after a
-        vote of 80 bytes a rank and before another.
+        Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica at home,
+        after a vote of 88 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
@@ -193,12 +211,10 @@ class Aggregator:
         :raises RoundError: as :meth:`aggregate`.
         """
         start = time.perf_counter()
-        self.check()
-        if self._pending is not None:
-            raise StateError("a round of this aggregator is under way; merge it first")
+        self._check_free()
         ballot, error = self._look(weight, is_absent=is_absent, is_finished=is_finished)
         with self._tearing():
-            outcome = self._protocol.confer(ballot, self._fragment, self._found, error)
+            outcome = self._protocol.confer(ballot, self.next_fragment, self._found, error)
         return None if outcome is None else self._conclude(outcome, start)
 
     def aggregate_async(
@@ -221,15 +237,53 @@ class Aggregator:
         check_merge(alpha)
         if not self._overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
+        self._check_free()
+        start = time.perf_counter()
+        ballot, error = self._look(weight, is_snapshot=True, alpha=alpha)
+        fragment, found = self.next_fragment, self._found
+        background = Background(lambda: self._protocol.confer(ballot, fragment, found, error), self._device)
+
+        def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
+            if self._pending is not pending:
+                raise StateError("this round was merged already")
+            asked = time.perf_counter()
+            try:
+                with self._tearing():
+                    outcome = background.result()
+            finally:
+                if background.is_done():  # else this was interrupted, and the round is still under way
+                    self._pending = None
+            self.check()
+            assert outcome is not None, "a rank that has not finished always gets a round"
+            self._exchange.journal.phases["wait"] = time.perf_counter() - asked
+            return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
+
+        self._pending = PendingRound(background, conclude)
+        return self._pending
+
+    def close(self) -> None:
+        """Give the process groups of ``overlap`` back; the aggregator cannot be used afterwards.
+
+        Call it on every rank, with no round under way. Without ``overlap`` there is nothing to give back.
+        """
+        self._check_free()
+        self._is_closed = bool(self._routes.own)
+        for group in self._routes.own:
+            destroy_group(group)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has given process groups back."""
+        return self._is_closed
+
+    def _check_free(self) -> None:
         self.check()
+        if self._is_closed:
+            raise StateError("this aggregator is closed; make another one")
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it first")
-        start = time.perf_counter()
-        ballot, error = self._look(weight, is_snapshot=True, keeps_snapshot=alpha is None)
-        fragment, found = self._fragment, self._found
-        background = Background(lambda: self._protocol.confer(ballot, fragment, found, error), self._device)
-        self._pending = PendingRound(self, background, alpha, start)
-        return self._pending
+        if self._protocol.is_cut_off:
+            raise StateError("a vote of this aggregator was cut off, so the ranks are out of step; make another one")
 
     def check(self) -> None:
         """Raise while the model is torn; local.
@@ -250,8 +304,8 @@ class Aggregator:
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         state: dict[str, Any] = {"rounds": self._rounds}
-        if any(self._manifest.codecs.values()):
-            state["codecs"] = self._exchange.state_dict()
+        if self._has_codecs:
+            state["codecs"] = {"plan": self._plan, **self._exchange.state_dict()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,16 +314,18 @@ class Aggregator:
         :param state: The saved state, of this rank where lossy codecs are used.
         :raises CheckpointError: if it is that of another set-up.
         """
-        if any(self._manifest.codecs.values()):
+        if self._pending is not None:
+            raise StateError("a round of this aggregator is under way; merge it before loading")
+        if self._has_codecs:
             if "codecs" not in state:
                 raise CheckpointError("the state has no memory of codecs; it was saved without them")
+            if state["codecs"].get("plan") != self._plan:
+                raise CheckpointError(
+                    f"the codecs' memory is that of another exchange ({state['codecs'].get('plan')}) than this one "
+                    f"({self._plan}); resume with the same model, federation, bucket_bytes, form, rails and codec"
+                )
             self._exchange.load_state_dict(state["codecs"])
         self._rounds = int(state["rounds"])
-
-    @property
-    def _fragment(self) -> int:
-        """The part of the model that the next round moves: all ranks agree on it with the round's number."""
-        return self._rounds % self._fragments
 
     def _look(
         self,
@@ -278,7 +334,7 @@ class Aggregator:
         is_absent: bool = False,
         is_finished: bool = False,
         is_snapshot: bool = False,
-        keeps_snapshot: bool = False,
+        alpha: float | None = None,
     ) -> tuple[Ballot, XfflError | None]:
         """Read the model and fill in this rank's ballot; local."""
         error: XfflError | None = None
@@ -290,7 +346,7 @@ class Aggregator:
             if not is_absent:
                 count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
             self._found, is_moderate = self._exchange.look(
-                self._fragment, is_snapshot=is_snapshot, keeps_snapshot=keeps_snapshot
+                self.next_fragment, is_snapshot=is_snapshot, keeps_snapshot=is_snapshot and alpha is None
             )
         except XfflError as wrong:
             error = wrong
@@ -304,9 +360,10 @@ class Aggregator:
             is_finished=is_finished,
             is_nonfinite=bool(self._found),
             is_failed=error is not None,
-            is_encoding=self._exchange.is_encoding(self._fragment),
+            is_encoding=self._has_codecs and self._exchange.is_encoding(self.next_fragment),
             is_moderate=is_moderate,
             arithmetic=self._arithmetic,
+            merging=(NO_ALPHA if alpha is None else alpha) if is_snapshot else AT_ONCE,
         )
         return ballot, error
 
@@ -318,23 +375,30 @@ class Aggregator:
         except TornError as torn:
             cause = torn.__cause__
             Tear(self._model, str(torn))
+            self._exchange.forget()
             if cause is not None and not isinstance(cause, Exception):
                 raise cause from None
-            raise RoundError(f"{torn}; the model is torn: load a checkpoint on all ranks") from cause
+            raise RoundError(
+                f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
+            ) from cause
 
     def _conclude(
-        self, outcome: Outcome, start: float, *, is_async: bool = False, alpha: float | None = None
+        self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
         """Write what was agreed into the model."""
         with self._tearing():
             try:
-                self._exchange.commit(self._fragment, is_merged=is_async, alpha=alpha)
+                # A cell that was left out has nothing that could stay.
+                is_merged = is_merged and self._topology.cell_of(self._rank) not in outcome.dropped
+                reshard(self._model)
+                if not outcome.is_empty:
+                    self._exchange.commit(self.next_fragment, is_merged=is_merged, alpha=alpha)
             except BaseException as error:
                 raise TornError(
                     f"round {self._rounds + 1} was agreed, but this rank could not write it: {type(error).__name__}: "
                     f"{error}"
                 ) from error
-        fragment = self._fragment
+        fragment = self.next_fragment
         self._rounds += 1
         journal = self._exchange.journal
         return RoundReport(
@@ -350,51 +414,3 @@ class Aggregator:
             hidden=journal.hidden,
             codec_error=self._exchange.codec_error,
         )
-
-
-class PendingRound:
-    """A round under way, as :meth:`Aggregator.aggregate_async` returns it.
-
-    :param aggregator: Whose round it is.
-    :param background: The votes and the exchange.
-    :param alpha: The part of a local value that stays, as an attribute that may be changed until the merge.
-    :param start: When it was started.
-    """
-
-    def __init__(
-        self, aggregator: Aggregator, background: Background[Outcome | None], alpha: float | None, start: float
-    ) -> None:
-        self._aggregator = aggregator
-        self._background = background
-        self.alpha = alpha
-        self._start = start
-
-    def is_done(self) -> bool:
-        """Tell whether this rank's part of the round is over, so that :meth:`merge` would not wait; local.
-
-        Ranks may differ in this: decide by counting steps when to merge, not by asking.
-        """
-        return self._background.is_done()
-
-    def merge(self) -> RoundReport:
-        """Wait for the round and merge its result into the model.
-
-        Call it on every rank, after the same number of local steps within a cell; nothing moves that does not move in
-        the background.
-
-        :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
-        :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
-        :raises StateError: if it was merged already.
-        """
-        owner = self._aggregator
-        if owner._pending is not self:
-            raise StateError("this round was merged already")
-        asked = time.perf_counter()
-        owner._pending = None
-        owner.check()
-        with owner._tearing():
-            outcome = self._background.result()
-        assert outcome is not None, "a rank that has not finished always gets a round"
-        owner._exchange.journal.phases["wait"] = time.perf_counter() - asked
-        reshard(owner.model)
-        return owner._conclude(outcome, self._start, is_async=True, alpha=self.alpha)

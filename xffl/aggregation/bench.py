@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import statistics
 import time
@@ -115,8 +116,8 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     """Time a ring, all-reduces over each kind of group, and rounds, on the ranks as they are.
 
     Collective over the world. All probes are interleaved, so that what disturbs a shared machine meets all alike; each
-    sample starts at a barrier and counts for the rank that took longest. A sender needs memory for about 18 models'
-    shards, since the aggregators of all rounds live at the same time.
+    sample starts at a barrier and counts for the rank that took longest. The aggregators of all rounds live at the same
+    time: a sender needs memory for about 16 copies of its shard, and every rank for two of the model.
 
     :param state: The state that describes the federation.
     :param effort: How much is measured.
@@ -131,6 +132,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     if dist.get_world_size() == 1:
         error = ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
     agree("efforts", str(effort), error=error)
+    load = os.getloadavg()[0]
     device = communication_device(state)
     model = build_model(effort.megabytes)
     tensors, numel = len(list(model.parameters())), sum(parameter.numel() for parameter in model.parameters())
@@ -151,6 +153,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
         return None
     return {
         **_circumstances(state, gathered),
+        "load_before": load,
         "effort": asdict(effort),
         "model": {"bytes": flat.nbytes, "parameters": numel, "tensors": tensors},
         "rows": _rows(probes, [rank["probes"] for rank in gathered]),

@@ -20,6 +20,9 @@ from xffl.topology import Topology
 
 __all__ = ["Crossing"]
 
+TAG = 7_100
+"""Tells a round's messages from those that a caller sends over the same group."""
+
 
 class Crossing:
     """The slow link, as one rank uses it.
@@ -91,6 +94,16 @@ class Crossing:
         """Tell whether this rank carries a bucket for its cell."""
         return self.carrier(lane, bucket) == self._rank
 
+    def reserve(self, tracks: Sequence[Track]) -> None:
+        """Make the buffers that a round over some lanes needs; local."""
+        needed = 0
+        for track in tracks:
+            carried = sum(self.is_carrier(track.lane, bucket) for bucket in track.buckets)
+            turns = self._topology.replicas(self._cell) if self._routes.is_railed else 1
+            under_way = self.ahead + self.depth * (2 if track.is_two_hop and track.codec is not None else 1)
+            needed = max(needed, min(carried, -(-under_way // turns) + (turns > 1)))
+        self._slots.reserve(needed)
+
     def pause(self, track: Track) -> int:
         """Return for how many buckets :meth:`carry` pauses in all."""
         return self.ahead + self.depth * (2 if track.is_two_hop else 1)
@@ -119,7 +132,7 @@ class Crossing:
         yield self.depth
         self._arrive(works)
         with self._journal.noting("combine"):
-            self._combine(track, [held[cell] for cell in senders], out[parts[here]])
+            self._combine(track, [held[cell] for cell in senders], out[parts[here]], is_fused=self._turnout.is_fused)
         self._slots.give(slot)
         if track.is_two_hop:
             send = dict.fromkeys(others, out[parts[here]])
@@ -176,7 +189,8 @@ class Crossing:
         """Write this rank's step since the last agreed state, part by part."""
         feedback = self.feedback[track.number]
         step = self._scratch[-1, : values.numel()]
-        step.copy_(values).sub_(feedback.reference[bucket.start : bucket.stop])
+        # The difference first: rounded to fp32 before, a wider type would lose it.
+        step.copy_(torch.sub(values, feedback.reference[bucket.start : bucket.stop]))
         parts = track.parts(bucket)
         for cell, code in codes.items():
             spare = self._scratch[-2, : parts[cell].stop - parts[cell].start]
@@ -187,7 +201,7 @@ class Crossing:
         rows = [self._scratch[row, : out.numel()] for row in range(len(codes))]
         for code, row in zip(codes, rows, strict=True):
             self.feedback[track.number].decode(code, row)
-        self._combine(track, rows, out)
+        self._combine(track, rows, out, is_fused=False)
 
     def _seed(self, track: Track, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
@@ -221,13 +235,14 @@ class Crossing:
         group = self._routes.across
         # What belongs together is matched by hop and order.
         moves = [
-            dist.P2POp(operation, values.view(torch.uint8), self.carrier(track.lane, bucket, cell), group, hop)
+            dist.P2POp(operation, values.view(torch.uint8), self.carrier(track.lane, bucket, cell), group, TAG + hop)
             for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
             for cell, values in by_cell.items()
             if values.numel()
         ]
         self._journal.bytes_across += sum(values.nbytes for values in send.values())
-        self._journal.posted()
+        if moves:
+            self._journal.posted()
         with record_function("xffl.post"):
             return dist.batch_isend_irecv(moves) if moves else []
 
@@ -235,12 +250,13 @@ class Crossing:
         with self._journal.phase("across"):
             for work in works:
                 work.wait()
-        self._journal.arrived()
+        if works:
+            self._journal.arrived()
 
-    def _combine(self, track: Track, values: list[torch.Tensor], out: torch.Tensor) -> None:
+    def _combine(self, track: Track, values: list[torch.Tensor], out: torch.Tensor, *, is_fused: bool) -> None:
         """Combine the senders' values, in the order of the cells."""
         if track.lane.rule == "first":
             out.copy_(values[0])
         else:
             weights = [self._turnout.weights[cell] for cell in self._turnout.senders(track.lane)]
-            weighted_mean(values, weights, out, is_fused=self._turnout.is_fused)
+            weighted_mean(values, weights, out, is_fused=is_fused)

@@ -86,7 +86,7 @@ class Exchange:
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
             with torch.inference_mode(False):
-                self._make_buffers()
+                self._make_buffers(fragment)
             looks: list[tuple[Bucket, torch.Tensor]] = []
             for track, bucket in self._walk(fragment):
                 if keeps_snapshot or track.lane.is_mean_at_home or self._crossing.is_carrier(track.lane, bucket):
@@ -130,7 +130,7 @@ class Exchange:
         :param alpha: The part of the model's value that stays; ``None``: what it has changed by since is added.
         """
         with self.journal.phase("commit"):
-            if is_merged:
+            if is_merged or self._is_snapshot:
                 self._layout.look_up()
             for track, bucket in self._walk(fragment) if self._atomic else ():
                 mean = self._stages[track.number][bucket.start : bucket.stop]
@@ -156,7 +156,8 @@ class Exchange:
         else:
             copy = self._snapshots[track.number][bucket.start : bucket.stop]
             wide = torch.promote_types(mean.dtype, torch.float32)  # rounded once
-            local.copy_(local.to(wide).sub_(copy).add_(mean))
+            moved = torch.sub(local.to(wide), copy).add_(mean)
+            local.copy_(torch.where(local == copy, mean.to(wide), moved))  # what has not moved keeps the sign of a zero
         self._layout.unpack(bucket, local)
         self._packs.give(lent)
 
@@ -179,10 +180,17 @@ class Exchange:
         :param state: The saved state.
         :raises CheckpointError: if it is that of other lanes.
         """
+        self.forget()
         for number, feedback in self._crossing.feedback.items():
             if self._tracks[number].lane.fragment in state["seeded"]:
                 feedback.load_state_dict(state["lanes"].get(str(self._tracks[number].lane.key), {}))
         self._seeded = set(state["seeded"])
+
+    def forget(self) -> None:
+        """Forget what lossy codecs remember, where cells may no longer have the same: the next round is exact."""
+        self._seeded.clear()
+        for feedback in self._crossing.feedback.values():
+            feedback.forget()
 
     def _walk(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
         for track in self._tracks:
@@ -190,11 +198,28 @@ class Exchange:
                 for bucket in track.buckets:
                     yield track, bucket
 
-    def _make_buffers(self) -> None:
-        for track in self._tracks:
+    def _make_buffers(self, fragment: int) -> None:
+        """Make what a round needs, so that it does not run out of memory on its way."""
+        tracks = [track for track in self._tracks if track.lane.fragment == fragment]
+        for track in tracks:
             for kept, is_needed in ((self._stages, self._atomic), (self._snapshots, self._keeps_snapshot)):
                 if is_needed and track.number not in kept:
                     kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
+        self._crossing.reserve(tracks)
+        homes = [
+            aligned((bucket.stop - bucket.start) * track.dtype.itemsize) * track.home.size()
+            for track, bucket in self._walk(fragment)
+            if track.lane.is_mean_at_home and track.home is not None
+        ]
+        self._homes.reserve(bool(homes), max(homes, default=0))
+        if not self._atomic:
+            packed = [
+                ((bucket.stop - bucket.start) * track.dtype.itemsize, self._crossing.pause(track) + HOME_LAG)
+                for track, bucket in self._walk(fragment)
+                if self._layout.run_of(bucket, self._device) is None
+            ]
+            count = min(len(packed), max((pause for _, pause in packed), default=0))
+            self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
     def _own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""

@@ -39,6 +39,11 @@ class Feedback:
         self._fresh.clear()
         self._norms.clear()
 
+    def forget(self) -> None:
+        """Forget what is still to be sent."""
+        self.begin()
+        self._left.clear()
+
     def encode(
         self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
@@ -94,8 +99,9 @@ class Feedback:
         return list(zip(whole, left, strict=True))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the agreed state and the error that is still to be sent, on this rank."""
-        return {"reference": self.reference} | {f"left {b} {part}": left for (b, part), left in self._left.items()}
+        """Return a copy of the agreed state and of the error that is still to be sent, on this rank."""
+        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._left.items()}
+        return {"reference": self.reference.clone()} | left
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what :meth:`state_dict` returned on this rank.

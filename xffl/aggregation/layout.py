@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -25,11 +26,19 @@ class Layout:
     :param items: The same tensors as the plan sees them.
     :param axes: For each cell, the axis along which it cuts each tensor.
     :param at: This rank's place in the federation.
+    :param is_written_in_place: Whether tensors are written while others are still read, so that none may share memory.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], items: Sequence[Item], axes: Sequence[Sequence[int]], at: Coordinates
+        self,
+        entries: Sequence[Entry],
+        items: Sequence[Item],
+        axes: Sequence[Sequence[int]],
+        at: Coordinates,
+        *,
+        is_written_in_place: bool = False,
     ) -> None:
+        self._is_written_in_place = is_written_in_place
         self._entries = tuple(entries)
         self._slots = [entry.slot for entry in entries]
         self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
@@ -68,10 +77,27 @@ class Layout:
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
                     "Aggregator was made; make a new Aggregator after sharding the model"
                 )
+        if self._is_written_in_place:
+            self._check_apart(views)
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._found = found
         self._of_bucket.clear()
         self._flat_on.clear()
+
+    def _check_apart(self, views: Sequence[torch.Tensor]) -> None:
+        """Raise where the memory of two tensors overlaps."""
+        ends = (sum((n - 1) * step for n, step in zip(v.shape, v.stride(), strict=True)) for v in views)
+        found = [
+            (str(view.device), view.data_ptr(), view.data_ptr() + (end + 1) * view.itemsize, index)
+            for index, (view, end) in enumerate(zip(views, ends, strict=True))
+            if view.numel()
+        ]
+        for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(sorted(found)):
+            if device == other_device and start < end:
+                raise ConfigError(
+                    f"tensors {self.name(one)!r} and {self.name(other)!r} share memory, which atomic=False cannot "
+                    "average; make them one parameter, or take atomic=True"
+                )
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
         """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.

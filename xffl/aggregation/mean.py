@@ -20,7 +20,10 @@ TINY = 1e-30
 
 
 LEAST_SHARE = 1 / 16
-"""Share of the lighter of two values above which one fp32 factor holds it well enough."""
+"""Share of a value in the mean of it and those before above which one fp32 factor holds it well enough."""
+
+MOST_FUSED = 4
+"""Values up to which a chain of fp32 steps stays well inside the contract's 1e-6."""
 
 
 def weighted_mean(
@@ -28,7 +31,7 @@ def weighted_mean(
 ) -> None:
     """Write ``sum(w * x) / sum(w)`` into ``out``, rounded once from 64 bits (fp16 and bf16: from the fp32 mean).
 
-    Two fp32 values are combined in fp32, within ``3e-7 * sum(w * |x|) / sum(w)``.
+    Two fp32 values are combined in fp32, and up to four with ``is_fused``, within ``1e-6 * sum(w * |x|) / sum(w)``.
 
     Local and deterministic: the same values and weights give the same bits everywhere. The sum runs, in the given
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
@@ -38,21 +41,44 @@ def weighted_mean(
     :param weights: One finite weight for each value, none negative, at least one positive; a value of weight 0 is not
         read.
     :param out: Tensor of the same length and data type.
-    :param is_fused: Whether one fused step may combine two values: differences stay in their type's range, and all
-        ranks that combine them have the same arithmetic. Three times as fast.
+    :param is_fused: Whether fused steps may combine a few values: differences stay in their type's range, and all ranks
+        that combine them have the same arithmetic. Several times as fast.
     """
     heaviest = max(range(len(weights)), key=lambda index: weights[index])
     # A power of two keeps the weights' digits and prevents overflow.
     exponent = math.frexp(weights[heaviest])[1]
     scaled = [math.ldexp(weight, -exponent) for weight in weights]
-    others = [index for index, weight in enumerate(scaled) if weight > 0.0 and index != heaviest]
-    share = scaled[others[0]] / (scaled[heaviest] + scaled[others[0]]) if len(others) == 1 else 0.0
-    if is_fused and share >= LEAST_SHARE and out.dtype == torch.float32:
-        # From the lighter to the heavier value: in this direction equal values keep the sign of a zero.
-        torch.lerp(values[others[0]], values[heaviest], 1.0 - share, out=out)
-        return
+    steps = _steps(scaled, heaviest) if is_fused and out.dtype == torch.float32 else None
     for chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
-        _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
+        if steps is None:
+            _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
+        else:
+            _walk(chunk[1:], heaviest, steps, chunk[0])
+
+
+def _steps(weights: Sequence[float], heaviest: int) -> list[tuple[int, float]] | None:
+    """Return the values beside the heaviest with their share in what has been combined so far; ``None`` for too many.
+
+    The heaviest value comes first, so that no share is above one half and no step enlarges an error made before.
+    """
+    steps: list[tuple[int, float]] = []
+    total = weights[heaviest]
+    for index, weight in enumerate(weights):
+        if weight > 0.0 and index != heaviest:
+            total += weight
+            steps.append((index, weight / total))
+    is_fit = len(steps) < MOST_FUSED and all(share >= LEAST_SHARE for _, share in steps)
+    return steps if steps and is_fit else None
+
+
+def _walk(values: Sequence[torch.Tensor], heaviest: int, steps: Sequence[tuple[int, float]], out: torch.Tensor) -> None:
+    mean = values[heaviest]
+    for number, (index, share) in enumerate(steps, 1):
+        # From the lighter to the heavier: in this direction equal values keep the sign of a zero.
+        if number == len(steps):
+            torch.lerp(values[index], mean, 1.0 - share, out=out)
+        else:
+            mean = torch.lerp(values[index], mean, 1.0 - share)
 
 
 def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
@@ -76,6 +102,12 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
             shift = term if shift is None else shift.add_(term)
         assert shift is not None, "there is at least one other value"
         mean = torch.sub(origin, shift.div_(math.fsum(weights)), out=shift)
+        if out.dtype == torch.float64 and not mean.isfinite().all():
+            # Differences that leave 64 bits: half as large they do not.
+            halves = [
+                torch.sub(origin * 0.5, value * 0.5).mul_(weight / math.fsum(weights)) for value, weight in others
+            ]
+            mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
         out.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["Background"]
+from xffl.aggregation.report import RoundReport
+
+__all__ = ["Background", "PendingRound"]
 
 T = TypeVar("T")
 
@@ -30,13 +32,14 @@ class Background(Generic[T]):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
+        # Not the thread itself is waited for: Python takes a thread for ended whose join was interrupted (3.11).
+        self._done = threading.Event()
         # A daemon: a peer that does not answer must not keep a process that has failed elsewhere from ending.
-        self._thread = threading.Thread(target=self._run, name="xffl-round", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="xffl-round", daemon=True).start()
 
     def is_done(self) -> bool:
         """Tell whether the result is there."""
-        return not self._thread.is_alive()
+        return self._done.is_set()
 
     def result(self) -> T:
         """Wait for the result.
@@ -44,11 +47,11 @@ class Background(Generic[T]):
         :return: What the call returned.
         :raises BaseException: what the call raised.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._done.wait()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._error is not None:
+            raise self._error
         return self._result[0]
 
     def _run(self) -> None:
@@ -60,3 +63,38 @@ class Background(Generic[T]):
                 self._result.append(self._call())
         except BaseException as error:  # noqa: BLE001 - raised in result()
             self._error = error
+        finally:
+            self._done.set()
+
+
+class PendingRound:
+    """A round under way, as :meth:`Aggregator.aggregate_async` returns it.
+
+    :param background: The votes and the exchange.
+    :param conclude: Waits for them and writes their result; told whether steps made meanwhile stay.
+    """
+
+    def __init__(self, background: Background[Any], conclude: Callable[[PendingRound, bool], RoundReport]) -> None:
+        self._background = background
+        self._conclude = conclude
+
+    def is_done(self) -> bool:
+        """Tell whether this rank's part of the round is over, so that :meth:`merge` would not wait; local.
+
+        Ranks may differ in this: decide by counting steps when to merge, not by asking.
+        """
+        return self._background.is_done()
+
+    def merge(self, *, keeps_steps: bool = True) -> RoundReport:
+        """Wait for the round and merge its result into the model.
+
+        Call it on every rank, after the same number of local steps within a cell; nothing moves that does not move in
+        the background. Interrupted while it waits, it can be called again.
+
+        :param keeps_steps: Whether the steps made since the start stay, as ``alpha`` said; else the mean takes their
+            place. The same on all ranks of a cell.
+        :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
+        :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
+        :raises StateError: if it was merged already.
+        """
+        return self._conclude(self, keeps_steps)

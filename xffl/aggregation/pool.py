@@ -22,6 +22,12 @@ class Pool:
         self._device = device
         self._free: list[torch.Tensor] = []
 
+    def reserve(self, count: int, nbytes: int = 0) -> None:
+        """Make as many buffers of at least ``nbytes`` as will be lent at a time, where all are here."""
+        lent = [self.take(nbytes) for _ in range(count)]
+        for buffer in lent:
+            self.give(buffer)
+
     def take(self, nbytes: int = 0) -> torch.Tensor:
         """Lend a buffer of at least ``nbytes``."""
         if nbytes > self._nbytes:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.tracks import Turnout
-from xffl.aggregation.vote import Ballot, cast, cell_weights, check_rounds
+from xffl.aggregation.vote import CLOSING, Ballot, cast, cell_weights, check_rounds
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.topology import Topology
@@ -28,11 +28,13 @@ class Outcome:
     :param turnout: Whose values counted.
     :param dropped: Cells that were left out for values that are not finite.
     :param is_last: Whether all ranks had finished.
+    :param is_empty: Whether no cell had anything for this part of the model, so that nothing moved.
     """
 
     turnout: Turnout
     dropped: tuple[int, ...]
     is_last: bool
+    is_empty: bool = False
 
 
 class Protocol:
@@ -86,6 +88,8 @@ class Protocol:
         weights = cell_weights(ballots, self._topology)
         if self.is_over and not any(weights):
             return None
+        if all(other.is_absent for other in ballots):
+            return Outcome(Turnout(weights, 0, int(ballot.round)), (), False, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(ballots) if other.is_nonfinite}
@@ -116,7 +120,7 @@ class Protocol:
                 "output"
             ) from broken
         self.is_over = all(other.is_finished for other in ballots)
-        check_rounds(ballots)
+        check_rounds(ballots, self._topology)
         if any(other.is_failed for other in ballots):
             agree(f"opening of round {number}", "", error=error, group=self._group)
         return ballots
@@ -147,14 +151,19 @@ class Protocol:
             raise
         try:
             with self._exchange.journal.phase("vote"):
-                ballots = cast(Ballot(number, is_failed=failure is not None), self._device, self._topology, self._group)
-            check_rounds(ballots)
+                ballots = cast(
+                    Ballot(number + CLOSING, is_failed=failure is not None), self._device, self._topology, self._group
+                )
+            check_rounds(ballots, self._topology)
             is_agreed = not any(other.is_failed for other in ballots)
             reasons = [] if is_agreed else self._gather_reasons(failure)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
-            raise TornError(f"the outcome of round {number} could not be learned ({failure or error})") from (
-                failure or error
-            )
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
+            why = failure or error
+            if not isinstance(error, Exception):
+                why = error
+            raise TornError(
+                f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
+            ) from why
         if is_agreed:
             return
         told = "; ".join(

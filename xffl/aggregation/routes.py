@@ -22,6 +22,7 @@ class Routes:
     :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
     :param cell: All ranks of the cell; ``None`` where there is one.
     :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
+    :param own: Groups that were made for this alone, placeholders too.
     """
 
     world: dist.ProcessGroup | None
@@ -29,6 +30,7 @@ class Routes:
     replica: dist.ProcessGroup | None
     cell: dist.ProcessGroup | None
     is_railed: bool = False
+    own: tuple[dist.ProcessGroup, ...] = ()
 
 
 def communication_device(state: DistributedState) -> torch.device:
@@ -50,8 +52,16 @@ def routes_of(state: DistributedState, *, is_railed: bool, is_own: bool) -> Rout
     """
     world = dist.group.WORLD
     across = replica = cell = None
+    own: tuple[dist.ProcessGroup, ...] = ()
     if is_own:
-        groups = make_round_groups(state.create_process_group, state.topology, dist.get_rank(), state._timeout_s)
+        made: list[dist.ProcessGroup] = []
+
+        def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+            made.append(state.create_process_group(ranks, name))
+            return made[-1]
+
+        groups = make_round_groups(create, state.topology, dist.get_rank(), state._timeout_s)
+        own = (*made, *(groups["world"] or ()))
         world, across, replica, cell = (
             handles[0] if (handles := groups.get(kind)) else None
             for kind in ("world", "federated", "replica", "federation")
@@ -64,4 +74,4 @@ def routes_of(state: DistributedState, *, is_railed: bool, is_own: bool) -> Rout
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    return Routes(world, world if is_railed else across, replica, cell, is_railed)
+    return Routes(world, world if is_railed else across, replica, cell, is_railed, own)

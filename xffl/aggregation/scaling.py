@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.vote import checked_weight
@@ -97,14 +98,15 @@ class FederatedScaling:
         self._optimizer = optimizers[-1]
         self._every = every
         self._weight = weight
-        self._kept = self._used = 0.0
         self._delay, self._alpha = delay, alpha
-        self._under_way: PendingRound | None = None
+        self._under_way: tuple[PendingRound, Claim] | None = None
         self._on_round = on_round
         self._make = (model, state)
         self._aggregator = aggregator
+        self._is_own = aggregator is None
         self._handles: list[RemovableHandle] = []
-        self._pending = 0
+        self._ledger = Ledger(1)
+        self._since = 0
 
     @property
     def aggregator(self) -> Aggregator:
@@ -119,9 +121,10 @@ class FederatedScaling:
     def __enter__(self) -> FederatedScaling:
         if self._handles:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
-        if self._aggregator is None:
+        if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
             self._aggregator = Aggregator(*self._make, overlap=self._delay > 0)
-        self._pending = 0
+        self._ledger = Ledger(self._aggregator.fragments)
+        self._since = 0
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -135,25 +138,50 @@ class FederatedScaling:
             self._handles.pop().remove()
         if kind is None:
             self._finish()
+            if self._is_own:
+                self.aggregator.close()
+
+    def settle(self) -> None:
+        """Merge the round that is under way, if any: before a checkpoint is written in the middle of a delay.
+
+        Call it on every rank, after the same number of steps within a cell.
+        """
+        if self._under_way is not None:
+            self._merge(*self._under_way)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.aggregator.check()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._pending += 1
-        if self._under_way is not None and self._pending == self._delay:
-            self._merge(self._under_way)
-        if self._pending >= self._every:
+        self._since += 1
+        self._ledger.add_step()
+        if self._under_way is not None and self._since == self._delay:
+            self._merge(*self._under_way)
+        if self._since >= self._every:
             if self._delay:
-                self._under_way = self.aggregator.aggregate_async(self._weigh(), alpha=self._alpha)
-                self._pending, self._used = 0, self._kept
+                self._start()
             else:
-                self._round(is_finished=False)
+                self._round()
+            self._since = 0
 
-    def _merge(self, round_: PendingRound) -> None:
+    def _start(self) -> None:
+        """Start a round that is merged some steps later."""
+        fragment = self.aggregator.next_fragment
+        pending = self.aggregator.aggregate_async(self._weigh(), alpha=self._alpha)
+        self._under_way = pending, self._ledger.claim(fragment)
+
+    def _merge(self, pending: PendingRound, claim: Claim) -> None:
         """Take the result of a round that was started some steps ago."""
-        self._under_way = None
-        self._took_place(round_.merge())
+        try:
+            # Where no step was made meanwhile, nothing local is to stay.
+            report = pending.merge(keeps_steps=self._ledger.steps(claim.fragment) > 0)
+        except XfflError:
+            self._ledger.put_back(claim)
+            raise
+        finally:
+            if self.aggregator.under_way is not pending:  # else the wait was interrupted, and can be taken up again
+                self._under_way = None
+        self._took_place(claim, report)
 
     def _finish(self) -> None:
         """Answer the others' rounds until all have finished; raise at the end what a rejected one of them raised."""
@@ -161,11 +189,8 @@ class FederatedScaling:
         is_last = False
         while not is_last:
             try:
-                if self._under_way is not None:
-                    if self._pending == 0:
-                        self._under_way.alpha = 0.0  # no step was made meanwhile: nothing local is to stay
-                    self._merge(self._under_way)
-                is_last = self._round(is_finished=True)
+                self.settle()
+                is_last = self._round(is_finishing=True, gives_up=rejected is not None)
             except XfflError as error:
                 if not self.aggregator.can_go_on:
                     raise
@@ -173,24 +198,30 @@ class FederatedScaling:
         if rejected is not None:
             raise rejected
 
-    def _round(self, *, is_finished: bool) -> bool:
+    def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
         """Take part in a round; tell whether it was the last."""
-        report = self.aggregator.take_part(self._weigh(), is_absent=self._pending == 0, is_finished=is_finished)
-        self._pending, self._used = 0, self._kept
-        if report is not None:
-            self._took_place(report)
-        return report is None or report.is_last
+        fragment = self.aggregator.next_fragment
+        report = self.aggregator.take_part(
+            self._weigh(),
+            is_absent=self._ledger.steps(fragment) == 0,
+            is_finished=is_finishing and (gives_up or not self._ledger.has_others(fragment)),
+        )
+        claim = self._ledger.claim(fragment)
+        if report is None:
+            return True
+        self._took_place(claim, report)
+        return report.is_last
 
-    def _took_place(self, report: RoundReport) -> None:
-        self._kept, self._used = self._kept - self._used, 0.0
-        if self._on_round is not None:
+    def _took_place(self, claim: Claim, report: RoundReport) -> None:
+        self._ledger.settle(claim)
+        if self._on_round is not None and any(report.weights):
             self._on_round(report)
 
     def _weigh(self) -> Callable[[], float] | None:
         return self._count if self._weight is not None else None
 
     def _count(self) -> float:
-        """Return what counts since the last round that took place."""
+        """Return what counts for the next round's part of the model since a round last took it in."""
         assert self._weight is not None, "asked for only where there is one"
-        self._kept += checked_weight(self._weight())
-        return self._kept
+        self._ledger.add_count(checked_weight(self._weight()))
+        return self._ledger.count(self.aggregator.next_fragment)

@@ -114,5 +114,6 @@ def make_tracks(
         buckets = tuple(lane.buckets(max(1, limit)))
         is_two_hop = form_of(lane, topology.cells, dtype.itemsize, form) == "two_hop"
         home = routes.replica if lane.held_by_part[cell] else routes.cell
-        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codecs.get(lane.codec), home))
+        codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
+        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home))
     return tuple(tracks)

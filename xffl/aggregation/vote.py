@@ -13,7 +13,17 @@ import torch.distributed as dist
 from xffl.errors import ConfigError, RoundError
 from xffl.topology import Topology
 
-__all__ = ["Ballot", "cast", "cell_weights", "check_rounds", "checked_weight"]
+__all__ = ["AT_ONCE", "CLOSING", "NO_ALPHA", "Ballot", "cast", "cell_weights", "check_rounds", "checked_weight"]
+
+
+AT_ONCE, NO_ALPHA = -2.0, -1.0
+"""How a result is written: in the place of the old values, or so that the steps made meanwhile stay."""
+
+TAG = 7_001
+"""Tells a vote's messages from those that a caller sends over the same group."""
+
+CLOSING = 0.5
+"""What the number of a round is raised by in the vote on its outcome."""
 
 
 class Ballot(NamedTuple):
@@ -29,6 +39,8 @@ class Ballot(NamedTuple):
     :param is_encoding: Whether it knows the agreed state that lossy codecs start from.
     :param is_moderate: Whether differences between its values and others like them stay in fp32.
     :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
+    :param merging: How its cell writes the result: :data:`AT_ONCE`, :data:`NO_ALPHA`, or the part of a local value that
+        stays.
     """
 
     round: float
@@ -41,6 +53,7 @@ class Ballot(NamedTuple):
     is_encoding: bool = False
     is_moderate: bool = False
     arithmetic: float = 0.0
+    merging: float = -2.0
 
 
 def cast(
@@ -48,7 +61,7 @@ def cast(
 ) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
-    Collective over the world: 80 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
+    Collective over the world: 88 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
     those of the others, and down again. The slow link is crossed once, by all cells at the same time, where an
     all-gather over the world would cross it ring step by ring step.
 
@@ -83,29 +96,33 @@ def cast(
 
 
 def _ballot(number: float, weight: float, *rest: float) -> Ballot:
-    *flags, arithmetic = rest
-    return Ballot(number, weight, *map(bool, flags))._replace(arithmetic=arithmetic)
+    *flags, arithmetic, merging = rest
+    return Ballot(number, weight, *map(bool, flags))._replace(arithmetic=arithmetic, merging=merging)
 
 
 def _swap(
     send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Send to some ranks and receive from some, at the same time."""
-    moves = [dist.P2POp(dist.irecv, values, rank, group=group) for rank, values in receive.items()]
-    moves += [dist.P2POp(dist.isend, values, rank, group=group) for rank, values in send.items()]
+    moves = [dist.P2POp(dist.irecv, values, rank, group, TAG) for rank, values in receive.items()]
+    moves += [dist.P2POp(dist.isend, values, rank, group, TAG) for rank, values in send.items()]
     for work in dist.batch_isend_irecv(moves) if moves else ():
         work.wait()
 
 
-def check_rounds(ballots: Sequence[Ballot]) -> None:
-    """Raise, on all ranks alike, where the ranks are not in the same round.
+def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
+    """Raise, on all ranks alike, where the ranks are not at the same point of the same round.
 
     :param ballots: The ballots, by rank.
-    :raises RoundError: if two ballots carry different numbers.
+    :param topology: The federation.
+    :raises RoundError: if they differ in the round, in knowing the codecs' state, or within a cell in how they merge.
     """
-    found = {int(ballot.round): rank for rank, ballot in reversed(list(enumerate(ballots)))}
+    found = {ballot.round: rank for rank, ballot in reversed(list(enumerate(ballots)))}
     if len(found) > 1:
-        shown = ", ".join(f"rank {rank} in round {number}" for number, rank in sorted(found.items()))
+        shown = ", ".join(
+            f"rank {rank} {'at the end of' if number % 1 else 'in'} round {int(number)}"
+            for number, rank in sorted(found.items())
+        )
         raise RoundError(f"the ranks are in different rounds ({shown}); call aggregate equally often on every rank")
     if len({ballot.is_encoding for ballot in ballots}) > 1:
         without = [rank for rank, ballot in enumerate(ballots) if not ballot.is_encoding]
@@ -113,6 +130,12 @@ def check_rounds(ballots: Sequence[Ballot]) -> None:
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
         )
+    for cell in range(topology.cells):
+        if len(ways := {ballots[rank].merging for rank in topology.federation(cell)}) > 1:
+            raise RoundError(
+                f"the ranks of cell {cell} merge in different ways ({sorted(ways)}, where {AT_ONCE:g} is aggregate and "
+                f"{NO_ALPHA:g} no alpha); call the same on all of them"
+            )
 
 
 def checked_weight(weight: object) -> float:

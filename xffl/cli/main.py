@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from xffl import __version__
-from xffl.cli import env, execute, plan
+from xffl.cli import bench, env, execute, plan
 from xffl.cli.formatter import HelpFormatter
 from xffl.errors import XfflError
 
@@ -19,6 +19,7 @@ _EXAMPLES = """\
 examples:
   xffl plan --federated 4,4 --hsdp 2 --params 8e9 --link-gbps 10
   xffl exec --processes 4 --federated 2,2 train.py
+  xffl bench --processes 4 --federated 2,2
   xffl env
 
 xffl COMMAND --help tells more.
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = chosen[name]
         if name == "exec":
             return execute.run(options, command)
-        return env.run(options) if name == "env" else plan.run(options)
+        run = {"bench": bench.run, "env": env.run, "plan": plan.run}[name]
+        return run(options)
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -65,6 +67,7 @@ def build_parser() -> ArgumentParser:
     )
     commands = parser.add_subcommands(required=True)
     commands.add_subcommand("exec", execute.build_parser(), help="start a script in several processes on this machine")
+    commands.add_subcommand("bench", bench.build_parser(), help="time the paths between ranks, and rounds over them")
     commands.add_subcommand("env", env.build_parser(), help="show who started this process, and how that was found out")
     commands.add_subcommand("plan", plan.build_parser(), help="draw a federation and count the traffic of a round")
     return parser

@@ -3,6 +3,8 @@
 Importing this room needs neither torch nor matplotlib; the figures load matplotlib when they are drawn.
 """
 
+from xffl.report.bench_figure import bench_figure
+from xffl.report.bench_table import bench_table
 from xffl.report.codes import codec_bytes, codec_ratio
 from xffl.report.curves import curves_figure
 from xffl.report.figure import topology_figure
@@ -14,6 +16,8 @@ from xffl.report.utilization import utilization_figure
 
 __all__ = [
     "Link",
+    "bench_figure",
+    "bench_table",
     "codec_bytes",
     "codec_ratio",
     "curves_figure",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.errors import ConfigError
-from xffl.report.pipeline import Link, Stages, follow
+from xffl.report.pipeline import Link, Pace, Stages, follow
 from xffl.topology import Topology
 
 __all__ = ["ASSUMPTIONS", "RoundForecast", "StepForecast", "forecast_data_parallel", "forecast_round"]
@@ -24,9 +24,13 @@ FORMS = ("auto", "all_gather", "two_hop")
 TINY = 2**18
 """Bytes of a shard below which "auto" does not choose two hops."""
 BUCKET_BYTES = 4 * 2**20
-IN_FLIGHT = 2
-BALLOT_BYTES = 72
-"""A vote gathers nine 64-bit floats of every rank."""
+IN_FLIGHT = 4
+AHEAD = 2
+"""Buckets that gloo's receivers ask for before they send their own."""
+HOME_LAG = 2
+"""Buckets after which a broadcast at home is waited for."""
+BALLOT_BYTES = 88
+"""A vote gathers eleven 64-bit floats of every rank."""
 CODING = 4
 """Passes over values that writing or reading a code is worth."""
 BACKWARD_SHARE = 2 / 3
@@ -36,12 +40,12 @@ ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
     "a cell's slow link is full-duplex and shared evenly by those who send, unless each has its own",
     "gloo: a bucket crosses once its receiver has said that it is ready, a word that queues behind the receiver's own "
-    "data, so that the link idles one latency for every bucket in flight but one; nccl: it is pushed at once",
-    "at home one bucket after another is broadcast along a binomial tree",
+    "data; it is sent two buckets ahead, in the second of two hops with the bucket; nccl: a bucket is pushed at once",
+    "at home one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
     "cell's value is read once; all of it at the memory's rate, and coding at a quarter of it",
-    "each of the two votes is an all-gather around a ring of all ranks; gloo: every rank waits for the slow link's "
-    "round trip in every step; nccl: a ballot crosses each cell's border once",
+    "in each of the two votes ballots go up a binary tree in each cell, from its first rank to all others' and down; "
+    "gloo: the first step at home and the crossing begin with a word of the receiver, one latency more",
     "with a delay, local steps hide everything but looking over and writing, as far as they last",
     "data parallelism: gradients are summed at home, in a ring over the cells, and handed round, all at the same "
     "time, behind the backward pass (2/3 of a step) as far as it lasts",
@@ -118,9 +122,9 @@ class _Way:
         """How often a shard leaves its cell."""
         return self.cells - 1 if self.form == "all_gather" else 2 * (self.cells - 1) / self.cells
 
-    def stages(self, shards: int, replicas: int) -> Stages:
-        """Return what a bucket needs in a cell of that shape."""
-        bucket, once = self.bucket_bytes, self.memory.seconds(self.bucket_bytes)
+    def stages(self, shards: int, replicas: int, bucket: float) -> Stages:
+        """Return what a bucket of that many bytes needs in a cell of that shape."""
+        once = self.memory.seconds(bucket)
         lanes = 1 if self.own_links else shards * (replicas if self.rails else 1)
         sent = self.link.seconds(self.copies * bucket * self.codec_ratio * lanes)
         code = CODING * once if self.codec_ratio != 1 else 0.0
@@ -140,6 +144,14 @@ class _Way:
             is_asked=self.is_asked,
             home=self.home.seconds(bucket * depth * (replicas if self.rails else 1)),
             home_latency=self.home.latency_s * depth,
+        )
+
+    def pace(self, replicas: int) -> Pace:
+        """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
+        return Pace(
+            self.in_flight,
+            AHEAD if self.is_asked else 0,
+            HOME_LAG // (replicas if self.rails else 1),
         )
 
 
@@ -216,7 +228,8 @@ def forecast_round(
     way = _Way(
         form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, in_flight, atomic, is_asked
     )
-    walks = [_walk(way, topology.shards(cell), topology.replicas(cell), model) for cell in kinds]
+    most = max(topology.replica_counts)
+    walks = [_walk(way, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
     longest = max(walks, key=lambda walk: walk.seconds)
     votes = 2 * _vote_seconds(topology, link, home, is_asked=is_asked)
     seconds, phases = votes + longest.seconds, {"vote": votes, **longest.phases}
@@ -275,11 +288,14 @@ def forecast_data_parallel(
     return StepForecast(seconds, exposed, step_s / (step_s + exposed), copies * model)
 
 
-def _walk(way: _Way, shards: int, replicas: int, model: float) -> _Walk:
-    """Forecast the exchange of ``model`` bytes in a cell of that shape."""
-    stages = way.stages(shards, replicas)
-    buckets = model / (shards * (replicas if way.rails else 1) * way.bucket_bytes)
-    course = follow(stages, buckets, way.in_flight)
+def _walk(way: _Way, shards: int, replicas: int, model: float, most: int) -> _Walk:
+    """Forecast the exchange of ``model`` bytes in a cell of that shape, where a cell has ``most`` replicas at most."""
+    bucket = float(way.bucket_bytes)
+    if way.rails:
+        bucket = min(bucket, model / shards / (way.in_flight * most))  # so that all have some to carry
+    stages = way.stages(shards, replicas, bucket)
+    buckets = model / (shards * (replicas if way.rails else 1) * bucket)
+    course = follow(stages, buckets, way.pace(replicas))
     across = buckets * sum(stages.hops)
     once = way.memory.seconds(model / shards)
     phases = {
@@ -299,15 +315,18 @@ def _walk(way: _Way, shards: int, replicas: int, model: float) -> _Walk:
 
 
 def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool) -> float:
-    """Return the time of one vote: the ballots go round a ring that leaves every cell once."""
-    hops = topology.world_size - 1
-    narrow = link if topology.cells > 1 else home
-    slow = min(topology.cells, hops) if topology.cells > 1 else 0
-    latencies = slow * link.latency_s + (hops - slow) * home.latency_s
-    if is_asked:
-        # A step begins with the receiver's word, and the ring is as slow as its slowest border.
-        latencies = 2 * hops * narrow.latency_s
-    return latencies + narrow.seconds(hops * BALLOT_BYTES)
+    """Return the time of one vote: up a binary tree in each cell, from its root to the others', and down again."""
+    ranks, largest, cells = topology.world_size, max(topology.sizes), topology.cells
+    depth = largest.bit_length() - 1
+    # Below the first step, words are there before their data.
+    latencies = home.latency_s * (2 * depth + bool(is_asked and depth))
+    ballots = 2 * depth * (largest + ranks)  # a parent has two children
+    crossing = 0.0
+    if cells > 1:
+        crossing = link.latency_s * (2 if is_asked else 1)
+        # As much as leaves the largest cell, or reaches the smallest.
+        crossing += link.seconds(BALLOT_BYTES * max((cells - 1) * largest, ranks - min(topology.sizes)))
+    return latencies + home.seconds(BALLOT_BYTES * ballots) + crossing
 
 
 def _above_zero(**values: object) -> None:

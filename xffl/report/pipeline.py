@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from xffl.errors import ConfigError
 
-__all__ = ["Course", "Link", "Stages", "follow", "simulate"]
+__all__ = ["Course", "Link", "Pace", "Stages", "follow", "simulate"]
 
 SIMULATED = 256
 """Buckets, for each one in flight, that are simulated before the rest is extrapolated."""
@@ -66,6 +66,19 @@ class Stages(NamedTuple):
     home_latency: float
 
 
+class Pace(NamedTuple):
+    """How many buckets a rank has under way.
+
+    :param in_flight: In each hop, at least 1: so many start before the oldest one is waited for.
+    :param ahead: Between the moment when a bucket is asked for and the moment when it is sent, on the first hop.
+    :param home_lag: Between the moment when a bucket is handed round at home and the moment when it is waited for.
+    """
+
+    in_flight: int
+    ahead: int = 0
+    home_lag: int = 0
+
+
 class Course(NamedTuple):
     """When the slow link starts and when it stops, and when the last bucket has been handed round; in seconds."""
 
@@ -84,79 +97,84 @@ class _Wire:
         self.first = math.inf
         self.free = 0.0
 
-    def send(self, posted: float, seconds: float) -> float:
-        """Return when what is posted at both ends now has arrived."""
-        allowed = self._heard(posted) if self._is_asked else posted
+    def send(self, asked: float, posted: float, seconds: float) -> float:
+        """Return when what both ends have asked for and have now posted has arrived."""
+        allowed = max(posted, self._heard(asked)) if self._is_asked else posted
         start = max(self.free, allowed)
         self.free = start + seconds
         self.first = min(self.first, start)
         self._queued.append((allowed, self.free))
         return self.free + self._latency
 
-    def _heard(self, posted: float) -> float:
+    def _heard(self, asked: float) -> float:
         """Return when the sender hears that its receiver is ready.
 
         That word shares a connection with the receiver's own data: it waits behind all that is queued there by then.
         """
-        word = posted
+        word = asked
         for allowed, end in reversed(self._queued):
-            if end <= posted:
+            if end <= asked:
                 break
-            if allowed <= posted:
+            if allowed <= asked:
                 word = end
                 break
         return word + self._latency
 
 
-def simulate(stages: Stages, buckets: int, last: float, in_flight: int) -> Course:
+def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
     """Walk buckets through a rank's resources, in the order in which the exchange does.
 
     :param stages: What a full bucket needs.
     :param buckets: Number of buckets, at least 1.
     :param last: Size of the last one, as a share of a full one.
-    :param in_flight: Buckets under way in each hop.
+    :param pace: Buckets under way.
     :return: The course.
     """
     hops = len(stages.hops)
     processor = home = 0.0
     wire = _Wire(stages.latency, stages.is_asked)
-    arrived = [0.0] * buckets
-    handed = [0.0] * buckets
-    for turn in range(buckets + hops * in_flight + 1):
-        # The oldest first: what has arrived goes on before another bucket starts.
-        bucket = turn - hops * in_flight - 1
-        if bucket >= 0:
-            processor = max(processor, handed[bucket])
-        for hop in range(hops, -1, -1):
-            bucket = turn - hop * in_flight
+    asked, arrived, handed = ([0.0] * buckets for _ in range(3))
+    # The steps of a bucket: it is packed and asked for, sent, then arrives once for each hop, and has been handed round.
+    turns = [0, *(pace.ahead + hop * pace.in_flight for hop in range(hops + 1))]
+    turns.append(turns[-1] + pace.home_lag)
+    # The oldest bucket first: what has arrived goes on before another one starts.
+    steps = sorted(range(len(turns)), key=lambda step: -turns[step])
+    for turn in range(buckets + turns[-1]):
+        for step in steps:
+            bucket, hop = turn - turns[step], step - 1
             if not 0 <= bucket < buckets:
                 continue
             size = last if bucket == buckets - 1 else 1.0
-            if hop:
-                processor = max(processor, arrived[bucket]) + stages.combine[hop - 1] * size
-            else:
+            if hop < 0:
                 processor += stages.pack * size
-            if hop < hops:
-                arrived[bucket] = wire.send(processor, stages.hops[hop] * size)
-            elif stages.home or stages.home_latency:
+            elif hop > hops:
+                processor = max(processor, handed[bucket])
+                continue
+            elif hop:
+                processor = max(processor, arrived[bucket]) + stages.combine[hop - 1] * size
+            if hop:  # a first hop was asked for when its bucket was packed
+                asked[bucket] = processor
+            if 0 <= hop < hops:
+                arrived[bucket] = wire.send(asked[bucket], processor, stages.hops[hop] * size)
+            elif hop == hops and (stages.home or stages.home_latency):
                 home = max(home, processor) + stages.home * size
                 handed[bucket] = home + stages.home_latency
     return Course(wire.first, wire.free, processor) if hops else Course(0.0, 0.0, processor)
 
 
-def follow(stages: Stages, buckets: float, in_flight: int) -> Course:
+def follow(stages: Stages, buckets: float, pace: Pace) -> Course:
     """Simulate a walk of any length: a long one is extrapolated from where it runs steadily.
 
     :param stages: What a full bucket needs.
     :param buckets: Number of buckets, above 0; a fraction is the last one's size.
-    :param in_flight: Buckets under way in each hop.
+    :param pace: Buckets under way.
     :return: The course.
     """
-    limit = SIMULATED * in_flight
+    limit = SIMULATED * pace.in_flight
     if buckets <= limit:
         count = math.ceil(buckets)
-        return simulate(stages, count, buckets - (count - 1), in_flight)
-    half, full = simulate(stages, limit // 2, 1.0, in_flight), simulate(stages, limit, 1.0, in_flight)
+        return simulate(stages, count, buckets - (count - 1), pace)
+    half, full = simulate(stages, limit // 2, 1.0, pace), simulate(stages, limit, 1.0, pace)
     more = (buckets - limit) / (limit - limit // 2)
     start, last, end = (later + more * (later - sooner) for sooner, later in zip(half, full, strict=True))
     return Course(start, last, end)

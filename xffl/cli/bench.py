@@ -1,0 +1,134 @@
+"""``xffl bench``: time the paths between ranks, and rounds over them: the first thing to run on a new machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from xffl.cli import execute
+from xffl.cli.formatter import HelpFormatter
+from xffl.cluster.environment import detect_environment, parse_sizes
+from xffl.cluster.launchers import LAUNCHERS
+from xffl.errors import ConfigError
+
+__all__ = ["build_parser", "run"]
+
+_EXAMPLES = """\
+examples:
+  xffl bench --processes 4 --federated 2,2 --hsdp 1
+  srun -N 2 --ntasks-per-node 4 xffl bench --federated 4,4 --hsdp 2 --out runs/bench
+  torchrun --nproc-per-node 4 .venv/bin/xffl bench --federated 2,2
+
+With --processes it starts them here, as xffl exec does; else start it with srun, mpirun, torchrun or xffl exec. Rank 0
+prints; --out writes bench.json, and bench.svg and bench.png where matplotlib is installed.
+"""
+
+_SCRIPT = Path(__file__).with_name("bench_rank.py")
+"""What each process runs that this command starts."""
+_PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "out", "json")
+"""Options that processes started here get, too; the federation stands in their environment."""
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = ArgumentParser(
+        description="Time a ring, all-reduces over each kind of group, and a round with each form and codec, on the "
+        "ranks as they are; all against one flat all-reduce over the world.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
+    parser.add_argument("--federated", type=str, metavar="SIZES", help="ranks of each cell (2,2), or of all cells (2)")
+    parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
+    parser.add_argument("--megabytes", type=float, default=64.0, metavar="MIB", help="model and large messages")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of which medians are taken")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="passes before them")
+    parser.add_argument("--device", type=str, metavar="KIND", help="cpu or cuda; by default GPUs where there are any")
+    parser.add_argument("--backend", type=str, metavar="NAME", help="gloo or nccl; by default what suits the device")
+    parser.add_argument("--out", type=str, metavar="FOLDER", help="write bench.json, bench.svg and bench.png there")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Measure on the ranks that exist, or start some and measure on them.
+
+    :param options: What :func:`build_parser` parses.
+    :return: Exit code for this process.
+    :raises XfflError: if an option cannot be meant, or the processes cannot be found, started or joined.
+    """
+    from xffl.aggregation.bench import Effort, measure
+    from xffl.distributed.session import session
+
+    effort = Effort(options.megabytes, options.repeats, options.warmup)
+    if options.processes is not None:
+        return _start(options)
+    if not any(row.matches(os.environ) for row in LAUNCHERS):
+        detect_environment()  # says so where half a launcher's variables are set
+        raise ConfigError(
+            "no launcher has started this process; give --processes N to start N here, or use srun, mpirun or torchrun"
+        )
+    sizes = None if options.federated is None else parse_sizes(options.federated, "--federated")
+    with session(federated=sizes, hsdp=options.hsdp, device=options.device, backend=options.backend) as state:
+        folder = None if options.out is None else _made(options.out)
+        record = measure(state, effort)
+    if record is not None:
+        _show(record, folder, as_json=options.json)
+    return 0
+
+
+def _start(options: Namespace) -> int:
+    """Start the processes as ``xffl exec`` does, and measure there."""
+    found = detect_environment()
+    if found.world_size > 1:
+        raise ConfigError(
+            f"--processes is {options.processes}, but {found.launcher} has started {found.world_size} processes "
+            "already; leave it out"
+        )
+    if options.processes == 1:
+        raise ConfigError("--processes is 1; give 2 or more, since a single process has nobody to talk to")
+    if options.out is not None:
+        _made(options.out)
+    given = {name: options[name] for name in _PASSED_ON if options[name] not in (None, False)}
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+    job = [f"--{name}={options[name]}" for name in ("processes", "federated", "hsdp") if options[name] is not None]
+    return execute.run(execute.build_parser().parse_args(job), [str(_SCRIPT), *words])
+
+
+def _made(out: str) -> Path:
+    """Make the folder before the work is done that it is for."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be made: {error.strerror}; give a folder that may be written") from error
+    return folder
+
+
+def _show(record: Mapping[str, Any], folder: Path | None, *, as_json: bool) -> None:
+    """Print what was measured, and write it where it was asked for."""
+    from xffl.report import bench_figure, bench_table
+
+    text = json.dumps(record, indent=2) + "\n"
+    if as_json:
+        sys.stdout.write(text)
+    else:
+        bench_table(record, sys.stdout)
+    sys.stdout.flush()
+    if folder is None:
+        return
+    (folder / "bench.json").write_text(text)
+    written = ["bench.json"]
+    try:
+        for name in ("bench.svg", "bench.png"):
+            bench_figure(record, folder / name)
+            written.append(name)
+    except ConfigError as error:  # the numbers stand; a picture can be drawn from them elsewhere
+        print(f"xffl: no picture: {error}", file=sys.stderr)
+    print(f"wrote {', '.join(written)} in {folder}", file=sys.stderr)
