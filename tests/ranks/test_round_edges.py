@@ -45,6 +45,11 @@ def shaken(model: nn.Linear) -> None:
         model.weight.add_(torch.randn_like(model.weight))
 
 
+def refused(call: Callable[[], object], told: str) -> None:
+    with pytest.raises(xffl.StateError, match=told):
+        call()
+
+
 # Fragments in a training loop
 
 
@@ -381,19 +386,21 @@ def out_of_a_delay(rank: int, world_size: int) -> None:
         with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1) as scaling:
             for _ in range(2):
                 train(model, optimizer, rank, 2)
-                pytest.raises(xffl.StateError, scaling.aggregator.state_dict).match("under way")
+                refused(scaling.aggregator.state_dict, "under way")
                 scaling.settle()
                 assert scaling.aggregator.state_dict()["rounds"] > 0
         groups.add(len(distributed_c10d._world.pg_map))
-        pytest.raises(xffl.StateError, scaling.aggregator.aggregate).match("closed")
+        refused(scaling.aggregator.aggregate, "closed")
     assert len(groups) == 1
     aggregator = xffl.Aggregator(model, state, overlap=True)
-    with (
-        pytest.raises(ZeroDivisionError),
-        xffl.FederatedScaling(model, optimizer, state, every=2, delay=1, aggregator=aggregator),
-    ):
-        train(model, optimizer, rank, 2)
-        raise ZeroDivisionError
+
+    def breaks_off() -> None:
+        with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1, aggregator=aggregator):
+            train(model, optimizer, rank, 2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        breaks_off()
     assert aggregator.under_way is not None
     aggregator.under_way.merge()
     assert aggregator.under_way is None and aggregator.aggregate().round == 2

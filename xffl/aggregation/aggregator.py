@@ -19,10 +19,10 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, check_merge, check_options
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.plan import digest, plan_lanes
-from xffl.aggregation.protocol import Outcome, Protocol, TornError
+from xffl.aggregation.protocol import Outcome, Protocol
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import communication_device, routes_of
-from xffl.aggregation.torn import Tear, find_tear
+from xffl.aggregation.torn import TornError, find_tear, tearing
 from xffl.aggregation.tracks import make_tracks
 from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
 from xffl.distributed.agreement import agree
@@ -299,13 +299,14 @@ class Aggregator:
 
         Local; without lossy codecs the same on all ranks, else each rank saves its own.
 
+        :return: Numbers, texts and copies of tensors.
         :raises StateError: while a round is under way.
         """
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         state: dict[str, Any] = {"rounds": self._rounds}
         if self._has_codecs:
-            state["codecs"] = {"plan": self._plan, **self._exchange.state_dict()}
+            state["codecs"] = self._exchange.state_dict(self._plan)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -319,12 +320,7 @@ class Aggregator:
         if self._has_codecs:
             if "codecs" not in state:
                 raise CheckpointError("the state has no memory of codecs; it was saved without them")
-            if state["codecs"].get("plan") != self._plan:
-                raise CheckpointError(
-                    f"the codecs' memory is that of another exchange ({state['codecs'].get('plan')}) than this one "
-                    f"({self._plan}); resume with the same model, federation, bucket_bytes, form, rails and codec"
-                )
-            self._exchange.load_state_dict(state["codecs"])
+            self._exchange.load_state_dict(state["codecs"], self._plan)
         self._rounds = int(state["rounds"])
 
     def _look(
@@ -369,18 +365,13 @@ class Aggregator:
 
     @contextmanager
     def _tearing(self) -> Iterator[None]:
-        """Mark the model where the ranks may hold different weights."""
+        """Mark the model where the ranks may hold different weights, and forget what lossy codecs start from."""
         try:
-            yield
-        except TornError as torn:
-            cause = torn.__cause__
-            Tear(self._model, str(torn))
-            self._exchange.forget()
-            if cause is not None and not isinstance(cause, Exception):
-                raise cause from None
-            raise RoundError(
-                f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
-            ) from cause
+            with tearing(self._model):
+                yield
+        finally:
+            if self.is_torn:
+                self._exchange.forget()
 
     def _conclude(
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None

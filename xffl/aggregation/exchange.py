@@ -24,6 +24,7 @@ from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned, rows_of
 from xffl.aggregation.tracks import Track, Turnout
+from xffl.errors import CheckpointError
 
 __all__ = ["Exchange"]
 
@@ -165,21 +166,30 @@ class Exchange:
         """Tell whether a round has made the agreed state that lossy codecs start from."""
         return fragment in self._seeded
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, plan: str) -> dict[str, Any]:
         """Return what lossy codecs carry from round to round on this rank.
 
         That is which fragments have an agreed state, and by lane that state and what is still to be sent.
+
+        :param plan: What the lanes and buckets follow from.
+        :return: Copies.
         """
         memory = self._crossing.feedback
         lanes = {str(self._tracks[number].lane.key): feedback.state_dict() for number, feedback in memory.items()}
-        return {"seeded": sorted(self._seeded), "lanes": lanes}
+        return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], plan: str) -> None:
         """Take over what :meth:`state_dict` returned on this rank.
 
         :param state: The saved state.
-        :raises CheckpointError: if it is that of other lanes.
+        :param plan: What the lanes and buckets follow from.
+        :raises CheckpointError: if it is that of another exchange.
         """
+        if state["plan"] != plan:
+            raise CheckpointError(
+                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({plan}); resume with "
+                "the same model, federation, bucket_bytes, form, rails and codec"
+            )
         self.forget()
         for number, feedback in self._crossing.feedback.items():
             if self._tracks[number].lane.fragment in state["seeded"]:

@@ -8,7 +8,9 @@ from xffl.errors import ConfigError
 __all__ = ["DEFAULT_BUCKET_BYTES", "check_merge", "check_options"]
 
 NONFINITE = ("reject", "drop_cell")
+
 DEFAULT_BUCKET_BYTES = 4 * 2**20
+"""Bytes of a bucket where nothing is said: enough to hide a call's cost, few enough to overlap."""
 
 
 def check_options(

@@ -8,17 +8,14 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.torn import TornError
 from xffl.aggregation.tracks import Turnout
 from xffl.aggregation.vote import CLOSING, Ballot, cast, cell_weights, check_rounds
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["Outcome", "Protocol", "TornError"]
-
-
-class TornError(Exception):
-    """The ranks may hold different weights from here on; the text says why."""
+__all__ = ["Outcome", "Protocol"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -9,9 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import RoundError
 
-__all__ = ["Tear", "find_tear"]
+__all__ = ["Tear", "TornError", "find_tear", "tearing"]
 
 _MARK = "_xffl_tear"
+
+
+class TornError(Exception):
+    """The ranks may hold different weights from here on; the text says why."""
 
 
 class Tear:
@@ -48,6 +54,25 @@ class Tear:
         object.__delattr__(self._model, _MARK)
         while self._handles:
             self._handles.pop().remove()
+
+
+@contextmanager
+def tearing(model: nn.Module) -> Iterator[None]:
+    """Mark a model where the ranks may hold different weights.
+
+    :param model: The model, wrapped or not.
+    :raises RoundError: in the place of a :class:`TornError`; an interrupt that caused it goes on as it is.
+    """
+    try:
+        yield
+    except TornError as torn:
+        cause = torn.__cause__
+        Tear(model, str(torn))
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
+        raise RoundError(
+            f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
+        ) from cause
 
 
 def find_tear(model: nn.Module) -> Tear | None:

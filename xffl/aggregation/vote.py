@@ -16,8 +16,11 @@ from xffl.topology import Topology
 __all__ = ["AT_ONCE", "CLOSING", "NO_ALPHA", "Ballot", "cast", "cell_weights", "check_rounds", "checked_weight"]
 
 
-AT_ONCE, NO_ALPHA = -2.0, -1.0
-"""How a result is written: in the place of the old values, or so that the steps made meanwhile stay."""
+AT_ONCE = -2.0
+"""A result takes the place of the old values."""
+
+NO_ALPHA = -1.0
+"""A result is merged so that the steps made meanwhile stay."""
 
 TAG = 7_001
 """Tells a vote's messages from those that a caller sends over the same group."""

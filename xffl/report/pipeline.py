@@ -134,7 +134,7 @@ def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
     processor = home = 0.0
     wire = _Wire(stages.latency, stages.is_asked)
     asked, arrived, handed = ([0.0] * buckets for _ in range(3))
-    # The steps of a bucket: it is packed and asked for, sent, then arrives once for each hop, and has been handed round.
+    # The steps of a bucket: it is packed and asked for, is sent, arrives once for each hop, and has been handed round.
     turns = [0, *(pace.ahead + hop * pace.in_flight for hop in range(hops + 1))]
     turns.append(turns[-1] + pace.home_lag)
     # The oldest bucket first: what has arrived goes on before another one starts.
