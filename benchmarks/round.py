@@ -1,87 +1,237 @@
-"""Time full rounds against one raw flat all-reduce of the same bytes on the same ranks.
+"""Time full rounds against one raw flat all-reduce of the same bytes, on the same groups, at the same time.
 
-    xffl exec --processes 2 --federated 1,1 benchmarks/round.py [--megabytes 64] [--tensors 157] [--repeats 7]
+    xffl exec --processes 2 --federated 1,1 benchmarks/round.py [--tensors 157] [--parameters 100e6] [--repeats 7]
+    xffl exec --processes 2 --federated 1,1 benchmarks/round.py --tensors 2000 --elements 512
+    xffl exec --processes 4 --federated 2,2 benchmarks/round.py --form two_hop --codec int8 --rails
+    xffl exec --processes 2 --federated 1,1 benchmarks/round.py --memory
 
-The two are interleaved, so that the noise of a shared machine meets both; the figure of merit is the ratio of medians.
+Each rank's shard lies flat for the raw all-reduce, over the ranks that exchange that shard in a round (with ``--plain``
+all of the model, over the world); the groups work at once. The contenders are interleaved, a sample counts for the rank
+that took longest, and the figure of merit is the ratio of medians. ``--memory`` measures instead how far the resident
+memory rises above what a rank had before its aggregator was made, in a process of its own for each kind of round.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import xffl
 
-
-def tensors_of(megabytes: float, count: int) -> list[int]:
-    """Share ``megabytes`` of fp32 out over ``count`` tensors: every third one tiny, the others equal."""
-    tiny = count // 3
-    large = int(megabytes * 2**20 / 4 / max(1, count - tiny))
-    return [64 + index if index % 3 == 2 else large for index in range(count)]
+KINDS = {"atomic": True, "in-place": False}
+MIB = 2**20
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Return the seconds of a collective call, from when all ranks are ready."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+class Tensors(nn.Module):
+    """Parameters that are never used, of the given numbers of elements."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        for index, size in enumerate(sizes):
+            self.register_parameter(f"t{index:05d}", nn.Parameter(torch.randn(size)))
+
+
+def tensor_sizes(count: int, parameters: float, elements: int | None) -> list[int]:
+    """Return the elements of each tensor: all alike, or 57 of 157 tiny (at most 640) and the rest sharing the others.
+
+    :param count: Number of tensors.
+    :param parameters: Elements of all together, where they are not alike.
+    :param elements: Elements of each, where they are.
+    """
+    if elements is not None:
+        return [elements] * count
+    # As in a network, tiny ones stand between large ones.
+    is_tiny = [(index + 1) * 57 // 157 > index * 57 // 157 for index in range(count)]
+    sizes = [64 + 37 * index % 577 if tiny else 0 for index, tiny in enumerate(is_tiny)]
+    large = [index for index, tiny in enumerate(is_tiny) if not tiny]
+    rest = int(parameters) - sum(sizes)
+    if not large or rest < len(large):
+        raise SystemExit(f"--parameters {parameters:g} are too few for {count} tensors; give more, or --elements")
+    for place, index in enumerate(large):
+        sizes[index] = rest // len(large) + (place < rest % len(large))
+    return sizes
+
+
+def build(options: argparse.Namespace, state: xffl.DistributedState) -> nn.Module:
+    """Return the model, spread over each cell as the state says unless ``--plain`` keeps it whole."""
+    model = Tensors(tensor_sizes(options.tensors, options.parameters, options.elements))
+    return model if options.plain else xffl.shard(model, state)
+
+
+def local_parts(model: nn.Module) -> list[torch.Tensor]:
+    """Return what this rank holds of each parameter."""
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters]
+
+
+class Drift:
+    """Change the parameters a little before a round, so that a codec has something to write."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.factor = 1.0 + 1e-3 * (1 + dist.get_rank())
+
+    def __call__(self) -> None:
+        for part in local_parts(self.model):
+            part.mul_(self.factor)
+        self.factor = 1.0 / self.factor
+
+
+def contenders(
+    options: argparse.Namespace, state: xffl.DistributedState
+) -> tuple[dict[str, Callable[[], object]], Callable[[], None], int]:
+    """Make what is timed, the raw all-reduce first; also what precedes each sample, and the bytes of the raw one."""
+    model = build(options, state)
+    parts = local_parts(model)
+    flat = torch.cat([part.reshape(-1) for part in parts]).zero_()
+    group = dist.group.WORLD if options.plain or not state.federated_group else state.federated_group[0]
+    is_in = options.plain or state.is_sender or not state.is_federated_scaling_setup()
+    peers = dist.get_world_size(group)
+
+    def raw() -> None:
+        if is_in:
+            dist.all_reduce(flat, group=group)
+
+    def by_parameter() -> None:
+        for part in local_parts(model) if is_in else ():
+            dist.all_reduce(part, group=group)
+            part.div_(peers)
+
+    asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
+    calls: dict[str, Callable[[], object]] = {"raw all-reduce": raw, "by parameter": by_parameter}
+    for kind, atomic in KINDS.items():
+        calls[f"round, {kind}"] = xffl.Aggregator(model, state, atomic=atomic, **asked).aggregate
+    return calls, Drift(model) if options.codec != "none" else lambda: None, flat.nbytes
+
+
+def time_all(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Time all contenders, interleaved; rank 0 returns what was found."""
+    with xffl.session() as state:
+        calls, prepare, nbytes = contenders(options, state)
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for repeat in range(options.repeats + 2):  # a codec's first round is exact, the second makes its buffers
+            for name, call in calls.items():
+                prepare()
+                dist.barrier()
+                start = time.perf_counter()
+                call()
+                seconds = time.perf_counter() - start
+                if repeat >= 2:
+                    samples[name].append(seconds)
+        longest = torch.tensor(list(samples.values()), dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        if state.rank != 0:
+            return None
+        seconds_by_name = dict(zip(samples, longest.tolist(), strict=True))
+        medians = {name: statistics.median(values) for name, values in seconds_by_name.items()}
+        for name, median in medians.items():
+            print(f"{name:16s} {1e3 * median:8.1f} ms   {median / medians['raw all-reduce']:5.2f}x")
+        return {
+            **circumstances(options, state),
+            "raw_bytes": nbytes,
+            "seconds": seconds_by_name,
+            "ratios": {name: median / medians["raw all-reduce"] for name, median in medians.items()},
+        }
+
+
+def resident(name: str) -> int:
+    """Return ``VmRSS`` or its peak ``VmHWM`` of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit(f"/proc/self/status does not tell {name}; --memory needs Linux")
+
+
+def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure the memory of one kind of round in this process; rank 0 returns that of the rank that took most."""
+    with xffl.session() as state:
+        model = build(options, state)
+        shard = sum(part.nbytes for part in local_parts(model))
+        prepare = Drift(model) if options.codec != "none" else lambda: None
+        dist.barrier()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed must not pass for the model's
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+        asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
+        aggregator = xffl.Aggregator(model, state, atomic=KINDS[options.memory], **asked)
+        for _ in range(3):
+            aggregator.aggregate()
+            prepare()
+        rise = torch.tensor([resident("VmHWM") - before, shard])
+        dist.all_reduce(rise, op=dist.ReduceOp.MAX)
+        found = {**circumstances(options, state), "peak_bytes": int(rise[0]), "shard_bytes": int(rise[1])}
+        return found if state.rank == 0 else None
+
+
+def weigh_each(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure each kind of round in processes of their own, which join in this one's stead."""
+    found = {}
+    for kind in KINDS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--memory", kind, "--out", "-"]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        if told:  # rank 0
+            found[kind] = json.loads(told)
+            rise, shard = found[kind]["peak_bytes"] / MIB, found[kind]["shard_bytes"] / MIB
+            over = rise - shard * KINDS[kind]
+            print(f"round, {kind:9s} {rise:8.1f} MiB above {shard:.1f} MiB of shard; without its copy {over:8.1f} MiB")
+    return {"memory": found} if found else None
+
+
+def circumstances(options: argparse.Namespace, state: xffl.DistributedState) -> dict[str, Any]:
+    """Return what was measured on and with."""
+    return {
+        "benchmark": "round",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "xffl": xffl.__version__},
+        "cells": state.topology.sizes,
+        "replica_size": state.topology.replica_size,
+        "options": {name: value for name, value in vars(options).items() if name != "out"},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=64.0)
     parser.add_argument("--tensors", type=int, default=157)
+    parser.add_argument("--parameters", type=float, default=100e6, help="elements of all tensors")
+    parser.add_argument("--elements", type=int, help="elements of each tensor, instead")
+    parser.add_argument("--plain", action="store_true", help="every rank holds all of the model, unsharded")
+    parser.add_argument("--form", default="auto")
+    parser.add_argument("--codec", default="none")
+    parser.add_argument("--rails", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--memory", nargs="?", const="each", choices=("each", *KINDS), help="measure memory, not time")
+    parser.add_argument("--out", help="write JSON there; - prints it")
     options = parser.parse_args()
-    with xffl.session() as state:
-        model = nn.ParameterList(nn.Parameter(torch.randn(n)) for n in tensors_of(options.megabytes, options.tensors))
-        flat = torch.randn(sum(parameter.numel() for parameter in model))
-        rounds = {name: xffl.Aggregator(model, state, atomic=name == "atomic") for name in ("atomic", "in place")}
-        calls: dict[str, Callable[[], object]] = {"raw all-reduce": lambda: dist.all_reduce(flat)}
-        calls |= {f"round, {name}": aggregator.aggregate for name, aggregator in rounds.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for repeat in range(options.repeats + 1):
-            for name, call in calls.items():
-                duration = timed(call)
-                if repeat:  # the first pass warms connections and memory up
-                    seconds[name].append(duration)
-        if state.rank == 0:
-            report(options, state.topology.sizes, seconds)
-
-
-def report(options: argparse.Namespace, sizes: tuple[int, ...], seconds: dict[str, list[float]]) -> None:
-    """Print the medians and their ratios, and write them with what they were measured on."""
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    raw = medians["raw all-reduce"]
-    for name, median in medians.items():
-        print(f"{name:16s} {1e3 * median:8.1f} ms   {median / raw:5.2f}x")
-    if options.out:
-        record = {
-            "benchmark": "round",
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "xffl": xffl.__version__},
-            "cells": sizes,
-            "megabytes": options.megabytes,
-            "tensors": options.tensors,
-            "seconds": seconds,
-            "ratios": {name: median / raw for name, median in medians.items()},
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+    if options.memory is None:
+        record = time_all(options)
+    else:
+        record = weigh_each(options) if options.memory == "each" else weigh(options)
+    if record is None or options.out is None:
+        return
+    text = json.dumps(record, indent=2) + "\n"
+    if options.out == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 if __name__ == "__main__":

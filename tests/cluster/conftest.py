@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 120
 MINISLURM = HERE / "slurm" / "minislurm.sh"
+TUN = Path("/dev/net/tun")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,6 +110,19 @@ def slurm(base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory
         yield {**base_environ, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
         subprocess.run([str(MINISLURM), "down"], env=environ, check=False, timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="session")
+def slow_link() -> None:
+    """Require what cells of network namespaces and the slow link between them are made of."""
+    path = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
+    require(os.geteuid() == 0, "root, which network namespaces need,")
+    require(shutil.which("ip", path=path), "ip (iproute2)")
+    require(TUN.is_char_device(), f"the device {TUN}")
+    probe = subprocess.run(
+        ["unshare", "--net", "--mount", "true"], capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    require(probe.returncode == 0, "the right to make network namespaces (CAP_SYS_ADMIN)")
 
 
 @pytest.fixture
