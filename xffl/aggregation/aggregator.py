@@ -49,7 +49,7 @@ class Aggregator:
     :param state: The state that describes the federation; without one the world is a single cell.
     :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`), the first match
         wins.
-    :param bucket_bytes: Size of the pieces that cross at a time, in bytes.
+    :param bucket_bytes: Size of the pieces that cross at a time, in bytes of values, before a codec.
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
         failed exchange tears the model: it cannot be used until a checkpoint is loaded.
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
@@ -58,7 +58,7 @@ class Aggregator:
         ``auto``: two hops for three cells and more, except for what is tiny.
     :param rails: Let the replicas of a shard take turns in carrying its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
-    :param codec: How trainable parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
+    :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
         ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.codec`), or a mapping of name patterns to codecs, the first
         match wins. Codecs write what a shard differs by from the last agreed state; what they leave out is sent later
         (error feedback). The first round is exact, and makes that state. Memory on a sender: one more copy of its
@@ -264,10 +264,13 @@ class Aggregator:
     def close(self) -> None:
         """Give the process groups of ``overlap`` back; the aggregator cannot be used afterwards.
 
-        Call it on every rank, with no round under way. Without ``overlap`` there is nothing to give back.
+        Collective over the world, with no round under way. Without ``overlap`` there is nothing to give back.
         """
         self._check_free()
-        self._is_closed = bool(self._routes.own)
+        if not self._routes.own:
+            return
+        self._is_closed = True
+        dist.barrier()  # nobody still listens to a group that another one destroys
         for group in self._routes.own:
             destroy_group(group)
 

@@ -16,12 +16,14 @@ class RoundReport:
     :param weights: The weight of each cell; the same on all ranks.
     :param bytes_across: Bytes that this rank sent to other cells.
     :param bytes_home: Bytes that this rank sent inside its cell.
-    :param seconds: Wall-clock time on this rank, from the call to the new weights.
+    :param seconds: Wall-clock time on this rank, from the call to the new weights; of a delayed round with the steps
+        made meanwhile.
     :param dropped: Cells whose values were left out for not being finite; the same on all ranks.
     :param is_last: Whether all ranks had finished: no round follows; the same on all ranks.
     :param fragment: Part of the model that was exchanged, from 0; the same on all ranks.
     :param phases: Seconds that this rank spent in each phase: ``vote``, ``pack``, ``encode``, ``across`` (waiting for
-        the slow link), ``combine``, ``home`` (waiting for the cell), ``commit``.
+        the slow link), ``combine``, ``home`` (waiting for the cell), ``commit``; of a delayed round all but ``pack``
+        and ``commit`` in the background, and ``wait``, how long its merge had to wait for them.
     :param hidden: Seconds between the first post and the last arrival in which this rank did not wait for the slow
         link, but worked.
     :param codec_error: What lossy codecs left out of what this rank had to send, relative to it, in the L2 norm; it is
