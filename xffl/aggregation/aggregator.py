@@ -11,19 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.codec import Codec
-from xffl.aggregation.crossing import Crossing
-from xffl.aggregation.exchange import Exchange
-from xffl.aggregation.layout import Layout
+from xffl.aggregation.exchange import make_exchange
 from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, check_merge, check_options
 from xffl.aggregation.pending import Background, PendingRound
-from xffl.aggregation.plan import digest, plan_lanes
+from xffl.aggregation.plan import digest
 from xffl.aggregation.protocol import Outcome, Protocol
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import communication_device, routes_of
 from xffl.aggregation.torn import TornError, find_tear, tearing
-from xffl.aggregation.tracks import make_tracks
 from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
@@ -43,7 +40,8 @@ class Aggregator:
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
-    non-persistent buffers stay local. The optimizer's state is left alone.
+    non-persistent buffers stay local. The optimizer's state is left alone. The attributes ``fragments`` and
+    ``overlaps`` say what it was made with.
 
     :param model: The model that trains: plain, DDP, or FSDP2/HSDP over the state's meshes.
     :param state: The state that describes the federation; without one the world is a single cell.
@@ -85,12 +83,10 @@ class Aggregator:
         overlap: bool = False,
     ) -> None:
         if not dist.is_initialized():
-            raise StateError(
-                "torch.distributed is not initialized; open xffl.session() or call init_process_group first"
-            )
+            raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
         self._model = model
         self._rank = dist.get_rank()
-        self._fragments = fragments
+        self.fragments = fragments
         self._rounds = 0
         self._pending: PendingRound | None = None
         self._is_closed = False
@@ -116,29 +112,29 @@ class Aggregator:
         self._plan = f"{digest(items, self._topology)}, {bucket_bytes} bytes a bucket, form={form}, rails={rails}"
         agree("exchange plans", self._plan)
         self._has_codecs = any(self._manifest.codecs.values()) and self._topology.cells > 1
-        self._routes = routes = routes_of(state, is_railed=rails, is_own=overlap)
-        tracks = make_tracks(
-            plan_lanes(items, self._topology, self._rank),
+        self._routes = routes_of(state, is_railed=rails, is_own=overlap)
+        self._exchange = make_exchange(
+            self._manifest,
+            items,
+            axes_of_cells,
             topology=self._topology,
             rank=self._rank,
-            routes=routes,
+            routes=self._routes,
+            device=self._device,
             bucket_bytes=bucket_bytes,
             form=form,
-            codecs=self._manifest.codecs,
+            atomic=atomic,
         )
-        crossing = Crossing(tracks, self._topology, self._rank, routes, self._device)
-        layout = Layout(self._manifest.moving, items, axes_of_cells, at, is_written_in_place=not atomic)
-        self._exchange = Exchange(layout, tracks, crossing, device=self._device, atomic=atomic)
         self._protocol = Protocol(
             self._exchange,
             topology=self._topology,
             rank=self._rank,
             device=self._device,
-            group=routes.world,
+            group=self._routes.world,
             atomic=atomic,
             drops_cells=nonfinite == "drop_cell",
         )
-        self._overlaps = overlap
+        self.overlaps = overlap
 
     @property
     def rounds(self) -> int:
@@ -161,19 +157,9 @@ class Aggregator:
         return self._pending
 
     @property
-    def fragments(self) -> int:
-        """Parts of the model that are exchanged in turn."""
-        return self._fragments
-
-    @property
     def next_fragment(self) -> int:
         """The part of the model that the next round moves: all ranks agree on it with the round's number."""
-        return self._rounds % self._fragments
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether :meth:`aggregate_async` may be called."""
-        return self._overlaps
+        return self._rounds % self.fragments
 
     @property
     def model(self) -> nn.Module:
@@ -235,7 +221,7 @@ class Aggregator:
         :raises ConfigError: if ``alpha`` is outside its range.
         """
         check_merge(alpha)
-        if not self._overlaps:
+        if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self._check_free()
         start = time.perf_counter()

@@ -20,13 +20,16 @@ import torch.distributed as dist
 from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.layout import Layout
+from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.mean import weighted_mean
-from xffl.aggregation.plan import Bucket
+from xffl.aggregation.plan import Bucket, Item, plan_lanes
 from xffl.aggregation.pool import Pool, aligned, rows_of
-from xffl.aggregation.tracks import Track, Turnout
+from xffl.aggregation.routes import Routes
+from xffl.aggregation.tracks import Track, Turnout, make_tracks
 from xffl.errors import CheckpointError
+from xffl.topology import Topology
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "make_exchange"]
 
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for: the next one is combined meanwhile."""
@@ -323,6 +326,47 @@ class Exchange:
         yield HOME_LAG
         with self.journal.phase("home"):
             work.wait()
+
+
+def make_exchange(
+    manifest: Manifest,
+    items: Sequence[Item],
+    axes: Sequence[Sequence[int]],
+    *,
+    topology: Topology,
+    rank: int,
+    routes: Routes,
+    device: torch.device,
+    bucket_bytes: int,
+    form: str,
+    atomic: bool,
+) -> Exchange:
+    """Plan a rank's lanes and prepare what walks them; local.
+
+    :param manifest: The tensors of the model.
+    :param items: Those that move, as the plan sees them.
+    :param axes: For each cell, the axis along which it cuts each of them.
+    :param topology: The federation.
+    :param rank: This rank.
+    :param routes: Its process groups.
+    :param device: Where the groups' backend communicates from.
+    :param bucket_bytes: Bytes of a bucket, at most.
+    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
+    :param atomic: Whether new values wait for :meth:`Exchange.commit`.
+    :return: The exchange.
+    """
+    tracks = make_tracks(
+        plan_lanes(items, topology, rank),
+        topology=topology,
+        rank=rank,
+        routes=routes,
+        bucket_bytes=bucket_bytes,
+        form=form,
+        codecs=manifest.codecs,
+    )
+    crossing = Crossing(tracks, topology, rank, routes, device)
+    layout = Layout(manifest.moving, items, axes, topology.coordinates(rank), is_written_in_place=not atomic)
+    return Exchange(layout, tracks, crossing, device=device, atomic=atomic)
 
 
 def _energy(values: torch.Tensor) -> torch.Tensor:
