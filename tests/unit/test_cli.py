@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,7 +95,37 @@ def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert told["federated"] == [2, 2] and told["hsdp"] is None and told["missing"]["torchrun"] == []
 
 
+def test_list_tells_name_line_and_paper_without_torch() -> None:
+    ran = xffl("list", "algorithms")
+    assert ran.returncode == 0, ran.stderr
+    lines = [re.split(r" {2,}", line.strip()) for line in ran.stdout.splitlines()]
+    assert lines[0] == ["kind", "name", "what it does", "paper"]
+    assert ["server", "fedadam"] in [line[:2] for line in lines] and ["partition", "iid"] in [
+        line[:2] for line in lines
+    ]
+    scaffold = next(line for line in lines if line[:2] == ["client", "scaffold"])
+    assert "gradients" in scaffold[2] and scaffold[3] == "Karimireddy et al., 2020, arXiv 1910.06378"
+    assert all(len(line) == 4 for line in lines)
+
+
+def test_list_as_json_and_by_kind_without_torch() -> None:
+    every = json.loads(xffl("list", "algorithms", "--json").stdout)
+    servers = json.loads(xffl("list", "algorithms", "--kind", "server", "--json").stdout)
+    assert servers == [entry for entry in every if entry["kind"] == "server"] and len(servers) < len(every)
+    assert {"name", "line", "paper", "options"} <= servers[0].keys()
+    ran = xffl("list", "algorithms", "--kind", "algorithm")
+    assert re.search(r"streaming_diloco .*fragments = 3, overlap = True, delay = 1, alpha = 0.5", ran.stdout)
+
+
+def test_list_of_a_kind_tells_types_and_values_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "algorithms", "--kind", "server"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "betas: tuple[float, float] = (0.9, 0.99)" in told and "rule: str = yogi" in told
+    assert "lr: float | torch.Tensor = 0.7, momentum: float = 0.9" in told
+
+
 BAD = [
+    (["list", "algorithms", "--kind", "servers"], "ConfigError: kind 'servers' is unknown; choose one of algorithm"),
     (["plan", "--federated", "4,3", "--world", "8"], "TopologyError: federated sizes (4, 3) sum to 7"),
     (["plan", "--federated", "4"], "ConfigError: --federated 4 does not say how many ranks"),
     (["plan"], "ConfigError: --federated None"),
@@ -173,7 +204,16 @@ def test_help_of_bench_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["exec", "--help"], ["env", "--help"], ["plan", "--help"], ["bench", "--help"]]
+    "words",
+    [
+        ["--version"],
+        ["--help"],
+        ["exec", "--help"],
+        ["env", "--help"],
+        ["plan", "--help"],
+        ["list", "--help"],
+        ["bench", "--help"],
+    ],
 )
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -31,7 +31,9 @@ def plans(draw: st.DrawFn) -> tuple[Topology, tuple[Item, ...], int]:
         )
         rule = draw(st.sampled_from(["average", "first"]))
         dtype, codec = draw(st.sampled_from(["float32", "int64"])), draw(st.sampled_from(["none", "int8"]))
-        items.append(Item(index, dtype, rule, draw(st.booleans()), cuts, codec, draw(st.integers(0, 2))))
+        items.append(
+            Item(index, dtype, rule, draw(st.booleans()), cuts, codec, draw(st.integers(0, 2)), draw(st.booleans()))
+        )
     return topology, tuple(items), draw(st.integers(1, 40))
 
 
@@ -113,14 +115,14 @@ def test_the_parts_of_a_bucket_hold_it_once(case: tuple[Topology, tuple[Item, ..
 
 def test_large_pieces_get_even_buckets_of_their_own() -> None:
     pieces = (Piece(0, 0, 3), Piece(1, 0, 250), Piece(2, 5, 9))
-    lane = Lane(0, (True,), (0,), "float32", "average", False, "none", pieces)
+    lane = Lane(0, (True,), (0,), "float32", "average", False, "none", False, pieces)
     buckets = list(lane.buckets(100))
     assert [b.pieces for b in buckets[:3]] == [((1, 0, 84),), ((1, 84, 168),), ((1, 168, 250),)]
     assert buckets[3].pieces == ((0, 0, 3), (2, 5, 9))
 
 
 def test_forms_follow_from_cells_and_size() -> None:
-    lane = Lane(0, (True,) * 3, (0,) * 3, "float32", "average", False, "none", (Piece(0, 0, 10**6),))
+    lane = Lane(0, (True,) * 3, (0,) * 3, "float32", "average", False, "none", False, (Piece(0, 0, 10**6),))
     tiny = dataclasses.replace(lane, pieces=(Piece(0, 0, 100),))
     first = dataclasses.replace(lane, rule="first")
     assert [form_of(lane, cells, 4, "auto") for cells in (1, 2, 3, 8)] == ["all_gather"] * 2 + ["two_hop"] * 2

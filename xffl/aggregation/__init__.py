@@ -1,7 +1,33 @@
-"""What happens in a round: plan, exchange, vote, and the rounds in a training loop."""
+"""What happens in a round: plan, exchange, vote, and the rounds in a training loop.
 
-from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.report import RoundReport
-from xffl.aggregation.scaling import FederatedScaling
+The names below are imported when they are first used, so that the registry of algorithms needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xffl.aggregation.aggregator import Aggregator
+    from xffl.aggregation.report import RoundReport
+    from xffl.aggregation.scaling import FederatedScaling
 
 __all__ = ["Aggregator", "FederatedScaling", "RoundReport"]
+
+_HOMES = {
+    "Aggregator": "xffl.aggregation.aggregator",
+    "FederatedScaling": "xffl.aggregation.scaling",
+    "RoundReport": "xffl.aggregation.report",
+}
+"""Where the names live."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xffl.aggregation' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

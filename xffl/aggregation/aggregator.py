@@ -5,29 +5,47 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from xffl.aggregation.accountant import Accountant
+from xffl.aggregation.assembly import assemble
 from xffl.aggregation.codec import Codec
-from xffl.aggregation.exchange import make_exchange
-from xffl.aggregation.manifest import Manifest, describe_difference, gather_axes, reshard
+from xffl.aggregation.combine import Combiner
+from xffl.aggregation.entries import reshard
+from xffl.aggregation.exchange import Findings
+from xffl.aggregation.manifest import Manifest, Pattern
 from xffl.aggregation.mean import arithmetic_of
-from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, check_merge, check_options
+from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.pending import Background, PendingRound
-from xffl.aggregation.plan import digest
-from xffl.aggregation.protocol import Outcome, Protocol
+from xffl.aggregation.privacy import Privacy
+from xffl.aggregation.protocol import Outcome, report_of
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.routes import communication_device, routes_of
+from xffl.aggregation.secure import SecureSum
+from xffl.aggregation.server import ServerOptimizer
 from xffl.aggregation.torn import TornError, find_tear, tearing
 from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
-from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 
 __all__ = ["Aggregator", "PendingRound"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a rank opens a round with; the fields are parameters of :meth:`Aggregator.take_part`."""
+
+    weight: float | Callable[[], float] | None = None
+    is_absent: bool = False
+    is_finished: bool = False
+    steps: float = 1.0
+    seconds: float = 0.0
+    is_snapshot: bool = False
+    alpha: float | None = None
 
 
 class Aggregator:
@@ -45,8 +63,8 @@ class Aggregator:
 
     :param model: The model that trains: plain, DDP, or FSDP2/HSDP over the state's meshes.
     :param state: The state that describes the federation; without one the world is a single cell.
-    :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`), the first match
-        wins.
+    :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`) or by the type of
+        a module that they lie in (``{nn.BatchNorm2d: "local"}`` is FedBN), the first match wins.
     :param bucket_bytes: Size of the pieces that cross at a time, in bytes of values, before a codec.
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
         failed exchange tears the model: it cannot be used until a checkpoint is loaded.
@@ -63,6 +81,20 @@ class Aggregator:
         shard, two in fp32 of what was left out, and ``C + 2`` buckets in fp32.
     :param fragments: Parts of the model that are exchanged in turn, one in each round.
     :param overlap: Make process groups of its own, for :meth:`aggregate_async`.
+    :param combine: What makes one value of the cells' values: ``mean``, or another entry of ``xffl list algorithms
+        --kind combine`` with its options (``krum:faulty=1``, or a mapping), a dotted path, or a
+        :class:`~xffl.aggregation.combine.Combiner`. One that compares whole models (Krum, geometric median) keeps all
+        cells' shards on each sender, ``C`` copies.
+    :param server: The server (outer) optimizer, which sees the way from the mean back to the last agreed model as a
+        gradient: a name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
+        :class:`~xffl.aggregation.server.ServerOptimizer`. With it, each rank keeps the last agreed values of what it
+        holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is made.
+    :param privacy: Clip each cell's update and add noise to it before it leaves (DP-FedAvg): a
+        :class:`~xffl.aggregation.privacy.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
+    :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
+        :class:`~xffl.aggregation.secure.SecureSum`. Twice the bytes of fp32; at least three cells.
+    :param norms: Measure the norm of each cell's update, for the reports and for rounds that depend on it.
+    :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
@@ -72,7 +104,7 @@ class Aggregator:
         model: nn.Module,
         state: DistributedState,
         *,
-        policies: Mapping[str, str] | None = None,
+        policies: Mapping[Pattern, str] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         atomic: bool = True,
         nonfinite: str = "reject",
@@ -81,60 +113,52 @@ class Aggregator:
         codec: str | Codec | Mapping[str, str | Codec] = "none",
         fragments: int = 1,
         overlap: bool = False,
+        combine: str | Mapping[str, Any] | Combiner = "mean",
+        server: str | Mapping[str, Any] | ServerOptimizer | None = None,
+        privacy: Privacy | Mapping[str, Any] | None = None,
+        secure: bool | SecureSum = False,
+        norms: bool = False,
+        extra: nn.Module | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
         self._model = model
-        self._rank = dist.get_rank()
         self.fragments = fragments
+        self.overlaps = overlap
         self._rounds = 0
         self._pending: PendingRound | None = None
         self._is_closed = False
-        error: XfflError | None = None
-        text = ""
-        try:
-            self._topology = state.topology
-            at = self._topology.coordinates(self._rank)
-            self._device = communication_device(state)
-            self._arithmetic = arithmetic_of(self._device)
-            self.check()
-            options = check_options(bucket_bytes, atomic, nonfinite, form, rails, fragments, overlap)
-            self._manifest = Manifest(model, policies, codec)
-            axes = self._manifest.axes(self._topology, at)
-            text = f"(options)\t{options}\n{self._manifest}"
-        except XfflError as wrong:
-            error = wrong
-        except Exception as wrong:  # noqa: BLE001 - told to all ranks
-            error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
-        agree("models", text, error=error, describe=describe_difference)
-        axes_of_cells = gather_axes(axes, self._topology)
-        items = self._manifest.items(self._topology, axes_of_cells, least_bytes=bucket_bytes, fragments=fragments)
-        self._plan = f"{digest(items, self._topology)}, {bucket_bytes} bytes a bucket, form={form}, rails={rails}"
-        agree("exchange plans", self._plan)
-        self._has_codecs = any(self._manifest.codecs.values()) and self._topology.cells > 1
-        self._routes = routes_of(state, is_railed=rails, is_own=overlap)
-        self._exchange = make_exchange(
-            self._manifest,
-            items,
-            axes_of_cells,
-            topology=self._topology,
-            rank=self._rank,
-            routes=self._routes,
-            device=self._device,
-            bucket_bytes=bucket_bytes,
-            form=form,
-            atomic=atomic,
+
+        def read() -> tuple[Options, Manifest]:
+            options = Options.of(
+                combine=combine,
+                server=server,
+                privacy=privacy,
+                secure=secure,
+                bucket_bytes=bucket_bytes,
+                atomic=atomic,
+                nonfinite=nonfinite,
+                form=form,
+                rails=rails,
+                fragments=fragments,
+                overlap=overlap,
+                norms=norms,
+            )
+            if extra is not None and fragments > 1:
+                raise ConfigError("extra tensors go with every round, so they need fragments=1")
+            return options, Manifest(model, policies, codec, extra)
+
+        made = assemble(model, state, read, self.check)
+        self._topology, self._device, self._manifest, self._plan = made.topology, made.device, made.manifest, made.plan
+        self._routes, self._exchange, self._protocol, self._options = (
+            made.routes,
+            made.exchange,
+            made.protocol,
+            made.options,
         )
-        self._protocol = Protocol(
-            self._exchange,
-            topology=self._topology,
-            rank=self._rank,
-            device=self._device,
-            group=self._routes.world,
-            atomic=atomic,
-            drops_cells=nonfinite == "drop_cell",
-        )
-        self.overlaps = overlap
+        self._cell = made.topology.cell_of(dist.get_rank())
+        self._arithmetic = arithmetic_of(made.device)
+        self._has_codecs = any(made.manifest.codecs.values()) and made.topology.cells > 1
 
     @property
     def rounds(self) -> int:
@@ -162,28 +186,41 @@ class Aggregator:
         return self._rounds % self.fragments
 
     @property
+    def accountant(self) -> Accountant | None:
+        """What privacy the rounds have cost so far; ``None`` without ``privacy``."""
+        return self._exchange.accountant
+
+    @property
     def model(self) -> nn.Module:
         """The model that is averaged."""
         return self._model
 
-    def aggregate(self, weight: float | None = None) -> RoundReport:
+    def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica at home,
-        after a vote of 88 bytes a rank and before another.
+        after a vote of 120 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
+        :param steps: Effective number of this cell's local steps since the last round, for combiners that ask for it.
         :return: What the round did.
         :raises ConfigError: if a weight is negative or not finite, or all are zero; on all ranks, the model unchanged.
         :raises RoundError: if the round did not take place; the message says whether the old weights stand.
         """
-        report = self.take_part(weight)
+        report = self.take_part(weight, steps=steps)
         assert report is not None, "a rank that has not finished always gets a round"
         return report
 
     def take_part(
-        self, weight: float | Callable[[], float] | None = None, *, is_absent: bool = False, is_finished: bool = False
+        self,
+        weight: float | Callable[[], float] | None = None,
+        *,
+        is_absent: bool = False,
+        is_finished: bool = False,
+        steps: float = 1.0,
+        seconds: float = 0.0,
+        least_divergence: float | None = None,
     ) -> RoundReport | None:
         """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
 
@@ -192,19 +229,31 @@ class Aggregator:
         :param weight: As in :meth:`aggregate`, or a function that returns it; not read where ``is_absent``.
         :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
         :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
+        :param steps: As in :meth:`aggregate`.
+        :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
+        :param least_divergence: Root mean square of the cells' update norms below which nothing moves and the round
+            does not count; the same on all ranks. Needs ``norms=True``.
         :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
         :raises ConfigError: as :meth:`aggregate`.
         :raises RoundError: as :meth:`aggregate`.
         """
         start = time.perf_counter()
         self._check_free()
-        ballot, error = self._look(weight, is_absent=is_absent, is_finished=is_finished)
+        if least_divergence is not None and not self._options.has_norms:
+            raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
+        look = Look(weight, is_absent=is_absent, is_finished=is_finished, steps=steps, seconds=seconds)
+        ballot, error = self._look(look)
         with self._tearing():
-            outcome = self._protocol.confer(ballot, self.next_fragment, self._found, error)
+            outcome = self._protocol.confer(ballot, self.next_fragment, self._found, error, least_divergence)
         return None if outcome is None else self._conclude(outcome, start)
 
     def aggregate_async(
-        self, weight: float | Callable[[], float] | None = None, *, alpha: float | None = None
+        self,
+        weight: float | Callable[[], float] | None = None,
+        *,
+        alpha: float | None = None,
+        steps: float = 1.0,
+        seconds: float = 0.0,
     ) -> PendingRound:
         """Start a round like :meth:`aggregate` and return at once; :meth:`PendingRound.merge` writes its result.
 
@@ -216,6 +265,8 @@ class Aggregator:
             (1 - alpha) * mean`` (Streaming DiLoCo, arXiv 2501.18512). ``None``: the steps made meanwhile stay as they
             are, ``mean + (local - copy)`` (delayed averaging), which takes one more copy of the shard. Buffers are
             replaced. The same on all ranks.
+        :param steps: As in :meth:`aggregate`.
+        :param seconds: As in :meth:`take_part`.
         :return: The round under way.
         :raises StateError: if the aggregator was made without ``overlap``, or a round is under way.
         :raises ConfigError: if ``alpha`` is outside its range.
@@ -225,7 +276,7 @@ class Aggregator:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self._check_free()
         start = time.perf_counter()
-        ballot, error = self._look(weight, is_snapshot=True, alpha=alpha)
+        ballot, error = self._look(Look(weight, is_snapshot=True, alpha=alpha, steps=steps, seconds=seconds))
         fragment, found = self.next_fragment, self._found
         background = Background(lambda: self._protocol.confer(ballot, fragment, found, error), self._device)
 
@@ -284,9 +335,9 @@ class Aggregator:
             tear.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the number of rounds, and what lossy codecs remember on this rank.
+        """Return what a resumed run needs: the number of rounds, what lossy codecs remember, and the server's state.
 
-        Local; without lossy codecs the same on all ranks, else each rank saves its own.
+        Local; each rank saves its own, but without codecs, server, norms and privacy it is the same on all ranks.
 
         :return: Numbers, texts and copies of tensors.
         :raises StateError: while a round is under way.
@@ -295,13 +346,17 @@ class Aggregator:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         state: dict[str, Any] = {"rounds": self._rounds}
         if self._has_codecs:
-            state["codecs"] = self._exchange.state_dict(self._plan)
+            state["codecs"] = self._exchange.memory.state_dict(self._plan)
+        if self.accountant is not None:
+            state["privacy"] = self.accountant.state_dict()
+        if self._exchange.agreed is not None:
+            state["agreed"] = self._exchange.agreed.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
 
-        :param state: The saved state, of this rank where lossy codecs are used.
+        :param state: The saved state, of this rank.
         :raises CheckpointError: if it is that of another set-up.
         """
         if self._pending is not None:
@@ -309,46 +364,55 @@ class Aggregator:
         if self._has_codecs:
             if "codecs" not in state:
                 raise CheckpointError("the state has no memory of codecs; it was saved without them")
-            self._exchange.load_state_dict(state["codecs"], self._plan)
+            self._exchange.memory.load_state_dict(state["codecs"], self._plan)
+        if self.accountant is not None:
+            self.accountant.load_state_dict(state.get("privacy", {}))
+        if self._exchange.agreed is not None:
+            if "agreed" not in state:
+                raise CheckpointError(
+                    "the state has no last agreed model; it was saved without server, norms or privacy"
+                )
+            self._exchange.agreed.load_state_dict(state["agreed"])
         self._rounds = int(state["rounds"])
 
-    def _look(
-        self,
-        weight: float | Callable[[], float] | None,
-        *,
-        is_absent: bool = False,
-        is_finished: bool = False,
-        is_snapshot: bool = False,
-        alpha: float | None = None,
-    ) -> tuple[Ballot, XfflError | None]:
+    def _look(self, asked: Look) -> tuple[Ballot, XfflError | None]:
         """Read the model and fill in this rank's ballot; local."""
         error: XfflError | None = None
-        count, is_moderate = 0.0, False
-        self._found: list[str] = []
+        count, findings = 0.0, Findings([], False)
+        alpha, is_snapshot = asked.alpha, asked.is_snapshot
         try:
             reshard(self._model)
-            self._manifest.check(self._model)
-            if not is_absent:
+            self._manifest.check()
+            if self._options.privacy is not None and asked.weight is not None:
+                raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
+            if not asked.is_absent:
+                weight = asked.weight
                 count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
-            self._found, is_moderate = self._exchange.look(
+            findings = self._exchange.look(
                 self.next_fragment, is_snapshot=is_snapshot, keeps_snapshot=is_snapshot and alpha is None
             )
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
+        self._found = findings.nonfinite
+        masker = self._exchange.masker
         ballot = Ballot(
             round=self._rounds + 1,
             weight=count,
-            is_uniform=weight is None,
-            is_absent=is_absent,
-            is_finished=is_finished,
+            is_uniform=asked.weight is None,
+            is_absent=asked.is_absent,
+            is_finished=asked.is_finished,
             is_nonfinite=bool(self._found),
             is_failed=error is not None,
-            is_encoding=self._has_codecs and self._exchange.is_encoding(self.next_fragment),
-            is_moderate=is_moderate,
+            is_encoding=self._has_codecs and self._exchange.memory.is_encoding(self.next_fragment),
+            is_moderate=findings.is_moderate,
             arithmetic=self._arithmetic,
             merging=(NO_ALPHA if alpha is None else alpha) if is_snapshot else AT_ONCE,
+            norm=findings.norm,
+            steps=asked.steps,
+            seconds=asked.seconds,
+            attempt=0.0 if masker is None else masker.next_attempt,
         )
         return ballot, error
 
@@ -360,37 +424,24 @@ class Aggregator:
                 yield
         finally:
             if self.is_torn:
-                self._exchange.forget()
+                self._exchange.memory.forget()
 
     def _conclude(
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
         """Write what was agreed into the model."""
-        with self._tearing():
-            try:
-                # A cell that was left out has nothing that could stay.
-                is_merged = is_merged and self._topology.cell_of(self._rank) not in outcome.dropped
-                reshard(self._model)
-                if not outcome.is_empty:
-                    self._exchange.commit(self.next_fragment, is_merged=is_merged, alpha=alpha)
-            except BaseException as error:
-                raise TornError(
-                    f"round {self._rounds + 1} was agreed, but this rank could not write it: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
-        fragment = self.next_fragment
-        self._rounds += 1
-        journal = self._exchange.journal
-        return RoundReport(
-            round=self._rounds,
-            weights=outcome.turnout.weights,
-            bytes_across=journal.bytes_across,
-            bytes_home=journal.bytes_home,
-            seconds=time.perf_counter() - start,
-            dropped=outcome.dropped,
-            is_last=outcome.is_last,
-            fragment=fragment,
-            phases=journal.phases,
-            hidden=journal.hidden,
-            codec_error=self._exchange.codec_error,
-        )
+        fragment, number = self.next_fragment, self._rounds + 1
+        if not outcome.is_skipped:
+            with self._tearing():
+                try:
+                    # A cell that was left out has nothing that could stay.
+                    is_merged = is_merged and self._cell not in outcome.dropped
+                    reshard(self._model)
+                    if not outcome.is_empty:
+                        self._exchange.commit(fragment, is_merged=is_merged, alpha=alpha)
+                except BaseException as error:
+                    raise TornError(
+                        f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
+                    ) from error
+            self._rounds += 1
+        return report_of(outcome, self._exchange, number, fragment, time.perf_counter() - start)

@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from xffl.aggregation.combine import Combiner, Coordinatewise
 from xffl.aggregation.feedback import Feedback
+from xffl.aggregation.gathered import Gathered
 from xffl.aggregation.journal import Journal
-from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.pool import Pool, aligned, rows_of
 from xffl.aggregation.routes import Routes
+from xffl.aggregation.secure import Masker
 from xffl.aggregation.tracks import AHEAD, IN_FLIGHT, Track, Turnout
 from xffl.topology import Topology
 
@@ -32,16 +35,29 @@ class Crossing:
     :param rank: This rank.
     :param routes: Its process groups.
     :param device: Where the groups' backend communicates from.
+    :param combiner: What makes one value of the cells' values.
+    :param masker: Masks for what is averaged; ``None`` where cells may see each other's values.
     """
 
     def __init__(
-        self, tracks: Sequence[Track], topology: Topology, rank: int, routes: Routes, device: torch.device
+        self,
+        tracks: Sequence[Track],
+        topology: Topology,
+        rank: int,
+        routes: Routes,
+        device: torch.device,
+        *,
+        combiner: Combiner,
+        masker: Masker | None = None,
     ) -> None:
         self._topology = topology
         self._rank = rank
         self._cell = topology.cell_of(rank)
         self._others = [cell for cell in range(topology.cells) if cell != self._cell]
         self._routes = routes
+        self._combiner = combiner
+        self._masker = masker
+        self.gathered = Gathered(topology.cells, device)
         turns = max(topology.replica_counts) if routes.is_railed else 1
         self.depth = IN_FLIGHT * turns
         # NCCL matches what is sent and received by order alone, so there both are posted together.
@@ -83,6 +99,58 @@ class Crossing:
         """
         return (self._cross_encoded if is_encoded else self._cross)(track, bucket, values, out)
 
+    def gather(self, track: Track, bucket: Bucket, values: torch.Tensor, *, is_encoded: bool) -> Iterator[int]:
+        """Exchange a bucket like :meth:`carry`, but only keep what arrives, for :meth:`settle`; by all-gather.
+
+        :param track: The bucket's lane.
+        :param bucket: The bucket, which this rank carries.
+        :param values: This rank's values, flat.
+        :param is_encoded: Whether the lane's codec is used.
+        :return: The steps.
+        """
+        here, others = self._cell, self._others
+        senders = self._turnout.senders(track.lane)
+        if is_encoded:
+            slot, codes, _ = yield from self._swap_codes(track, bucket, values)
+            rows = self.gathered.rows(track, bucket, torch.float32)
+            with self._journal.noting("combine"):
+                for cell in senders:
+                    self.feedback[track.number].decode(codes[cell], rows[cell])
+            self._slots.give(slot)
+            return
+        rows = self.gathered.rows(track, bucket, track.dtype)
+        with self._journal.noting("pack"):
+            rows[here].copy_(values)
+        send = {cell: rows[here] for cell in others if here in senders}
+        works = yield from self._swap(track, bucket, 1, send, {cell: rows[cell] for cell in others if cell in senders})
+        yield self.depth
+        self._arrive(works)
+
+    def settle(self, track: Track, bucket: Bucket, out: torch.Tensor, *, is_encoded: bool) -> None:
+        """Combine what :meth:`gather` has kept of a bucket; local.
+
+        :param track: The bucket's lane.
+        :param bucket: The bucket.
+        :param out: Where the combined values go.
+        :param is_encoded: As in :meth:`gather`.
+        """
+        rows = self.gathered.rows(track, bucket, torch.float32 if is_encoded else track.dtype)
+        values = [rows[cell] for cell in self._turnout.senders(track.lane)]
+        with self._journal.noting("combine"):
+            if is_encoded:
+                mean = self._scratch[-1, : out.numel()]
+                self._combine(track, values, mean, is_fused=False)
+                out.copy_(self.feedback[track.number].reference[bucket.start : bucket.stop]).add_(mean)
+            else:
+                self._combine(track, values, out, is_fused=self._turnout.is_fused)
+
+    def weigh(self, turnout: Turnout) -> None:
+        """Go on with what a combiner has made of the cells' weights; local.
+
+        :param turnout: The same cells as in :meth:`begin`, weighed.
+        """
+        self._turnout = turnout
+
     def carrier(self, lane: Lane, bucket: Bucket, cell: int | None = None) -> int:
         """Return the rank that carries a bucket for a cell, by default for this rank's."""
         cell = self._cell if cell is None else cell
@@ -112,27 +180,47 @@ class Crossing:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
         numel = -(-(bucket.stop - bucket.start) // (self._topology.cells if track.is_two_hop else 1))
         exact = aligned(numel * track.dtype.itemsize) * len(self._others)
+        leaving = self._topology.cells if track.is_two_hop else 1
+        if self._is_masked(track):
+            return aligned(numel * torch.int64.itemsize) * (len(self._others) + leaving)
         if track.codec is None:
             return exact
-        leaving = self._topology.cells if track.is_two_hop else 1
         return max(exact, aligned(track.codec.nbytes(numel)) * (len(self._others) + leaving))
 
+    def _is_masked(self, track: Track) -> bool:
+        return self._masker is not None and track.lane.rule == "average"
+
     def _cross(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Exchange a bucket as it is: all of it with every cell, or a part with each and then the results."""
+        """Exchange a bucket as it is or masked: all of it with every cell, or a part with each and then the results."""
         here, others = self._cell, self._others
         senders = self._turnout.senders(track.lane)
         parts = track.parts(bucket)
-        mine = values[parts[here]]
+        leaving_for = (range(self._topology.cells) if track.is_two_hop else [here]) if self._is_masked(track) else []
+        dtype = torch.int64 if leaving_for else track.dtype
         slot = self._slots.take()
-        rows = dict(zip(others, rows_of(slot, mine.nbytes, len(others)), strict=True))
-        held = {cell: row.view(track.dtype) for cell, row in rows.items()} | {here: mine}
-        send = {cell: values[parts[cell]] for cell in others if here in senders}
+        longest = max(part.stop - part.start for part in parts) * dtype.itemsize
+        rows = [row.view(dtype) for row in rows_of(slot, longest, len(others) + len(leaving_for))]
+        numel = parts[here].stop - parts[here].start
+        held = {cell: row[:numel] for cell, row in zip(others, rows, strict=False)}
+        leaving = {cell: values[parts[cell]] for cell in range(self._topology.cells)}
+        if leaving_for:
+            masked = dict(zip(leaving_for, rows[len(others) :], strict=True))
+            leaving = {c: masked.get(c, masked[here])[: part.stop - part.start] for c, part in enumerate(parts)}
+            with self._journal.noting("encode"):
+                self._mask(track, bucket, values, {cell: leaving[cell] for cell in leaving_for if here in senders})
+        held[here] = leaving[here]
+        send = {cell: leaving[cell] for cell in others if here in senders}
         receive = {cell: held[cell] for cell in others if cell in senders}
         works = yield from self._swap(track, bucket, 1, send, receive)
         yield self.depth
         self._arrive(works)
         with self._journal.noting("combine"):
-            self._combine(track, [held[cell] for cell in senders], out[parts[here]], is_fused=self._turnout.is_fused)
+            if leaving_for:
+                assert self._masker is not None
+                self._masker.decode([held[cell] for cell in senders], out[parts[here]])
+            else:
+                found = [held[cell] for cell in senders]
+                self._combine(track, found, out[parts[here]], is_fused=self._turnout.is_fused)
         self._slots.give(slot)
         if track.is_two_hop:
             send = dict.fromkeys(others, out[parts[here]])
@@ -140,14 +228,29 @@ class Crossing:
             yield self.depth
             self._arrive(works)
 
-    def _cross_encoded(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Exchange what a bucket differs by from the last agreed state, written by the lane's codec.
+    def _mask(self, track: Track, bucket: Bucket, values: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> None:
+        """Write this cell's share of a bucket so that only the sum over the cells can be read, part by part."""
+        assert self._masker is not None
+        for row in rows.values():
+            row.zero_()  # what is sent if masking fails
+        parts = track.parts(bucket)
+        carriers = {cell: self.carrier(track.lane, bucket, cell) for cell in self._turnout.cells}
+        for cell, row in rows.items():
+            place = (track.lane.key, bucket.number, cell if track.is_two_hop else -1)
+            share = self._turnout.share(self._cell)
+            self._masker.encode(values[parts[cell]], share, row, place=place, carriers=carriers)
 
-        Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
+    def _swap_codes(
+        self, track: Track, bucket: Bucket, values: torch.Tensor
+    ) -> Generator[int, None, tuple[torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]]:
+        """Exchange codes of what a bucket differs by from the last agreed state.
+
+        Returns the buffer lent, by cell the codes of this cell's part (this cell's own too), and by cell a row that the
+        second hop may use.
         """
         here, others = self._cell, self._others
         senders = self._turnout.senders(track.lane)
-        feedback, parts = self.feedback[track.number], track.parts(bucket)
+        parts = track.parts(bucket)
         assert track.codec is not None
         sizes = [track.codec.nbytes(part.stop - part.start) for part in parts]
         slot = self._slots.take()
@@ -164,24 +267,35 @@ class Crossing:
         yield self.depth
         self._arrive(works)
         arriving[here] = leaving[here]
+        spare = {cell: row[: sizes[cell]] for cell, row in zip(others, rows, strict=False)}
+        return slot, arriving, spare | {here: leaving[here]}
+
+    def _cross_encoded(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
+        """Exchange what a bucket differs by from the last agreed state, written by the lane's codec.
+
+        Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
+        """
+        here, others = self._cell, self._others
+        senders = self._turnout.senders(track.lane)
+        feedback, parts = self.feedback[track.number], track.parts(bucket)
+        slot, codes, second = yield from self._swap_codes(track, bucket, values)
         mean = self._scratch[-1, : values.numel()]
         if track.is_two_hop:
             with self._journal.noting("combine"):
-                self._combine_codes(track, [arriving[cell] for cell in senders], mean[parts[here]])
+                self._combine_codes(track, [codes[cell] for cell in senders], mean[parts[here]])
                 spare = self._scratch[-2, : mean[parts[here]].numel()]
                 place, seed = (bucket.number, -1), self._seed(track, bucket, -1)
-                feedback.encode(place, mean[parts[here]], leaving[here], spare, seed)
-            arriving |= {cell: row[: sizes[cell]] for cell, row in zip(others, rows, strict=False)}
-            receive = {cell: arriving[cell] for cell in others}
-            works = self._post(track, bucket, 2, dict.fromkeys(others, leaving[here]), receive)
+                feedback.encode(place, mean[parts[here]], second[here], spare, seed)
+            receive = {cell: second[cell] for cell in others}
+            works = self._post(track, bucket, 2, dict.fromkeys(others, second[here]), receive)
             yield self.depth
             self._arrive(works)
         with self._journal.noting("combine"):
             if track.is_two_hop:
                 for cell, part in enumerate(parts):
-                    feedback.decode(arriving[cell], mean[part])
+                    feedback.decode(second[cell], mean[part])
             else:
-                self._combine_codes(track, [arriving[cell] for cell in senders], mean)
+                self._combine_codes(track, [codes[cell] for cell in senders], mean)
             out.copy_(feedback.reference[bucket.start : bucket.stop]).add_(mean)
         self._slots.give(slot)
 
@@ -257,6 +371,8 @@ class Crossing:
         """Combine the senders' values, in the order of the cells."""
         if track.lane.rule == "first":
             out.copy_(values[0])
+        elif isinstance(self._combiner, Coordinatewise):
+            combined(self._combiner.combine, values, out)
         else:
-            weights = [self._turnout.weights[cell] for cell in self._turnout.senders(track.lane)]
-            weighted_mean(values, weights, out, is_fused=is_fused)
+            counts = [self._turnout.counts[cell] for cell in self._turnout.senders(track.lane)]
+            weighted_mean(values, counts, out, is_fused=is_fused)

@@ -11,28 +11,48 @@ nobody waits for it, and reports the failure to the vote. Only a failed communic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.accountant import Accountant
+from xffl.aggregation.combine import Combiner, Weighting
 from xffl.aggregation.crossing import Crossing
+from xffl.aggregation.feedback import Memory
+from xffl.aggregation.gathered import add_distances
+from xffl.aggregation.globals import GlobalState
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.layout import Layout
-from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.mean import weighted_mean
-from xffl.aggregation.plan import Bucket, Item, plan_lanes
+from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned, rows_of
+from xffl.aggregation.privacy import Privacy, privatize
 from xffl.aggregation.routes import Routes
-from xffl.aggregation.tracks import Track, Turnout, make_tracks
-from xffl.errors import CheckpointError
+from xffl.aggregation.secure import Masker
+from xffl.aggregation.staging import Staging, energy_of
+from xffl.aggregation.tracks import Track, Turnout
+from xffl.aggregation.weighing import weighed
 from xffl.topology import Topology
 
-__all__ = ["Exchange", "make_exchange"]
+__all__ = ["Exchange", "Findings"]
 
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for: the next one is combined meanwhile."""
+
+
+class Findings(NamedTuple):
+    """What a rank has found in the values that it sends.
+
+    :param nonfinite: Names of tensors to be averaged that hold a value which is not finite.
+    :param is_moderate: Whether no value is so large that its square leaves fp32.
+    :param norm: Squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks.
+    """
+
+    nonfinite: list[str]
+    is_moderate: bool
+    norm: float = 0.0
 
 
 class Exchange:
@@ -44,75 +64,131 @@ class Exchange:
     :param layout: Where this rank's elements lie.
     :param tracks: All lanes of this rank.
     :param crossing: The slow link.
+    :param topology: The federation.
+    :param rank: This rank.
+    :param routes: Its process groups.
     :param device: Where buffers live: where the groups' backend communicates from.
     :param atomic: Whether new values wait for :meth:`commit`.
+    :param combiner: What makes one value of the cells' values.
+    :param agreed: The last agreed model, where something needs it.
+    :param has_norms: Whether the norms of the cells' updates are measured; needs ``agreed``.
+    :param privacy: What clips and noises updates before they leave; needs ``agreed``.
+    :param masker: The masks of a secure sum.
     """
 
     def __init__(
-        self, layout: Layout, tracks: Sequence[Track], crossing: Crossing, *, device: torch.device, atomic: bool
+        self,
+        layout: Layout,
+        tracks: Sequence[Track],
+        crossing: Crossing,
+        *,
+        topology: Topology,
+        rank: int,
+        routes: Routes,
+        device: torch.device,
+        atomic: bool,
+        combiner: Combiner,
+        agreed: GlobalState | None,
+        has_norms: bool,
+        privacy: Privacy | None,
+        masker: Masker | None,
     ) -> None:
         self._layout = layout
         self._tracks = tuple(tracks)
         self._crossing = crossing
         self._device = device
         self._atomic = atomic
+        self._topology = topology
+        self._cell = topology.cell_of(rank)
+        self._routes = routes
+        self.combiner = combiner
+        self._is_gathering = isinstance(combiner, Weighting) and combiner.needs_distances
+        self.agreed = agreed
+        self.has_norms = has_norms
+        self._privacy = privacy
+        self._noise = None if privacy is None else privacy.noise_of(rank)
+        self.accountant = None if privacy is None else Accountant(privacy)
+        self.masker = masker
+        self.turnout = Turnout((1.0,), 0)
         # Buffers are made in the first round and kept, since fresh memory is slow.
-        self._packs = Pool(0, device)
         self._homes = Pool(0, device)
-        self._stages: dict[int, torch.Tensor] = {}
-        self._seeded: set[int] = set()
-        self._snapshots: dict[int, torch.Tensor] = {}
-        self._is_snapshot = self._keeps_snapshot = False
+        self._staging = Staging(layout, device, atomic=atomic)
+        self.memory = Memory(tracks, crossing.feedback)
         self.journal = Journal()
 
     @property
-    def codec_error(self) -> float | None:
-        """Error of what this rank sent in the last round, relative to what it had to send, in the L2 norm."""
-        norms = [norm for feedback in self._crossing.feedback.values() for norm in feedback.norms()]
-        if not norms:
-            return None
-        whole = sum(norm[0] for norm in norms)
-        return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
+    def needs_one_arithmetic(self) -> bool:
+        """Whether ranks compute new values by themselves, beyond the mean."""
+        has_scale = isinstance(self.combiner, Weighting) and self.combiner.has_scale
+        return has_scale or (self.agreed is not None and self.agreed.has_optimizer)
 
     @torch.no_grad()
-    def look(self, fragment: int, *, is_snapshot: bool = False, keeps_snapshot: bool = False) -> tuple[list[str], bool]:
+    def look(self, fragment: int, *, is_snapshot: bool = False, keeps_snapshot: bool = False) -> Findings:
         """Look the tensors up and read those of this round that this rank sends; local.
 
         :param fragment: The part of the model that takes part in the round.
         :param is_snapshot: Whether the model may change before the round has read it: then all of it is copied now.
         :param keeps_snapshot: Whether that copy is to outlive the round, on every rank.
-        :return: The names of tensors to be averaged that hold a value which is not finite, and whether no value is so
-            large that its square leaves fp32.
+        :return: What was found.
         """
         self.journal = Journal()
-        self._is_snapshot, self._keeps_snapshot = is_snapshot, keeps_snapshot
+        self._staging.begin(is_snapshot=is_snapshot or self._privacy is not None, keeps_snapshot=keeps_snapshot)
         with self.journal.phase("pack"):
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
             with torch.inference_mode(False):
                 self._make_buffers(fragment)
             looks: list[tuple[Bucket, torch.Tensor]] = []
+            norms: list[torch.Tensor] = []
             for track, bucket in self._walk(fragment):
-                if keeps_snapshot or track.lane.is_mean_at_home or self._crossing.is_carrier(track.lane, bucket):
-                    looks += self._look(track, bucket)
+                is_carrier = self._crossing.is_carrier(track.lane, bucket)
+                if keeps_snapshot or track.lane.is_mean_at_home or is_carrier:
+                    values, lent = self._staging.pack(track, bucket)
+                    if track.lane.rule == "average":
+                        looks.append((bucket, energy_of(values)))
+                    if is_carrier and self.has_norms and track.lane.is_stepped:
+                        assert self.agreed is not None
+                        norms.append(self.agreed.squared_distance(track, bucket, values))
+                    self._staging.give(lent)
             energies = torch.stack([energy for _, energy in looks]).tolist() if looks else []
             found: set[int] = set()
             for (bucket, _), energy in zip(looks, energies, strict=True):
                 if not math.isfinite(energy):
                     found.update(self._layout.nonfinite(bucket))
-        return [self._layout.name(item) for item in sorted(found)], all(map(math.isfinite, energies))
+        names = [self._layout.name(item) for item in sorted(found)]
+        return Findings(
+            names, all(map(math.isfinite, energies)), math.fsum(torch.stack(norms).tolist() if norms else ())
+        )
 
     @torch.no_grad()
     def run(self, turnout: Turnout, fragment: int) -> None:
         """Swap, combine and hand round every bucket of every lane, once :meth:`look` has read them.
 
         Collective over the world. Afterwards :attr:`journal` tells what this rank sent, how long it took, and what
-        failed here.
+        failed here, and :attr:`turnout` what the cells counted for.
 
         :param turnout: Whose values count; the same on all ranks.
         :param fragment: As in :meth:`look`.
         """
-        self._crossing.begin(turnout, self.journal)
+        # What a combiner cannot weigh is found out by all ranks alike, before anything moves.
+        self.turnout = turnout if self._is_gathering else weighed(turnout, self.combiner)
+        if self.masker is not None:
+            self.masker.begin(turnout.attempt, turnout.cells)
+        self._crossing.begin(self.turnout, self.journal)
+        if self._privacy is not None:
+            self._protect(self._privacy, fragment)
+        if not self._is_gathering:
+            self._march(fragment, self._fly)
+            return
+        self._march(fragment, self._gather)
+        with self.journal.phase("weigh"):
+            distances = self._compare(fragment)
+        self.turnout = weighed(turnout, self.combiner, distances)
+        self._crossing.weigh(self.turnout)
+        self._march(fragment, self._spread)
+
+    def _march(self, fragment: int, start: Callable[[Track, Bucket], Iterator[int]]) -> None:
+        """Start a flight for each bucket, in order, and keep several under way."""
         flights: list[tuple[int, Iterator[int]]] = []
         before: tuple[object, ...] = ()
         for tick, (track, bucket) in enumerate(self._walk(fragment)):
@@ -121,9 +197,57 @@ class Exchange:
                 self._drain(flights)
             before = track.lane.participants
             flights[:] = self._advance(flights, tick)
-            flight = self._fly(track, bucket)
+            flight = start(track, bucket)
             flights += [(tick + pause, flight) for pause in (next(flight, None),) if pause is not None]
         self._drain(flights)
+
+    def _protect(self, privacy: Privacy, fragment: int) -> None:
+        """Clip this cell's update, and add noise to what this rank carries of it; collective over the cell.
+
+        The norm is added up inside the cell only: it tells about the data, too.
+        """
+        assert self.agreed is not None and self._noise is not None and self.accountant is not None
+        self.accountant.spend(len(self.turnout.cells))  # also where the round is rejected later: it has been seen then
+        carried = [
+            (track, bucket)
+            for track, bucket in self._walk(fragment)
+            if track.lane.is_stepped and self._crossing.is_carrier(track.lane, bucket)
+        ]
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        with self.journal.noting("protect"):
+            for track, bucket in carried:
+                total += self.agreed.squared_distance(track, bucket, self._staging.own(track, bucket)[0])
+        if self._routes.cell is not None:
+            with self.journal.phase("home"):
+                dist.all_reduce(total, group=self._routes.cell)
+        with self.journal.noting("protect"):
+            scale = privacy.scale_of(math.sqrt(total.item()))
+            deviation = privacy.deviation(len(self.turnout.cells))
+            for track, bucket in carried:
+                values, stage, _ = self._staging.own(track, bucket)
+                if values.data_ptr() != stage.data_ptr():
+                    stage.copy_(values)  # the snapshot is what later steps are measured from
+                privatize(stage, self.agreed.written(track, bucket), scale, deviation, self._noise)
+        self._staging.read_from_stages()
+
+    def _compare(self, fragment: int) -> list[list[float]]:
+        """Return the squared distances between all cells' models; collective over the world.
+
+        The carriers of the first cell measure what they hold, and all ranks get the same sums from its first rank.
+        """
+        cells = self._topology.cells
+        table = torch.zeros(cells, cells, dtype=torch.float64, device=self._device)
+        if self._cell == 0:
+            with self.journal.noting("weigh"):
+                for track, bucket in self._walk(fragment):
+                    if track.lane.is_stepped and self._crossing.is_carrier(track.lane, bucket):
+                        rows = self._crossing.gathered.rows(track, bucket, self._kept_dtype(track))
+                        add_distances(rows, self.turnout.cells, table)
+            if self._routes.cell is not None:
+                dist.all_reduce(table, group=self._routes.cell)
+        dist.broadcast(table, src=0, group=self._routes.world)
+        distances: list[list[float]] = table.tolist()
+        return distances
 
     @torch.no_grad()
     def commit(self, fragment: int, *, is_merged: bool = False, alpha: float | None = None) -> None:
@@ -134,90 +258,37 @@ class Exchange:
         :param alpha: The part of the model's value that stays; ``None``: what it has changed by since is added.
         """
         with self.journal.phase("commit"):
-            if is_merged or self._is_snapshot:
+            if is_merged or self._staging.is_snapshot:
                 self._layout.look_up()
+            if self.agreed is not None:
+                self.agreed.step(fragment, self._staging.stages, self.turnout.scale)
             for track, bucket in self._walk(fragment) if self._atomic else ():
-                mean = self._stages[track.number][bucket.start : bucket.stop]
+                mean = self._staging.stage(track, bucket)
                 if is_merged and alpha != 0.0 and track.lane.rule == "average" and not track.lane.is_mean_at_home:
-                    self._merge(track, bucket, mean, alpha)
+                    self._staging.merge(track, bucket, mean, alpha)
                 else:
                     self._layout.unpack(bucket, mean)
-            for track in self._tracks:
-                feedback = self._crossing.feedback.get(track.number)
-                if feedback is not None and track.lane.fragment == fragment:
-                    spare = feedback.settle(self._stages.get(track.number))
-                    if spare is not None:
-                        self._stages[track.number] = spare
-            self._seeded.add(fragment)
+            self.memory.settle(fragment, self._staging.stages)
 
-    def _merge(self, track: Track, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
-        """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
-        lent = self._packs.take(mean.nbytes)
-        local = lent[: mean.nbytes].view(mean.dtype)
-        self._layout.pack(bucket, local)
-        if alpha is not None:
-            torch.lerp(mean, local, alpha, out=local)
-        else:
-            copy = self._snapshots[track.number][bucket.start : bucket.stop]
-            wide = torch.promote_types(mean.dtype, torch.float32)  # rounded once
-            moved = torch.sub(local.to(wide), copy).add_(mean)
-            local.copy_(torch.where(local == copy, mean.to(wide), moved))  # what has not moved keeps the sign of a zero
-        self._layout.unpack(bucket, local)
-        self._packs.give(lent)
-
-    def is_encoding(self, fragment: int) -> bool:
-        """Tell whether a round has made the agreed state that lossy codecs start from."""
-        return fragment in self._seeded
-
-    def state_dict(self, plan: str) -> dict[str, Any]:
-        """Return what lossy codecs carry from round to round on this rank.
-
-        That is which fragments have an agreed state, and by lane that state and what is still to be sent.
-
-        :param plan: What the lanes and buckets follow from.
-        :return: Copies.
-        """
-        memory = self._crossing.feedback
-        lanes = {str(self._tracks[number].lane.key): feedback.state_dict() for number, feedback in memory.items()}
-        return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
-
-    def load_state_dict(self, state: Mapping[str, Any], plan: str) -> None:
-        """Take over what :meth:`state_dict` returned on this rank.
-
-        :param state: The saved state.
-        :param plan: What the lanes and buckets follow from.
-        :raises CheckpointError: if it is that of another exchange.
-        """
-        if state["plan"] != plan:
-            raise CheckpointError(
-                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({plan}); resume with "
-                "the same model, federation, bucket_bytes, form, rails and codec"
-            )
-        self.forget()
-        for number, feedback in self._crossing.feedback.items():
-            if self._tracks[number].lane.fragment in state["seeded"]:
-                feedback.load_state_dict(state["lanes"].get(str(self._tracks[number].lane.key), {}))
-        self._seeded = set(state["seeded"])
-
-    def forget(self) -> None:
-        """Forget what lossy codecs remember, where cells may no longer have the same: the next round is exact."""
-        self._seeded.clear()
-        for feedback in self._crossing.feedback.values():
-            feedback.forget()
-
-    def _walk(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
+    def carried_parts(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what training changes of the model that this rank carries: tensor, first element, values; local."""
         for track in self._tracks:
-            if track.lane.fragment == fragment:
-                for bucket in track.buckets:
-                    yield track, bucket
+            for bucket in track.buckets if track.lane.is_stepped else ():
+                if not self._crossing.is_carrier(track.lane, bucket):
+                    continue
+                values = torch.empty(bucket.stop - bucket.start, dtype=track.dtype, device=self._device)
+                self._layout.pack(bucket, values)
+                sizes = [piece.stop - piece.start for piece in bucket.pieces]
+                for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
+                    yield piece.item, piece.start, part
 
     def _make_buffers(self, fragment: int) -> None:
         """Make what a round needs, so that it does not run out of memory on its way."""
         tracks = [track for track in self._tracks if track.lane.fragment == fragment]
-        for track in tracks:
-            for kept, is_needed in ((self._stages, self._atomic), (self._snapshots, self._keeps_snapshot)):
-                if is_needed and track.number not in kept:
-                    kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
+        self._staging.make(tracks, {track.number: self._crossing.pause(track) + HOME_LAG for track in tracks})
+        for track in tracks if self._is_gathering else ():
+            if any(self._crossing.is_carrier(track.lane, bucket) for bucket in track.buckets):
+                self._crossing.gathered.reserve(track, self._kept_dtype(track))
         self._crossing.reserve(tracks)
         homes = [
             aligned((bucket.stop - bucket.start) * track.dtype.itemsize) * track.home.size()
@@ -225,43 +296,12 @@ class Exchange:
             if track.lane.is_mean_at_home and track.home is not None
         ]
         self._homes.reserve(bool(homes), max(homes, default=0))
-        if not self._atomic:
-            packed = [
-                ((bucket.stop - bucket.start) * track.dtype.itemsize, self._crossing.pause(track) + HOME_LAG)
-                for track, bucket in self._walk(fragment)
-                if self._layout.run_of(bucket, self._device) is None
-            ]
-            count = min(len(packed), max((pause for _, pause in packed), default=0))
-            self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
-    def _own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
-        run = self._layout.run_of(bucket, self._device)
-        if self._atomic:
-            stage = self._stages[track.number][bucket.start : bucket.stop]
-            if track.lane.is_mean_at_home:
-                return stage, stage, None
-            if self._is_snapshot:
-                copy = self._snapshots if self._keeps_snapshot else self._stages
-                return copy[track.number][bucket.start : bucket.stop], stage, None
-            return (stage if run is None else run), stage, None
-        if run is not None:
-            return run, run, None
-        lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
-        values = lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype)
-        return values, values, lent
-
-    def _look(self, track: Track, bucket: Bucket) -> list[tuple[Bucket, torch.Tensor]]:
-        """Pack a bucket where it has to be, and measure it: the sum of squares is finite only if all values are."""
-        values, _, lent = self._own(track, bucket)
-        run = self._layout.run_of(bucket, self._device)
-        if run is None or run.data_ptr() != values.data_ptr():
-            self._layout.pack(bucket, values)
-        if lent is not None:
-            self._packs.give(lent)
-        if track.lane.rule != "average":
-            return []
-        return [(bucket, _energy(values))]
+    def _walk(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
+        for track in self._tracks:
+            if track.lane.fragment == fragment:
+                for bucket in track.buckets:
+                    yield track, bucket
 
     def _advance(self, flights: list[tuple[int, Iterator[int]]], tick: int) -> list[tuple[int, Iterator[int]]]:
         """Let the flights whose time has come take their next step, in order; return those still under way."""
@@ -280,7 +320,7 @@ class Exchange:
     def _fly(self, track: Track, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
         lane = track.lane
-        values, out, lent = self._own(track, bucket)
+        values, out, lent = self._staging.own(track, bucket)
         if lent is not None:
             with self.journal.noting("pack"):
                 self._layout.pack(bucket, values)
@@ -288,12 +328,43 @@ class Exchange:
             self._mean_at_home(track.home, values)
         is_carrier = self._crossing.is_carrier(lane, bucket)
         if is_carrier:
-            is_encoded = track.codec is not None and lane.fragment in self._seeded
-            yield from self._crossing.carry(track, bucket, values, out, is_encoded=is_encoded)
+            yield from self._crossing.carry(track, bucket, values, out, is_encoded=self._is_encoded(track))
         if track.home is not None:
             if not is_carrier:  # in step with the rank that is
                 yield self._crossing.pause(track)
             yield from self._share(track, bucket, out, is_carrier=is_carrier)
+        self._write(track, bucket, out, lent)
+
+    def _gather(self, track: Track, bucket: Bucket) -> Iterator[int]:
+        """Take one bucket to the other cells, and keep what comes back until all have been compared."""
+        values, _, lent = self._staging.own(track, bucket)
+        if lent is not None:
+            with self.journal.noting("pack"):
+                self._layout.pack(bucket, values)
+        if track.lane.is_mean_at_home and track.home is not None:
+            self._mean_at_home(track.home, values)
+        if self._crossing.is_carrier(track.lane, bucket):
+            yield from self._crossing.gather(track, bucket, values, is_encoded=self._is_encoded(track))
+        self._staging.give(lent)
+
+    def _spread(self, track: Track, bucket: Bucket) -> Iterator[int]:
+        """Combine one bucket of what was kept, and hand it round."""
+        _, out, lent = self._staging.own(track, bucket)
+        is_carrier = self._crossing.is_carrier(track.lane, bucket)
+        if is_carrier:
+            self._crossing.settle(track, bucket, out, is_encoded=self._is_encoded(track))
+        if track.home is not None:
+            yield from self._share(track, bucket, out, is_carrier=is_carrier)
+        self._write(track, bucket, out, lent)
+
+    def _kept_dtype(self, track: Track) -> torch.dtype:
+        return torch.float32 if self._is_encoded(track) else track.dtype
+
+    def _is_encoded(self, track: Track) -> bool:
+        return track.codec is not None and self.memory.is_encoding(track.lane.fragment)
+
+    def _write(self, track: Track, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
+        """Write a bucket into the model, unless it waits for the commit."""
         if self._atomic:
             return
         with self.journal.noting("commit"):
@@ -301,8 +372,7 @@ class Exchange:
             feedback = self._crossing.feedback.get(track.number)
             if feedback is not None:
                 feedback.reference[bucket.start : bucket.stop].copy_(out)
-        if lent is not None:
-            self._packs.give(lent)
+        self._staging.give(lent)
 
     def _mean_at_home(self, home: dist.ProcessGroup, values: torch.Tensor) -> None:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
@@ -326,54 +396,3 @@ class Exchange:
         yield HOME_LAG
         with self.journal.phase("home"):
             work.wait()
-
-
-def make_exchange(
-    manifest: Manifest,
-    items: Sequence[Item],
-    axes: Sequence[Sequence[int]],
-    *,
-    topology: Topology,
-    rank: int,
-    routes: Routes,
-    device: torch.device,
-    bucket_bytes: int,
-    form: str,
-    atomic: bool,
-) -> Exchange:
-    """Plan a rank's lanes and prepare what walks them; local.
-
-    :param manifest: The tensors of the model.
-    :param items: Those that move, as the plan sees them.
-    :param axes: For each cell, the axis along which it cuts each of them.
-    :param topology: The federation.
-    :param rank: This rank.
-    :param routes: Its process groups.
-    :param device: Where the groups' backend communicates from.
-    :param bucket_bytes: Bytes of a bucket, at most.
-    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
-    :param atomic: Whether new values wait for :meth:`Exchange.commit`.
-    :return: The exchange.
-    """
-    tracks = make_tracks(
-        plan_lanes(items, topology, rank),
-        topology=topology,
-        rank=rank,
-        routes=routes,
-        bucket_bytes=bucket_bytes,
-        form=form,
-        codecs=manifest.codecs,
-    )
-    crossing = Crossing(tracks, topology, rank, routes, device)
-    layout = Layout(manifest.moving, items, axes, topology.coordinates(rank), is_written_in_place=not atomic)
-    return Exchange(layout, tracks, crossing, device=device, atomic=atomic)
-
-
-def _energy(values: torch.Tensor) -> torch.Tensor:
-    """Return a number that is finite only if all values are: the sum of squares, or of the values of a narrow type."""
-    if not values.is_floating_point():
-        return values.new_zeros((), dtype=torch.float32)
-    if values.dtype.itemsize < 4:
-        values = values.float() if values.dtype.itemsize == 1 else values  # torch adds no 8-bit floats up
-        return values.sum(dtype=torch.float32)
-    return values.dot(values).float()

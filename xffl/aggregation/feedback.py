@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from xffl.aggregation.codec import Codec
+from xffl.aggregation.tracks import Track
 from xffl.errors import CheckpointError
 
-__all__ = ["Feedback"]
+__all__ = ["Feedback", "Memory"]
 
 
 class Feedback:
@@ -123,3 +126,80 @@ class Feedback:
             if name.startswith("left "):
                 _, bucket, part = name.split()
                 self._left[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
+
+
+class Memory:
+    """What lossy codecs carry from round to round on one rank, of all its lanes.
+
+    :param tracks: The rank's lanes.
+    :param feedback: The memory of those that it carries, by number.
+    """
+
+    def __init__(self, tracks: Sequence[Track], feedback: Mapping[int, Feedback]) -> None:
+        self._tracks = tuple(tracks)
+        self._feedback = feedback
+        self._seeded: set[int] = set()
+
+    @property
+    def codec_error(self) -> float | None:
+        """Error of what this rank sent in the last round, relative to what it had to send, in the L2 norm."""
+        norms = [norm for feedback in self._feedback.values() for norm in feedback.norms()]
+        if not norms:
+            return None
+        whole = sum(norm[0] for norm in norms)
+        return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
+
+    def is_encoding(self, fragment: int) -> bool:
+        """Tell whether a round has made the agreed state that lossy codecs start from."""
+        return fragment in self._seeded
+
+    def state_dict(self, plan: str) -> dict[str, Any]:
+        """Return what lossy codecs carry from round to round on this rank.
+
+        That is which fragments have an agreed state, and by lane that state and what is still to be sent.
+
+        :param plan: What the lanes and buckets follow from.
+        :return: Copies.
+        """
+        lanes = {
+            str(self._tracks[number].lane.key): feedback.state_dict() for number, feedback in self._feedback.items()
+        }
+        return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
+
+    def load_state_dict(self, state: Mapping[str, Any], plan: str) -> None:
+        """Take over what :meth:`state_dict` returned on this rank.
+
+        :param state: The saved state.
+        :param plan: What the lanes and buckets follow from.
+        :raises CheckpointError: if it is that of another exchange.
+        """
+        if state["plan"] != plan:
+            raise CheckpointError(
+                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({plan}); resume with "
+                "the same model, federation, bucket_bytes, form, rails and codec"
+            )
+        self.forget()
+        for number, feedback in self._feedback.items():
+            if self._tracks[number].lane.fragment in state["seeded"]:
+                feedback.load_state_dict(state["lanes"].get(str(self._tracks[number].lane.key), {}))
+        self._seeded = set(state["seeded"])
+
+    def forget(self) -> None:
+        """Forget what lossy codecs remember, where cells may no longer have the same: the next round is exact."""
+        self._seeded.clear()
+        for feedback in self._feedback.values():
+            feedback.forget()
+
+    def settle(self, fragment: int, stages: dict[int, torch.Tensor]) -> None:
+        """Conclude a round that was taken.
+
+        :param fragment: The part of the model whose round it was.
+        :param stages: By lane the new agreed values, where they are collected beside the model; those of lanes with a
+            memory are kept, and replaced by a buffer to write on.
+        """
+        for number, feedback in self._feedback.items():
+            if self._tracks[number].lane.fragment == fragment:
+                spare = feedback.settle(stages.get(number))
+                if spare is not None:
+                    stages[number] = spare
+        self._seeded.add(fragment)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.manifest import Entry, canonical_axis
+from xffl.aggregation.axes import canonical_axis
+from xffl.aggregation.entries import Entry
 from xffl.aggregation.plan import Bucket, Item, Piece
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
@@ -61,6 +62,14 @@ class Layout:
         :return: The name, without wrappers.
         """
         return self._entries[item].name
+
+    def held(self, item: int) -> tuple[int, int]:
+        """Return where this rank's part of a tensor begins in canonical order, and its elements.
+
+        :param item: Its place in the plan.
+        :return: First element and number of elements.
+        """
+        return self._origin[item], self._held[item]
 
     def look_up(self) -> None:
         """Look all tensors up anew; local.

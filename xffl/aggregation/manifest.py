@@ -8,155 +8,107 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
 
+from xffl.aggregation.axes import REPLICATED, axis_of, canonical_axis
 from xffl.aggregation.codec import Codec, codec_of
+from xffl.aggregation.entries import (
+    WRAPPERS,
+    Entry,
+    check_tensor,
+    default_policy,
+    held,
+    owners_of,
+    places,
+    reshard,
+    tensors_of,
+)
 from xffl.aggregation.plan import Cut, Item
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
-__all__ = ["POLICIES", "Entry", "Manifest", "describe_difference", "gather_axes", "reshard"]
+__all__ = ["POLICIES", "Manifest", "Pattern", "describe_difference"]
+
+T = TypeVar("T")
 
 POLICIES = ("average", "local", "first")
 """What a round may do with a tensor: average it over cells, leave it alone, take it from the first cell."""
 
-WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of names that DDP, torch.compile and activation checkpointing put in."""
-
-REPLICATED = -1
-"""In a list of axes: every rank of the cell holds the whole tensor."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor: its name without wrappers, what happens to it, how it is written on its way, and where it is kept."""
-
-    name: str
-    policy: str
-    codec: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_buffer: bool
-    module: nn.Module = field(repr=False, compare=False)
-    leaf: str = field(repr=False, compare=False)
-
-    def __str__(self) -> str:
-        kind = "buffer" if self.is_buffer else "parameter"
-        codec = "" if self.codec == "none" else f", {self.codec}"
-        return f"{self.name}\t{self.shape} {str(self.dtype).removeprefix('torch.')} {kind}, {self.policy}{codec}"
-
-    @property
-    def real_shape(self) -> tuple[int, ...]:
-        """The shape with complex numbers as pairs of real ones."""
-        return (*self.shape, 2) if self.dtype.is_complex else self.shape
-
-    @property
-    def real_dtype(self) -> torch.dtype:
-        """The data type with complex numbers as pairs of real ones."""
-        return self.dtype.to_real() if self.dtype.is_complex else self.dtype
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor as the model holds it now.
-
-        :return: The parameter or buffer itself.
-        :raises ConfigError: if its shape or data type is no longer that of the manifest.
-        """
-        tensor = getattr(self.module, self.leaf)
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else repr(tensor)
-            raise ConfigError(
-                f"tensor {self.name!r} was {self.shape} {self.dtype} when the Aggregator was made and is {got} now; "
-                "make a new Aggregator after changing the model"
-            )
-        return tensor
-
-    @property
-    def slot(self) -> tuple[Mapping[str, torch.Tensor | None], str]:
-        """Where the module keeps the tensor, to look it up without any check."""
-        return (self.module._buffers if self.is_buffer else self.module._parameters), self.leaf
-
-    def elements(self, axis: int) -> torch.Tensor:
-        """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
-        tensor = self.tensor()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
-        return local.movedim(axis, 0) if axis > 0 else local
+Pattern = str | type[nn.Module]
+"""What a policy is for: a pattern of names (:mod:`fnmatch`), or all that lies in modules of a type."""
 
 
 class Manifest:
     """The tensors of a model, sorted by name.
 
     :param model: The model; FSDP2 modules are put back into their sharded state first.
-    :param policies: Patterns of names (as in :mod:`fnmatch`) and the policy of what they match; the first match wins.
+    :param policies: Patterns of names (as in :mod:`fnmatch`) or types of modules, and the policy of the tensors that
+        match or lie in such a module; the first match wins.
     :param codec: How averaged values are written between cells: a codec for all trainable parameters, or patterns of
         names with theirs, the first match wins; what none matches is written as it is.
+    :param extra: Tensors that are averaged beside the model's, as they are; no pattern matches them.
     :raises ConfigError: if a tensor, a pattern or a codec cannot be meant.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        policies: Mapping[str, str] | None = None,
+        policies: Mapping[Pattern, str] | None = None,
         codec: str | Codec | Mapping[str, str | Codec] = "none",
+        extra: nn.Module | None = None,
     ) -> None:
         reshard(model)
         policies = dict(policies or {})
         self.codecs: dict[str, Codec | None] = {}
-        codecs: dict[str, str] = {}
+        codecs: dict[Pattern, str] = {}
         for pattern, chosen in codec.items() if isinstance(codec, Mapping) else [("", codec)]:
             made = codec_of(chosen)
             codecs[pattern] = "none" if made is None else str(made)
             self.codecs[codecs[pattern]] = made
-        for pattern, policy in policies.items():
+        for key, policy in policies.items():
             if policy not in POLICIES:
-                raise ConfigError(f"policy {policy!r} for {pattern!r} is unknown; choose one of {', '.join(POLICIES)}")
+                raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
         entries: dict[str, Entry] = {}
-        used: set[str] = set()
-        for name, module, leaf, tensor in _tensors(model):
-            match = _match(name, policies, used)
-            policy = _default_policy(module, leaf, tensor) if match is None else policies[match]
-            _check(name, policy, tensor)
-            if name in entries:
-                raise ConfigError(
-                    f"two tensors are called {name!r} once the wrappers {sorted(WRAPPERS)} are left out; rename one"
-                )
-            shape, is_buffer = tuple(tensor.shape), leaf in module._buffers
+        used: set[Pattern] = set()
+        for name, module, leaf, tensor in tensors_of(model):
+            match = _match(name, owners_of(model, name), policies, used)
+            policy = default_policy(module, leaf, tensor) if match is None else policies[match]
+            is_buffer = leaf in module._buffers
             # A plain codec is for what trains; a buffer has to be named.
-            match = _match(name, codecs, used) if isinstance(codec, Mapping) else None if is_buffer else ""
+            match = _match(name, (), codecs, used) if isinstance(codec, Mapping) else None if is_buffer else ""
             written = "none" if match is None or policy != "average" else codecs[match]
-            entries[name] = Entry(name, policy, written, shape, tensor.dtype, is_buffer, module, leaf)
+            _add(entries, name, policy, written, module, leaf, tensor)
         for what, patterns in (("policies", policies), ("codecs", codecs)):
             _check_patterns(what, [pattern for pattern in patterns if pattern], used, entries)
+        for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
+            _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
         self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
-        self._places = _places(model)
+        self._roots = (model,) if extra is None else (model, extra)
+        self._places = self._look(places)
         # Kept alive, so that no other tensor can be taken for one of them.
-        self._tensors = _held(model)
+        self._tensors = self._look(held)
         self._trains = [tensor.requires_grad for tensor in self._tensors]
         self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.entries)
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Raise where the model no longer has the tensors it had; local.
 
-        :param model: The model that the manifest was made of.
         :raises ConfigError: if a tensor came, went, or was frozen or unfrozen.
         """
-        tensors = _held(model)
+        tensors = self._look(held)
         trains = [tensor.requires_grad for tensor in tensors]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         if is_same and trains == self._trains:
             return
-        now = _places(model)
+        now = self._look(places)
         if now == self._places:
             self._tensors, self._trains = tensors, trains
             return
@@ -166,6 +118,9 @@ class Manifest:
             "replaced, added, removed, frozen or unfrozen); make a new Aggregator"
         )
 
+    def _look(self, at: Callable[[nn.Module], Sequence[T]]) -> list[T]:
+        return [found for root in self._roots for found in at(root)]
+
     def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
         """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none.
 
@@ -174,7 +129,7 @@ class Manifest:
         :return: One axis for each moving tensor.
         :raises ConfigError: if a DTensor is not cut as the state says.
         """
-        return tuple(_axis(entry, topology.shards(at.cell), at) for entry in self.moving)
+        return tuple(axis_of(entry, topology.shards(at.cell), at) for entry in self.moving)
 
     def items(
         self, topology: Topology, axes: Sequence[Sequence[int]], *, least_bytes: int = 1, fragments: int = 1
@@ -205,50 +160,10 @@ class Manifest:
             )
             dtype = str(entry.real_dtype).removeprefix("torch.")
             is_mean_at_home = entry.is_buffer and entry.policy == "average"
-            items.append(Item(index, dtype, entry.policy, is_mean_at_home, cuts, entry.codec, dealt[index]))
+            items.append(
+                Item(index, dtype, entry.policy, is_mean_at_home, cuts, entry.codec, dealt[index], entry.is_stepped)
+            )
         return tuple(items)
-
-
-def canonical_axis(entry: Entry, axes: Sequence[int]) -> int:
-    """Return the one axis along which the cells cut a tensor; 0 where none does.
-
-    :param entry: The tensor.
-    :param axes: The axis of each cell, ``REPLICATED`` for none.
-    :return: The axis that comes first in canonical order.
-    :raises ConfigError: if they cut it along different axes.
-    """
-    cut = {axis for axis in axes if axis != REPLICATED}
-    if len(cut) > 1:
-        raise ConfigError(
-            f"tensor {entry.name!r} is cut along axis {axes[0]} in cell 0 and along others elsewhere "
-            f"({list(axes)}); use the same shard placement in every cell"
-        )
-    return cut.pop() if cut else 0
-
-
-def gather_axes(axes: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Exchange along which axes the cells cut their tensors.
-
-    Collective over the world; a rank sends a few bytes (runs of equal axes are folded).
-
-    :param axes: This rank's axes, from :meth:`Manifest.axes`.
-    :param topology: The federation.
-    :return: The axes of each cell.
-    :raises ConfigError: if two ranks of a cell differ.
-    """
-    runs: list[tuple[int, int]] = []
-    for axis in axes:
-        count = runs.pop()[1] if runs and runs[-1][0] == axis else 0
-        runs.append((axis, count + 1))
-    gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
-    dist.all_gather_object(gathered, runs)
-    cells = []
-    for cell in range(topology.cells):
-        ranks = topology.federation(cell)
-        if any(gathered[rank] != gathered[ranks[0]] for rank in ranks):
-            raise ConfigError(f"the ranks of cell {cell} shard the model differently; shard it alike on all of them")
-        cells.append(tuple(axis for axis, count in gathered[ranks[0]] for _ in range(count)))
-    return tuple(cells)
 
 
 def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
@@ -268,42 +183,52 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
 
 
-def reshard(model: nn.Module) -> None:
-    """Put every FSDP2 module into its sharded state, so that no stale gathered copy outlives a round."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def _add(
+    entries: dict[str, Entry],
+    name: str,
+    policy: str,
+    codec: str,
+    module: nn.Module,
+    leaf: str,
+    tensor: torch.Tensor,
+    *,
+    is_extra: bool = False,
+) -> None:
+    check_tensor(name, policy, tensor)
+    if name in entries:
+        raise ConfigError(
+            f"two tensors are called {name!r} once the wrappers {sorted(WRAPPERS)} are left out; rename one"
+        )
+    is_buffer = leaf in module._buffers
+    is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
+    shape = tuple(tensor.shape)
+    entries[name] = Entry(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield each parameter and buffer once, with its name without wrappers and the module that holds it."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ConfigError(
-                f"module {prefix or 'model'!r} is wrapped by FSDP1, whose flat parameters hide the tensors; use "
-                "xffl.shard"
-            )
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            path = [part for part in (*prefix.split("."), leaf) if part and part not in WRAPPERS]
-            yield ".".join(path), module, leaf, tensor
+def _match(
+    name: str, owners: Sequence[nn.Module], patterns: Mapping[Pattern, str], used: set[Pattern]
+) -> Pattern | None:
+    """Return the first pattern that a tensor matches, and note that it is of use."""
+    for pattern in patterns:
+        if isinstance(pattern, str):
+            is_match = fnmatch.fnmatchcase(name, pattern)
+        else:
+            is_match = any(isinstance(owner, pattern) for owner in owners)
+        if is_match:
+            used.add(pattern)
+            return pattern
+    return None
 
 
-def _match(name: str, patterns: Mapping[str, str], used: set[str]) -> str | None:
-    """Return the first pattern that a name matches, and note that it is of use."""
-    match = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
-    used.update(() if match is None else (match,))
-    return match
-
-
-def _check_patterns(what: str, patterns: Sequence[str], used: set[str], names: Mapping[str, object]) -> None:
-    if unused := sorted(set(patterns) - used):
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in unused):
-            raise ConfigError(f"{what} {unused} come after patterns that match the same; put the narrower first")
-        raise ConfigError(f"{what} {unused} match no tensor; names look like {list(names)[:3]}")
+def _check_patterns(what: str, patterns: Sequence[Pattern], used: set[Pattern], names: Mapping[str, object]) -> None:
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if not unused:
+        return
+    shown = sorted(pattern if isinstance(pattern, str) else pattern.__name__ for pattern in unused)
+    texts = [pattern for pattern in unused if isinstance(pattern, str)]
+    if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in texts):
+        raise ConfigError(f"{what} {shown} come after patterns that match the same; put the narrower first")
+    raise ConfigError(f"{what} {shown} match no tensor; names look like {list(names)[:3]}")
 
 
 def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
@@ -318,82 +243,3 @@ def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
         filled[fragment] += max(1, sizes[index])
         dealt[index] = fragment
     return dealt
-
-
-def _held(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that the model's modules hold, in order."""
-    return [
-        tensor
-        for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for tensor in held.values()
-        if tensor is not None
-    ]
-
-
-def _places(model: nn.Module) -> tuple[tuple[int, str, bool], ...]:
-    """Return where the model keeps its tensors, in order, and which of them train."""
-    return tuple(
-        (id(module), leaf, tensor.requires_grad)
-        for module in model.modules()
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    )
-
-
-def _default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
-    if leaf in module._parameters:
-        return "average" if tensor.requires_grad else "local"
-    if leaf in module._non_persistent_buffers_set:
-        return "local"
-    return "average" if tensor.is_floating_point() or tensor.is_complex() else "first"
-
-
-def _check(name: str, policy: str, tensor: torch.Tensor) -> None:
-    if nn.parameter.is_lazy(tensor) or (tensor.is_meta and policy != "local"):
-        raise ConfigError(f"tensor {name!r} has no values yet; initialize the model before making the Aggregator")
-    if policy == "local":
-        return
-    if tensor.layout != torch.strided:
-        raise ConfigError(
-            f"tensor {name!r} is {tensor.layout}; only strided tensors are exchanged, set its policy to 'local'"
-        )
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ConfigError(
-            f"tensor {name!r} is expanded: several of its elements are one in memory; set its policy to 'local', or "
-            "clone() it"
-        )
-    if tensor.is_conj():
-        raise ConfigError(f"tensor {name!r} is a conjugate view; resolve_conj() it")
-    if policy == "average" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")
-
-
-def _axis(entry: Entry, shards: int, at: Coordinates) -> int:
-    """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
-    tensor = entry.tensor()
-    if not isinstance(tensor, DTensor):
-        return REPLICATED
-    knob = "shard it with xffl.shard, or over the state's own mesh"
-    cuts = [(dim, place) for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
-    cuts = [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
-    if not cuts:
-        return REPLICATED
-    dim, place = cuts[0]
-    if len(cuts) > 1 or not isinstance(place, Shard) or type(place) is not Shard:
-        raise ConfigError(
-            f"tensor {entry.name!r} has placements {tensor.placements}; a round takes tensors cut along one axis of "
-            f"one mesh dimension; {knob}"
-        )
-    parts, part = tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
-    if (parts, part) != (shards, at.shard):
-        raise ConfigError(
-            f"tensor {entry.name!r} is part {part} of {parts} here, but the state says shard {at.shard} of {shards}; "
-            f"{knob}"
-        )
-    axis = place.dim
-    length, inner = entry.real_shape[axis], prod(entry.real_shape) // max(1, entry.real_shape[axis])
-    first, last = Cut.of_axis(length, inner, shards).bounds(at.shard)
-    if entry.elements(axis).numel() != last - first:
-        raise ConfigError(f"tensor {entry.name!r} is cut unevenly along axis {axis}, not as torch.chunk does; {knob}")
-    return axis

@@ -1,15 +1,15 @@
-"""The weighted mean of a round."""
+"""The weighted mean of a round, and other ways to combine element by element."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["arithmetic_of", "weighted_mean"]
+__all__ = ["CHUNK", "arithmetic_of", "combined", "weighted_mean"]
 
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
@@ -109,6 +109,22 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
             ]
             mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
         out.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
+
+
+def combined(
+    combine: Callable[[torch.Tensor, torch.Tensor], None], values: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
+    """Combine values element by element in fp32 (fp64 for fp64), rounded once; local.
+
+    :param combine: Called with ``[n, numel]`` values and where their combination goes.
+    :param values: Real 1-D tensors of one length and data type; ``out`` may be one of them.
+    :param out: Tensor of the same length and data type.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    for into, *chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
+        result = torch.empty(into.shape, dtype=wide, device=into.device)
+        combine(torch.stack([value.to(wide) for value in chunk]), result)
+        into.copy_(result)
 
 
 def arithmetic_of(device: torch.device) -> float:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Any
+
+from xffl.aggregation.combine import Combiner, Weighting
 from xffl.aggregation.plan import FORMS
+from xffl.aggregation.privacy import Privacy
+from xffl.aggregation.registry import make
+from xffl.aggregation.secure import SecureSum
+from xffl.aggregation.server import ServerOptimizer, server_of
 from xffl.errors import ConfigError
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "check_merge", "check_options"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
 
 NONFINITE = ("reject", "drop_cell")
 
@@ -13,7 +21,122 @@ DEFAULT_BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket where nothing is said: enough to hide a call's cost, few enough to overlap."""
 
 
-def check_options(
+@dataclass(frozen=True)
+class Options:
+    """What :class:`xffl.Aggregator` was asked for, checked; its text is the same on ranks that were asked for the same.
+
+    :param bucket_bytes: Bytes of a bucket, at most.
+    :param atomic: Whether new values wait until all ranks agree.
+    :param nonfinite: What happens to a cell with values that are not finite.
+    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
+    :param rails: Whether replicas take turns.
+    :param fragments: Parts that are exchanged in turn.
+    :param overlap: Whether rounds may go on beside training.
+    :param combiner: What makes one value of the cells' values.
+    :param server: The server optimizer; ``None`` for none.
+    :param privacy: What clips and noises updates; ``None`` for nothing.
+    :param secure: The fixed-point numbers of a secure sum; ``None`` where cells may see each other's values.
+    :param norms: Whether the norms of updates are measured.
+    """
+
+    bucket_bytes: int
+    atomic: bool
+    nonfinite: str
+    form: str
+    rails: bool
+    fragments: int
+    overlap: bool
+    combiner: Combiner
+    server: ServerOptimizer | None
+    privacy: Privacy | None
+    secure: SecureSum | None
+    norms: bool
+
+    def __str__(self) -> str:
+        return ", ".join(f"{one.name}={_text(getattr(self, one.name))}" for one in fields(self))
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether each cell measures its update."""
+        return self.norms or (isinstance(self.combiner, Weighting) and self.combiner.needs_norms)
+
+    @property
+    def needs_agreed(self) -> bool:
+        """Whether the last agreed model is kept."""
+        has_scale = isinstance(self.combiner, Weighting) and self.combiner.has_scale
+        return self.has_norms or has_scale or self.server is not None or self.privacy is not None
+
+    @classmethod
+    def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
+        """Read and check what an aggregator is asked for; local.
+
+        :param combine: A combiner or a spec of one.
+        :param server: As in :func:`xffl.aggregation.server.server_of`.
+        :param privacy: ``None``, a :class:`~xffl.aggregation.privacy.Privacy`, or a spec of one.
+        :param secure: True, False, or a :class:`~xffl.aggregation.secure.SecureSum`.
+        :param plain: The other options.
+        :return: The options.
+        :raises ConfigError: if one cannot be meant, or two do not go together.
+        """
+        _check_plain(**plain)
+        combiner = make("combine", combine)
+        if not isinstance(combiner, Combiner):
+            raise ConfigError(f"combine {combine!r} is no Combiner; derive it from Coordinatewise or Weighting")
+        optimizer = server_of(server)
+        private = None if privacy is None else make("privacy", privacy)
+        if not isinstance(private, Privacy | None):
+            raise ConfigError(f"privacy {privacy!r} is no Privacy; give xffl.aggregation.privacy.Privacy(clip, noise)")
+        sums = None if secure is False else SecureSum() if secure is True else make("privacy", secure)
+        if not isinstance(sums, SecureSum | None):
+            raise ConfigError(f"secure {secure!r} is neither True nor False, nor a SecureSum; give one of them")
+        options = cls(**plain, combiner=combiner, server=optimizer, privacy=private, secure=sums)
+        options._check_together()
+        return options
+
+    def _check_together(self) -> None:
+        """Raise where two options exclude each other."""
+        compares = isinstance(self.combiner, Weighting) and self.combiner.needs_distances
+        if self.overlap and not self.atomic:
+            raise ConfigError(
+                "overlap=True needs atomic=True: the model trains on while its mean is collected beside it"
+            )
+        if self.needs_agreed and not self.atomic:
+            raise ConfigError(
+                "atomic=False does not go with a server optimizer, privacy, norms, or a combiner that scales steps: "
+                "they need the mean beside the model; leave atomic=True"
+            )
+        if self.form == "two_hop" and compares:
+            raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
+        if self.privacy is not None:
+            self.privacy.check(is_secure=self.secure is not None)
+            if self.fragments > 1:
+                raise ConfigError("privacy clips whole updates, so it needs fragments=1")
+        if self.has_norms and (self.privacy is not None or self.secure is not None):
+            raise ConfigError(
+                "the norm of a cell's update is told to all cells, which privacy and secure=True are to prevent; leave "
+                f"out norms=True, rounds that need it, and combiners such as {_text(self.combiner)} that ask for it"
+            )
+        if self.secure is not None and (compares or not isinstance(self.combiner, Weighting)):
+            raise ConfigError(
+                f"secure=True shows only a sum, and {_text(self.combiner)} looks at each cell's values; take one"
+            )
+
+    @property
+    def form_of_lanes(self) -> str:
+        """How values reach all cells: all of them to all cells, where each cell is to judge them by itself."""
+        is_mean = isinstance(self.combiner, Weighting) and not self.combiner.needs_distances
+        return "all_gather" if self.form == "auto" and not is_mean else self.form
+
+
+def _text(value: object) -> str:
+    """Return a text that is the same on all ranks for the same value."""
+    if type(value).__repr__ is object.__repr__:
+        return f"{type(value).__module__}.{type(value).__qualname__}({vars(value)})"
+    return str(value)
+
+
+def _check_plain(
+    *,
     bucket_bytes: object,
     atomic: object,
     nonfinite: object,
@@ -21,24 +144,13 @@ def check_options(
     rails: object,
     fragments: object,
     overlap: object,
-) -> str:
-    """Check what :class:`xffl.Aggregator` was given; local.
-
-    :param bucket_bytes: A positive whole number.
-    :param atomic: True or False.
-    :param nonfinite: ``reject`` or ``drop_cell``.
-    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
-    :param rails: True or False.
-    :param fragments: A positive whole number.
-    :param overlap: True or False; needs ``atomic``.
-    :return: All of it as text, to be compared over the ranks.
-    :raises ConfigError: if one cannot be meant.
-    """
+    norms: object,
+) -> None:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigError(
             f"bucket_bytes {bucket_bytes!r} is no positive whole number; give bytes, such as {DEFAULT_BUCKET_BYTES}"
         )
-    for what, switch in (("atomic", atomic), ("rails", rails), ("overlap", overlap)):
+    for what, switch in (("atomic", atomic), ("rails", rails), ("overlap", overlap), ("norms", norms)):
         if not isinstance(switch, bool):
             raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
     for what, choice, choices in (("nonfinite", nonfinite, NONFINITE), ("form", form, FORMS)):
@@ -46,12 +158,6 @@ def check_options(
             raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
     if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
         raise ConfigError(f"fragments {fragments!r} is no positive whole number; give the parts to exchange in turn")
-    if overlap and not atomic:
-        raise ConfigError("overlap=True needs atomic=True: the model trains on while its mean is collected beside it")
-    return (
-        f"{bucket_bytes} bytes a bucket, atomic={atomic}, nonfinite={nonfinite}, form={form}, rails={rails}, "
-        f"fragments={fragments}, overlap={overlap}"
-    )
 
 
 def check_merge(alpha: object) -> None:

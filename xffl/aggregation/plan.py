@@ -62,7 +62,8 @@ class Item(NamedTuple):
     """One tensor of the manifest: its place there, data type, rule, and one cut for each cell.
 
     ``is_mean_at_home`` asks for the mean over the ranks at home before anything crosses (buffers); ``codec`` names how
-    its values are written on the slow link, ``fragment`` says in which rounds it takes part.
+    its values are written on the slow link, ``fragment`` says in which rounds it takes part, ``is_stepped`` whether
+    training changes it.
     """
 
     position: int
@@ -72,6 +73,7 @@ class Item(NamedTuple):
     cuts: tuple[Cut, ...]
     codec: str = "none"
     fragment: int = 0
+    is_stepped: bool = False
 
 
 class Piece(NamedTuple):
@@ -108,6 +110,7 @@ class Lane:
     :param rule: ``average`` or ``first``.
     :param is_mean_at_home: Whether the ranks at home are averaged first.
     :param codec: How values are written on the slow link.
+    :param is_stepped: Whether they are what training changes: parameters that are averaged and not frozen.
     :param pieces: The intervals, by tensor.
     """
 
@@ -118,12 +121,13 @@ class Lane:
     rule: str
     is_mean_at_home: bool
     codec: str
+    is_stepped: bool
     pieces: tuple[Piece, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """The lane's place in the order that all ranks keep."""
-        return (*self.participants, self.dtype, self.rule, self.is_mean_at_home, self.codec)
+        return (*self.participants, self.dtype, self.rule, self.is_mean_at_home, self.codec, self.is_stepped)
 
     @property
     def participants(self) -> tuple[object, ...]:
@@ -191,13 +195,22 @@ def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[La
     :return: The lanes, by :attr:`Lane.key`.
     """
     at = topology.coordinates(rank)
-    lanes: dict[tuple[int, tuple[bool, ...], tuple[int, ...], str, str, bool, str], list[Piece]] = {}
+    lanes: dict[tuple[int, tuple[bool, ...], tuple[int, ...], str, str, bool, str, bool], list[Piece]] = {}
     for item in items:
         mine = item.cuts[at.cell]
         start, end = mine.bounds(at.shard) if mine.is_held_by_part else (0, mine.numel)
         held = tuple(cut.is_held_by_part for cut in item.cuts)
         for owners, piece in _refine(item, start, end):
-            key = (item.fragment, held, owners, item.dtype, item.rule, item.is_mean_at_home, item.codec)
+            key = (
+                item.fragment,
+                held,
+                owners,
+                item.dtype,
+                item.rule,
+                item.is_mean_at_home,
+                item.codec,
+                item.is_stepped,
+            )
             lanes.setdefault(key, []).append(piece)
     return tuple(Lane(*key, tuple(pieces)) for key, pieces in sorted(lanes.items()))
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.report import RoundReport
 from xffl.aggregation.torn import TornError
 from xffl.aggregation.tracks import Turnout
-from xffl.aggregation.vote import CLOSING, Ballot, cast, cell_weights, check_rounds
+from xffl.aggregation.vote import CLOSING, Ballot, by_cell, cast, cell_weights, check_rounds
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["Outcome", "Protocol"]
+__all__ = ["Outcome", "Protocol", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,18 @@ class Outcome:
     :param dropped: Cells that were left out for values that are not finite.
     :param is_last: Whether all ranks had finished.
     :param is_empty: Whether no cell had anything for this part of the model, so that nothing moved.
+    :param is_skipped: Whether the cells' models were so close that nothing moved.
+    :param nonfinite: Of the cells that were left out, the tensors with such values.
+    :param step_seconds: Seconds of a local step in each cell.
     """
 
     turnout: Turnout
     dropped: tuple[int, ...]
     is_last: bool
     is_empty: bool = False
+    is_skipped: bool = False
+    nonfinite: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    step_seconds: tuple[float, ...] = ()
 
 
 class Protocol:
@@ -67,7 +76,14 @@ class Protocol:
         self.is_over = False
         self.is_cut_off = False
 
-    def confer(self, ballot: Ballot, fragment: int, found: list[str], error: XfflError | None) -> Outcome | None:
+    def confer(
+        self,
+        ballot: Ballot,
+        fragment: int,
+        found: list[str],
+        error: XfflError | None,
+        least_divergence: float | None = None,
+    ) -> Outcome | None:
         """Vote, exchange, and vote on what came of it.
 
         Collective over the world. The new values then wait in the exchange to be committed.
@@ -76,6 +92,8 @@ class Protocol:
         :param fragment: The part of the model that takes part.
         :param found: Names of this rank's tensors that hold values which are not finite.
         :param error: Why this rank cannot take part.
+        :param least_divergence: Root mean square of the updates' norms below which nothing moves; the same on all
+            ranks.
         :return: What was agreed; ``None`` where all ranks have finished and none had anything to give.
         :raises ConfigError: if a weight is negative or not finite, or all are zero; on all ranks.
         :raises RoundError: if the round does not take place; all ranks keep their weights.
@@ -93,16 +111,49 @@ class Protocol:
         dropped = tuple(sorted(cell for cell in bad if weights[cell]))
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, found)
+        turnout = self._count(ballots, weights, dropped)
+        seconds = by_cell([other.seconds for other in ballots], self._topology, max)
+        nonfinite = self._tell_nonfinite(dropped, found) if dropped else {}
+        if least_divergence is not None and not self.is_over and _divergence(turnout) < least_divergence:
+            return Outcome(turnout, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
+        self._check_turnout(turnout, ballots)
+        self._close(turnout, fragment)
+        return Outcome(self._exchange.turnout, dropped, self.is_over, nonfinite=nonfinite, step_seconds=seconds)
+
+    def _count(self, ballots: list[Ballot], weights: tuple[float, ...], dropped: tuple[int, ...]) -> Turnout:
+        """Return whose values count, and what the combiner is told about them."""
         counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
         if not any(counted):
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        first = next(cell for cell in range(self._topology.cells) if cell not in dropped)
-        is_fused = all(other.is_moderate for other in ballots) and len({other.arithmetic for other in ballots}) == 1
-        turnout = Turnout(counted, first, int(ballot.round), is_fused)
-        self._close(turnout, fragment)
-        return Outcome(turnout, dropped, self.is_over)
+        norms = by_cell([ballot.norm for ballot in ballots], self._topology, lambda parts: math.sqrt(math.fsum(parts)))
+        return Turnout(
+            counted,
+            first=next(cell for cell in range(self._topology.cells) if cell not in dropped),
+            number=int(ballots[0].round),
+            is_fused=all(ballot.is_moderate for ballot in ballots) and _has_one_arithmetic(ballots),
+            steps=by_cell([ballot.steps for ballot in ballots], self._topology, lambda steps: steps[0]),
+            norms=norms if self._exchange.has_norms else None,
+            attempt=int(max(ballot.attempt for ballot in ballots)),
+        )
+
+    def _check_turnout(self, turnout: Turnout, ballots: list[Ballot]) -> None:
+        """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
+        try:
+            self._exchange.combiner.check(len(turnout.cells))
+        except ConfigError as few:
+            raise RoundError(
+                f"round {turnout.number} has values of cells {turnout.cells}: {few}; all ranks keep their weights"
+            ) from few
+        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(ballots):
+            kinds: dict[float, list[int]] = {}
+            for rank, ballot in enumerate(ballots):
+                kinds.setdefault(ballot.arithmetic, []).append(rank)
+            raise RoundError(
+                f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
+                "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
+            )
 
     def _open(self, ballot: Ballot, error: XfflError | None) -> list[Ballot]:
         """Vote on whether there is a round, and with what weights."""
@@ -132,6 +183,15 @@ class Protocol:
                 "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
             )
         agree("finite values", "", error=error, group=self._group)
+
+    def _tell_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
+        """Return the tensors for which cells were left out; collective over the world."""
+        told: list[list[str]] = [[]] * self._topology.world_size
+        dist.all_gather_object(told, found[:3], group=self._group)
+        return {
+            cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in told[rank]}))
+            for cell in cells
+        }
 
     def _close(self, turnout: Turnout, fragment: int) -> None:
         """Exchange, and vote on the outcome."""
@@ -176,3 +236,48 @@ class Protocol:
         told = "" if failure is None else f"{type(failure).__name__}: {failure}"
         dist.all_gather_object(reasons, told, group=self._group)
         return reasons
+
+
+def report_of(outcome: Outcome, exchange: Exchange, number: int, fragment: int, seconds: float) -> RoundReport:
+    """Tell what a round did; local.
+
+    :param outcome: What was agreed.
+    :param exchange: What moved.
+    :param number: The round's number.
+    :param fragment: The part of the model that took part.
+    :param seconds: How long it took here.
+    :return: The report.
+    """
+    turnout, journal = outcome.turnout, exchange.journal
+    total = math.fsum(turnout.counts)
+    return RoundReport(
+        round=number,
+        weights=turnout.weights,
+        bytes_across=journal.bytes_across,
+        bytes_home=journal.bytes_home,
+        seconds=seconds,
+        dropped=outcome.dropped,
+        is_last=outcome.is_last,
+        fragment=fragment,
+        shares=tuple(count / total for count in turnout.counts),
+        scale=turnout.scale,
+        steps=turnout.steps,
+        step_seconds=outcome.step_seconds,
+        update_norms=turnout.norms,
+        nonfinite=outcome.nonfinite,
+        is_skipped=outcome.is_skipped,
+        phases=journal.phases,
+        hidden=journal.hidden,
+        codec_error=exchange.memory.codec_error,
+    )
+
+
+def _has_one_arithmetic(ballots: list[Ballot]) -> bool:
+    return len({ballot.arithmetic for ballot in ballots}) == 1
+
+
+def _divergence(turnout: Turnout) -> float:
+    """Return the root mean square of the cells' updates, weighed as they are."""
+    assert turnout.norms is not None, "checked by who asks for it"
+    squares = [turnout.weights[cell] * turnout.norms[cell] ** 2 for cell in turnout.cells]
+    return math.sqrt(math.fsum(squares) / math.fsum(turnout.weights))

@@ -26,6 +26,13 @@ class RoundReport:
         and ``commit`` in the background, and ``wait``, how long its merge had to wait for them.
     :param hidden: Seconds between the first post and the last arrival in which this rank did not wait for the slow
         link, but worked.
+    :param shares: What each cell's values counted for, as the combiner has weighed them; they sum to 1.
+    :param scale: What the way from the last agreed model to the combined one was multiplied by.
+    :param steps: Effective local steps of each cell since its last round.
+    :param step_seconds: Seconds that a local step took in each cell; 0 where nobody has measured.
+    :param update_norms: L2 norm of each cell's update, of the part that was exchanged; ``None`` where nobody measures.
+    :param nonfinite: For each dropped cell the tensors with values that were not finite (three at most of each rank).
+    :param is_skipped: Whether the cells' models were so close that nothing moved; such a round does not count.
     :param codec_error: What lossy codecs left out of what this rank had to send, relative to it, in the L2 norm; it is
         sent later. ``None`` where none was used.
     """
@@ -38,6 +45,13 @@ class RoundReport:
     dropped: tuple[int, ...] = ()
     is_last: bool = False
     fragment: int = 0
+    shares: tuple[float, ...] = ()
+    scale: float = 1.0
+    steps: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+    update_norms: tuple[float, ...] | None = None
+    nonfinite: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    is_skipped: bool = False
     phases: Mapping[str, float] = field(default_factory=dict)
     hidden: float = 0.0
     codec_error: float | None = None

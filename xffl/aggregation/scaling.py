@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.clients.base import Client, check_step
+from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
-from xffl.aggregation.options import check_merge
+from xffl.aggregation.manifest import Manifest
+from xffl.aggregation.pace import Pace
+from xffl.aggregation.recipe import Recipe, read_recipe
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.schedules import Schedule
 from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = ["FederatedScaling"]
 
 
 class FederatedScaling:
-    """Run a round after every ``every`` optimizer steps, for as long as the ``with`` block lasts.
+    """Run rounds between optimizer steps, for as long as the ``with`` block lasts.
 
     Making it, entering it (an :class:`~xffl.Aggregator` is made) and leaving it normally are collective over the world:
     a cell that has finished keeps answering the others' rounds until all have finished, so cells with loaders of
@@ -41,17 +49,25 @@ class FederatedScaling:
     :param model: The model that trains.
     :param optimizer: Its optimizer, or several; a call of the last one's ``step`` is a local step.
     :param state: The state that describes the federation.
-    :param every: Local steps between two rounds, at least 1.
+    :param every: Local steps between two rounds, at least 1, or a schedule (:mod:`xffl.aggregation.schedules`): an
+        object, its name with options (``"balanced:every=100"``), or a mapping. Cells may make different numbers of
+        steps, the ranks of a cell the same. May be left out where the algorithm says it.
     :param weight: Called on each rank before a round: the count (samples, tokens) since the last call. What a rejected
         round did not use counts in the next. ``None``: every cell that made a step counts 1.
-    :param on_round: Called on every rank with the report of each round, after the new weights stand.
-    :param aggregator: An aggregator made with options of one's own; ``None`` makes one with the defaults.
-    :param delay: Local steps that go on while a round is under way, less than ``every``; 0 waits for it. With a delay
-        the aggregator needs ``overlap=True``.
+    :param on_round: Called on every rank with the report of each round, after the new weights stand, and of each check
+        that skipped one.
+    :param aggregator: An aggregator made with options of one's own, or a mapping with the keywords of the one to make;
+        ``None`` makes one with the defaults.
+    :param delay: Local steps that go on while a round is under way; 0 waits for it. It is merged before the next one
+        starts at the latest. A delay needs an aggregator with ``overlap=True``.
     :param alpha: With a delay, the part of a local value that stays when the mean is merged; ``None`` keeps the steps
         made meanwhile. See :meth:`xffl.Aggregator.aggregate_async`.
-    :raises ConfigError: if ``every`` is no positive whole number, or differs between ranks, or the aggregator is
-        another model's; on all ranks alike.
+    :param client: What changes the cells' local steps: ``fedprox``, ``scaffold``, with options, or an object of one's
+        own (:class:`xffl.aggregation.clients.Client`). Each needs one of its own, without delay and fragments.
+    :param algorithm: An algorithm's name, with options: keywords for the aggregator and for here, which hold where
+        nothing is given.
+    :raises ConfigError: if an argument cannot be meant, or differs between ranks, or the aggregator is another model's;
+        on all ranks alike.
     """
 
     def __init__(
@@ -60,53 +76,55 @@ class FederatedScaling:
         optimizer: Optimizer | Sequence[Optimizer],
         state: DistributedState,
         *,
-        every: int,
+        every: int | str | Mapping[str, Any] | Schedule | None = None,
         weight: Callable[[], float] | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
-        aggregator: Aggregator | None = None,
-        delay: int = 0,
+        aggregator: Aggregator | Mapping[str, Any] | None = None,
+        delay: int | None = None,
         alpha: float | None = None,
+        client: str | Mapping[str, Any] | Client | None = None,
+        algorithm: str | Mapping[str, Any] | None = None,
     ) -> None:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        error: ConfigError | None = None
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            error = ConfigError(f"every {every!r} is no positive whole number; give the local steps between two rounds")
-        elif not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-            error = ConfigError(f"optimizer {optimizer!r} is no torch.optim.Optimizer, nor a list of some; give one")
-        elif aggregator is not None and aggregator.model is not model:
-            error = ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
-        elif weight is not None and not callable(weight):
-            error = ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
-        elif isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < every:
-            error = ConfigError(
-                f"delay {delay!r} is no whole number from 0 to below every={every}; give the local steps"
+        error: XfflError | None = None
+        text = ""
+        try:
+            recipe = read_recipe(
+                model,
+                optimizers,
+                cells=state.topology.cells,
+                every=every,
+                aggregator=aggregator,
+                algorithm=algorithm,
+                weight=weight,
+                client=client,
+                delay=delay,
+                alpha=alpha,
             )
-        elif alpha is not None and not delay:
-            error = ConfigError(f"alpha {alpha!r} merges late results, but delay is 0; give a delay, too")
-        elif delay and aggregator is not None and not aggregator.overlaps:
-            error = ConfigError(f"delay {delay} needs an aggregator made with overlap=True")
-        else:
-            try:
-                check_merge(alpha)
-            except ConfigError as wrong:
-                error = wrong
-        agree(
-            "steps between rounds (every) and ways to weigh and merge",
-            f"every={every!r}, weighed={weight is not None}, delay={delay!r}, alpha={alpha!r}",
-            error=error,
-        )
-        self._optimizer = optimizers[-1]
-        self._every = every
+            text = f"{recipe}, weighed={weight is not None}"
+        except XfflError as wrong:
+            error = wrong
+        except Exception as wrong:  # noqa: BLE001 - told to all ranks
+            error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
+        agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
+        self._recipe: Recipe = recipe
+        self._optimizers = optimizers
         self._weight = weight
-        self._delay, self._alpha = delay, alpha
-        self._under_way: tuple[PendingRound, Claim] | None = None
         self._on_round = on_round
-        self._make = (model, state)
-        self._aggregator = aggregator
-        self._is_own = aggregator is None
+        self._model, self._state = model, state
+        self._is_own = not isinstance(aggregator, Aggregator)
+        self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
+        self._under_way: tuple[PendingRound, Claim] | None = None
         self._handles: list[RemovableHandle] = []
-        self._ledger = Ledger(1)
-        self._since = 0
+        self._report: RoundReport | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start without any step."""
+        self._ledger = Ledger(1 if self._aggregator is None else self._aggregator.fragments)
+        self._effort = Effort(self._optimizers)
+        self._pace = Pace(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+        self._since = self._target = 0
 
     @property
     def aggregator(self) -> Aggregator:
@@ -122,13 +140,13 @@ class FederatedScaling:
         if self._handles:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
         if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
-            self._aggregator = Aggregator(*self._make, overlap=self._delay > 0)
-        self._ledger = Ledger(self._aggregator.fragments)
-        self._since = 0
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
+            self._aggregator = self._make_aggregator()
+        self._cell = self._state.topology.cell_of(dist.get_rank())
+        self._begin()
+        self._target = self._next_target(self._aggregator.rounds)
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
         return self
 
     def __exit__(
@@ -137,7 +155,8 @@ class FederatedScaling:
         while self._handles:
             self._handles.pop().remove()
         if kind is None:
-            self._finish()
+            with self._pace.paused():
+                self._finish()
             if self._is_own:
                 self.aggregator.close()
 
@@ -149,26 +168,120 @@ class FederatedScaling:
         if self._under_way is not None:
             self._merge(*self._under_way)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.
+
+        That is the aggregator's and the client's state, the steps since the last round, and how many are to follow. May
+        be called between two steps, or from ``on_round``.
+
+        :return: Numbers, texts and copies of tensors.
+        :raises StateError: while a round is under way; :meth:`settle` it first.
+        """
+        client = self._recipe.client
+        return {
+            "aggregator": self.aggregator.state_dict(),
+            "client": None if client is None else client.state_dict(),
+            "ledger": self._ledger.state_dict(),
+            "effort": self._effort.state_dict(),
+            "since": self._since,
+            "target": self._target,
+            "report": None if self._report is None else asdict(self._report),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, on all ranks, in the ``with`` block, after loading the model.
+
+        The rounds go on as if they had not stopped; another schedule holds from the next round on.
+
+        :param state: The saved state, of this rank.
+        :raises StateError: outside the ``with`` block.
+        :raises CheckpointError: if it is that of another set-up.
+        """
+        if not self._handles:
+            raise StateError("the state is loaded into what entering the with block makes; enter it first")
+        client = self._recipe.client
+        if (client is None) != (state["client"] is None):
+            raise CheckpointError(
+                f"the state was saved {'without a' if state['client'] is None else 'with a'} client, and now it is "
+                f"{client}; resume with the same client"
+            )
+        self.aggregator.load_state_dict(state["aggregator"])
+        if client is not None:
+            client.load_state_dict(state["client"])
+        self._ledger.load_state_dict(state["ledger"])
+        self._effort.load_state_dict(state["effort"])
+        self._since, self._target = int(state["since"]), int(state["target"])
+        self._report = None if state["report"] is None else RoundReport(**state["report"])
+
+    def _make_aggregator(self) -> Aggregator:
+        """Let the client take the weights as they are, and make the aggregator."""
+        client, options = self._recipe.client, dict(self._recipe.options)
+        options.setdefault("overlap", self._recipe.delay > 0)
+        options.setdefault("norms", self._recipe.schedule.has_threshold)
+        if client is not None and self._aggregator is None:
+            error: XfflError | None = None
+            try:
+                entries = Manifest(self._model, options.get("policies")).entries
+                stepped = {entry.name: entry.tensor() for entry in entries if entry.is_stepped}
+                client.setup(stepped, self._optimizers)  # type: ignore[arg-type]
+            except XfflError as wrong:
+                error = wrong
+            except Exception as wrong:  # noqa: BLE001 - told to all ranks
+                error = ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
+            agree("clients", str(client), error=error)
+        if client is not None and client.extra is not None:
+            options["extra"] = client.extra
+        return Aggregator(self._model, self._state, **options)
+
+    def _next_target(self, rounds: int) -> int:
+        """Return how many local steps this cell makes until the next round."""
+        steps = self._recipe.schedule.steps(rounds, self._cell, self._report)
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(
+                f"schedule {self._recipe.schedule} says {steps!r} local steps for cell {self._cell} after {rounds} "
+                "rounds; let it return a positive whole number"
+            )
+        return steps
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.aggregator.check()
+        self._effort.before_step(optimizer)
+        if self._recipe.client is not None:
+            check_step(optimizer, args, kwargs)
+            self._recipe.client.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        factors = self._effort.after_step(optimizer)
+        if self._recipe.client is not None:
+            self._recipe.client.after_step(optimizer, factors)
+        if optimizer is self._optimizers[-1]:
+            self._after_local_step()
+
+    def _after_local_step(self) -> None:
         self._since += 1
-        self._ledger.add_step()
-        if self._under_way is not None and self._since == self._delay:
-            self._merge(*self._under_way)
-        if self._since >= self._every:
-            if self._delay:
-                self._start()
-            else:
-                self._round()
-            self._since = 0
+        self._ledger.add_step(self._effort.of_step())
+        self._pace.add_step()
+        is_due = self._since >= self._target
+        if is_due or (self._under_way is not None and self._since == self._recipe.delay):
+            with self._pace.paused():
+                self.settle()
+                if is_due and self._recipe.delay:
+                    self._start()
+                elif is_due:
+                    self._round()
 
     def _start(self) -> None:
         """Start a round that is merged some steps later."""
         fragment = self.aggregator.next_fragment
-        pending = self.aggregator.aggregate_async(self._weigh(), alpha=self._alpha)
+        pending = self.aggregator.aggregate_async(
+            self._weigh(),
+            alpha=self._recipe.alpha,
+            steps=self._ledger.effort(fragment),
+            seconds=self._pace.step_seconds,
+        )
         self._under_way = pending, self._ledger.claim(fragment)
+        self._pace.clear()
+        self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
     def _merge(self, pending: PendingRound, claim: Claim) -> None:
         """Take the result of a round that was started some steps ago."""
@@ -201,19 +314,34 @@ class FederatedScaling:
     def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
         """Take part in a round; tell whether it was the last."""
         fragment = self.aggregator.next_fragment
+        if self._recipe.client is not None:
+            self._recipe.client.before_round()
         report = self.aggregator.take_part(
             self._weigh(),
             is_absent=self._ledger.steps(fragment) == 0,
             is_finished=is_finishing and (gives_up or not self._ledger.has_others(fragment)),
+            steps=self._ledger.effort(fragment),
+            seconds=self._pace.step_seconds,
+            least_divergence=self._recipe.schedule.least_divergence(self.aggregator.rounds),
         )
         claim = self._ledger.claim(fragment)
         if report is None:
             return True
+        self._pace.clear()
         self._took_place(claim, report)
         return report.is_last
 
     def _took_place(self, claim: Claim, report: RoundReport) -> None:
-        self._ledger.settle(claim)
+        """Draw the conclusions of a round, or of a check that skipped it."""
+        self._report = report
+        if report.is_skipped:
+            self._ledger.put_back(claim)
+        else:
+            self._ledger.settle(claim)
+            if self._recipe.client is not None:
+                self._recipe.client.after_round(is_dropped=self._cell in report.dropped)
+        if not self._recipe.delay:
+            self._since, self._target = 0, self._next_target(self.aggregator.rounds)
         if self._on_round is not None and any(report.weights):
             self._on_round(report)
 

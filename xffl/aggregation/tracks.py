@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,18 +36,38 @@ class Turnout:
     :param number: The round's number, from 1.
     :param is_fused: Whether two values may be combined in one fused step: no rank holds one whose square leaves fp32,
         so that differences do not either, and all have the same arithmetic.
+    :param steps: Effective local steps of each cell since its last round.
+    :param norms: The L2 norm of each cell's update, of what training changes; ``None`` where nobody keeps the
+        state that it started from.
+    :param counts: What each cell's values count for, once a combiner has looked at all of this.
+    :param scale: What the way from the last agreed model to the combined one is multiplied by.
+    :param attempt: Number of the masks of a secure sum.
     """
 
     weights: tuple[float, ...]
     first: int
     number: int = 1
     is_fused: bool = False
+    steps: tuple[float, ...] = ()
+    norms: tuple[float, ...] | None = None
+    counts: tuple[float, ...] = ()
+    scale: float = 1.0
+    attempt: int = 0
+
+    def share(self, cell: int) -> float:
+        """Return what a cell's values count for, of all."""
+        return self.counts[cell] / math.fsum(self.counts)
+
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """The cells that contribute, in order."""
+        return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
 
     def senders(self, lane: Lane) -> tuple[int, ...]:
         """Return the cells whose values a lane needs, in order."""
         if lane.rule == "first":
             return (self.first,)
-        return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
+        return self.cells
 
 
 @dataclass(frozen=True)

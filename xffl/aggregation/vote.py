@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,17 @@ import torch.distributed as dist
 from xffl.errors import ConfigError, RoundError
 from xffl.topology import Topology
 
-__all__ = ["AT_ONCE", "CLOSING", "NO_ALPHA", "Ballot", "cast", "cell_weights", "check_rounds", "checked_weight"]
+__all__ = [
+    "AT_ONCE",
+    "CLOSING",
+    "NO_ALPHA",
+    "Ballot",
+    "by_cell",
+    "cast",
+    "cell_weights",
+    "check_rounds",
+    "checked_weight",
+]
 
 
 AT_ONCE = -2.0
@@ -44,6 +54,10 @@ class Ballot(NamedTuple):
     :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
     :param merging: How its cell writes the result: :data:`AT_ONCE`, :data:`NO_ALPHA`, or the part of a local value that
         stays.
+    :param norm: Squared L2 norm of its part of the cell's update, where that is measured.
+    :param steps: Effective local steps of its cell since the last round.
+    :param seconds: Seconds that a local step takes here; 0 where nobody has measured.
+    :param attempt: The next number of masks that it can use in a secure sum.
     """
 
     round: float
@@ -57,6 +71,10 @@ class Ballot(NamedTuple):
     is_moderate: bool = False
     arithmetic: float = 0.0
     merging: float = -2.0
+    norm: float = 0.0
+    steps: float = 0.0
+    seconds: float = 0.0
+    attempt: float = 0.0
 
 
 def cast(
@@ -64,7 +82,7 @@ def cast(
 ) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
-    Collective over the world: 88 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
+    Collective over the world: 120 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
     those of the others, and down again. The slow link is crossed once, by all cells at the same time, where an
     all-gather over the world would cross it ring step by ring step.
 
@@ -99,8 +117,8 @@ def cast(
 
 
 def _ballot(number: float, weight: float, *rest: float) -> Ballot:
-    *flags, arithmetic, merging = rest
-    return Ballot(number, weight, *map(bool, flags))._replace(arithmetic=arithmetic, merging=merging)
+    flags = Ballot._fields.index("arithmetic") - 2
+    return Ballot(number, weight, *map(bool, rest[:flags]), *rest[flags:])
 
 
 def _swap(
@@ -139,6 +157,17 @@ def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
                 f"the ranks of cell {cell} merge in different ways ({sorted(ways)}, where {AT_ONCE:g} is aggregate and "
                 f"{NO_ALPHA:g} no alpha); call the same on all of them"
             )
+
+
+def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
+    """Fold what each rank said into one number for each cell; pure.
+
+    :param values: One for each rank.
+    :param topology: The federation.
+    :param of: Makes one number of a cell's.
+    :return: One for each cell.
+    """
+    return tuple(of([values[rank] for rank in topology.federation(cell)]) for cell in range(topology.cells))
 
 
 def checked_weight(weight: object) -> float:

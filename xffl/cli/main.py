@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from xffl import __version__
-from xffl.cli import bench, env, execute, plan
+from xffl.cli import bench, env, execute, listing, plan
 from xffl.cli.formatter import HelpFormatter
 from xffl.errors import XfflError
 
@@ -21,6 +21,7 @@ examples:
   xffl exec --processes 4 --federated 2,2 train.py
   xffl bench --processes 4 --federated 2,2
   xffl env
+  xffl list algorithms
 
 xffl COMMAND --help tells more.
 """
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = chosen[name]
         if name == "exec":
             return execute.run(options, command)
-        run = {"bench": bench.run, "env": env.run, "plan": plan.run}[name]
+        run = {"bench": bench.run, "env": env.run, "list": listing.run, "plan": plan.run}[name]
         return run(options)
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -69,5 +70,6 @@ def build_parser() -> ArgumentParser:
     commands.add_subcommand("exec", execute.build_parser(), help="start a script in several processes on this machine")
     commands.add_subcommand("bench", bench.build_parser(), help="time the paths between ranks, and rounds over them")
     commands.add_subcommand("env", env.build_parser(), help="show who started this process, and how that was found out")
+    commands.add_subcommand("list", listing.build_parser(), help="show the algorithms by name, with their papers")
     commands.add_subcommand("plan", plan.build_parser(), help="draw a federation and count the traffic of a round")
     return parser

@@ -1,0 +1,309 @@
+"""Algorithms by name: what a spec means, which options there are, and that every entry leads somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from xffl.aggregation import registry
+from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.combine import Coordinatewise, Mean
+from xffl.aggregation.registry import KINDS, Entry, entries, find, make, read_spec, resolve_algorithm
+from xffl.aggregation.scaling import FederatedScaling
+from xffl.aggregation.schedules import EverySteps, PerCell, Warmup
+from xffl.aggregation.server import ServerOptimizer
+from xffl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# Entries --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_has_entries_with_names_of_their_own() -> None:
+    assert {entry.kind for entry in entries()} == set(KINDS)
+    names = [(entry.kind, entry.name) for entry in entries()]
+    assert len(set(names)) == len(names)
+    assert [entry.kind for entry in entries()] == sorted((entry.kind for entry in entries()), key=list(KINDS).index)
+    for kind in KINDS:
+        assert entries(kind) == tuple(entry for entry in entries() if entry.kind == kind)
+    with pytest.raises(ConfigError, match="kind 'servers' is unknown; choose one of algorithm, server"):
+        entries("servers")
+
+
+PAPER = re.compile(r"[A-Z]\w+ et al\., 20\d\d, (arXiv \d{4}\.\d{5}|doi 10\.\S+)")
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.kind}-{entry.name}")
+def test_an_entry_tells_a_line_and_a_paper(entry: Entry) -> None:
+    assert re.fullmatch(r"[a-z_]+", entry.name)
+    assert 10 <= len(entry.line) <= 70 and not entry.line.endswith(".")
+    assert PAPER.fullmatch(entry.paper) or not entry.paper
+    assert bool(entry.target) == (entry.kind != "algorithm")
+
+
+def test_find_may_find_nothing() -> None:
+    found = find("server", "fedadam")
+    assert found is not None and found.paper.endswith("2003.00295")
+    assert find("server", "fednova") is None
+
+
+def test_the_registry_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'matplotlib', 'mpi4py'): sys.modules[name] = None\n"
+        "from xffl.aggregation.registry import entries\n"
+        "print(len(entries()))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) == len(entries())
+
+
+# Specs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "options"),
+    [
+        ("krum", "krum", {}),
+        (" krum : ", "krum", {}),
+        ("a.b.C:k=3", "a.b.C", {"k": "3"}),
+        ("x:a=1, b=two ,c=1e-3", "x", {"a": "1", "b": "two", "c": "1e-3"}),
+        ("x:a=(0.9,0.99),b=[1,2],c=", "x", {"a": [0.9, 0.99], "b": [1, 2], "c": ""}),
+        ("x:a=p=q", "x", {"a": "p=q"}),
+        ({"name": "x", "a": (1, 2)}, "x", {"a": (1, 2)}),
+    ],
+)
+def test_a_spec_is_a_name_with_options(spec: object, name: str, options: dict[str, Any]) -> None:
+    assert read_spec("combine", spec) == (name, options)
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "  ", "x:a", "x:=1", "x:a=1,a=2", "x:a=1,,b=2", "x:a=(1,", {"a": 1}, {"name": 3}, 3]
+)
+def test_what_is_no_spec_is_refused(spec: object) -> None:
+    with pytest.raises(ConfigError, match="combine|no list"):
+        read_spec("combine", spec)
+
+
+def test_reading_a_mapping_leaves_it_alone() -> None:
+    spec = {"name": "fedadam", "lr": 0.5}
+    read_spec("server", spec)
+    make("server", spec)
+    assert spec == {"name": "fedadam", "lr": 0.5}
+
+
+# Making ---------------------------------------------------------------------------------------------------------------
+
+
+class Lowest(Coordinatewise):
+    """Somebody's own combiner."""
+
+    def __init__(self, power: float = 1.0, *, keep: tuple[int, int] = (0, 1), label: str | None = None) -> None:
+        self.power, self.keep, self.label = power, keep, label
+
+    def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values.amin(0))
+
+
+def lowest(power: float) -> Lowest:
+    return Lowest(power)
+
+
+class Stranger:
+    """No combiner."""
+
+
+OWN = f"{__name__}.Lowest"
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        (OWN, (1.0, (0, 1), None)),
+        (f"{OWN}:power=2", (2.0, (0, 1), None)),
+        (f"{OWN}:power=1e-3,keep=(3,4),label=a b", (0.001, (3, 4), "a b")),
+        ({"name": OWN, "keep": [5, 6]}, (1.0, (5, 6), None)),
+        (f"{__name__}.lowest:power=3", (3.0, (0, 1), None)),
+    ],
+)
+def test_ones_own_class_by_dotted_path_with_typed_options(spec: object, wanted: tuple[Any, ...]) -> None:
+    made = make("combine", spec)
+    assert type(made) is Lowest
+    assert (made.power, made.keep, made.label) == wanted
+    assert isinstance(made.power, float) and isinstance(made.keep, tuple)
+
+
+def test_what_is_made_already_is_returned_as_it_is() -> None:
+    for kind, made in (("combine", Lowest()), ("schedule", EverySteps(3)), ("partition", len)):
+        assert make(kind, made) is made
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "told"),
+    [
+        ("combine", "krumm", "combine 'krumm' is unknown; choose one of mean, fednova, median"),
+        ("combine", "mean:power=2", "combine 'mean' has no option power; there are: none"),
+        ("combine", f"{OWN}:pow=2,power=2", "has no option pow; there are: power, keep, label"),
+        ("combine", f"{OWN}:power=high", "power='high'.*it takes power: float = 1.0"),
+        ("combine", f"{OWN}:keep=(1,2,3)", "keep="),
+        ("combine", {"name": OWN, "power": "2", "label": 3}, "label=3"),
+        ("combine", f"{__name__}.Stranger", "is no xffl.aggregation.combine.Combiner"),
+        ("combine", f"{__name__}.Nobody", "Nobody cannot be imported"),
+        ("combine", "no.such.module", "no.such.module cannot be imported"),
+        ("combine", Stranger(), "is no xffl.aggregation.combine.Combiner"),
+        ("combine", Lowest, "is no xffl.aggregation.combine.Combiner"),
+        ("combine", None, "is no xffl.aggregation.combine.Combiner"),
+        ("schedule", "steps", "required: every"),
+        ("schedule", "steps:every=0", "every 0"),
+        ("partition", 3, "cannot be called"),
+        ("aggregate", "mean", "kind 'aggregate' is unknown"),
+    ],
+)
+def test_a_wrong_spec_tells_what_there_is(kind: str, spec: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make(kind, spec)
+
+
+def test_specs_may_be_nested() -> None:
+    made = make("schedule", {"name": "warmup", "rounds": 2, "every": 1, "then": "per_cell:counts=(4,8)"})
+    assert made == Warmup(2, 1, PerCell((4, 8)))
+    assert make("schedule", "warmup:rounds=2,every=1,then=50") == Warmup(2, 1, EverySteps(50))
+
+
+def test_a_server_is_made_by_its_own_rules() -> None:
+    made = make("server", "AdamW:lr=0.1")
+    assert isinstance(made, ServerOptimizer) and made.factory is torch.optim.AdamW
+    assert make("server", "none") is None and make("server", made) is made
+
+
+# Algorithms -----------------------------------------------------------------------------------------------------------
+
+
+def server_options(spec: object) -> dict[str, Any]:
+    aggregator, _ = resolve_algorithm(spec)
+    return dict(aggregator["server"].options)
+
+
+def test_fedavg_sets_nothing() -> None:
+    assert resolve_algorithm("fedavg") == ({}, {})
+
+
+def test_options_go_to_the_part_that_knows_them() -> None:
+    preset = {"betas": (0.9, 0.99), "tau": 1e-3, "rule": "adam"}
+    assert server_options("fedadam") == {"lr": 0.1, **preset}
+    assert server_options("fedadam:lr=0.03") == {"lr": 0.03, **preset}
+    assert server_options({"name": "fedadam", "lr": 0.03, "betas": [0.5, 0.9]}) == {
+        "lr": 0.03,
+        **preset,
+        "betas": (0.5, 0.9),
+    }
+
+
+def test_options_may_name_their_part_or_replace_it() -> None:
+    assert server_options({"name": "diloco", "server": {"lr": 0.5}}) == {"lr": 0.5, "momentum": 0.9, "nesterov": True}
+    assert server_options({"name": "diloco", "server": "sgd"}) == {"lr": 1.0}
+    assert server_options({"name": "diloco", "server": {"name": "sgd", "lr": 2}, "momentum": 0.5}) == {
+        "lr": 2.0,
+        "momentum": 0.5,
+    }
+
+
+def test_parts_may_be_put_together() -> None:
+    aggregator, scaling = resolve_algorithm({"name": "fednova", "server": "fedyogi", "lr": 0.2})
+    assert aggregator["server"].options["rule"] == "yogi" and aggregator["server"].options["lr"] == 0.2
+    assert type(aggregator["combine"]).__name__ == "NormalizedMean" and scaling == {}
+    mine = Lowest()
+    assert resolve_algorithm({"name": "fedavg", "combine": mine}) == ({"combine": mine}, {})
+
+
+def test_streaming_diloco_sets_the_round_as_well() -> None:
+    aggregator, scaling = resolve_algorithm("streaming_diloco")
+    server = aggregator.pop("server")
+    assert server.options == {"lr": 0.4, "momentum": 0.9, "nesterov": True}
+    assert aggregator == {"fragments": 3, "overlap": True} and scaling == {"delay": 1, "alpha": 0.5}
+    aggregator, scaling = resolve_algorithm({"name": "streaming_diloco", "fragments": 2, "delay": 5, "lr": 0.7})
+    assert aggregator["fragments"] == 2 and aggregator["server"].options["lr"] == 0.7 and scaling["delay"] == 5
+
+
+def test_resolving_leaves_the_presets_alone() -> None:
+    before = repr(entries())
+    resolve_algorithm({"name": "streaming_diloco", "fragments": 9, "lr": 0.1, "combine": "median"})
+    assert repr(entries()) == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("fedsgd", "algorithm 'fedsgd' is unknown; choose one of fedavg, fedavgm"),
+        ("fedadam:mu=1", "no option mu; there are: server, combine, privacy, client, lr .server., betas .server."),
+        ("fedavg:lr=1", "no option lr; there are: server"),
+        ("fedadam:lr=x", "lr='x'"),
+        ({"name": "fedavg", "server": {"lr": 1.0}}, "give its name, too"),
+        ({"name": "fedadam", "server": "nothing"}, "server 'nothing' is unknown"),
+        ({"name": "fedadam", "combine": f"{__name__}.Twin", "lr": 1.0}, "several options lr.*server.*or.*combine"),
+        (3, "algorithm 3"),
+    ],
+)
+def test_an_option_that_belongs_nowhere_is_refused(spec: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve_algorithm(spec)
+
+
+class Twin(Mean):
+    """A combiner with an option that server optimizers have, too."""
+
+    def __init__(self, lr: float = 1.0) -> None:
+        self.lr = lr
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+NEEDED = {
+    ("algorithm", "dp_fedavg"): {"clip": 1.0, "noise": 1.0},
+    ("privacy", "dp_fedavg"): {"clip": 1.0, "noise": 1.0},
+    ("algorithm", "norm_clipping"): {"clip": 1.0},
+    ("combine", "norm_clipping"): {"clip": 1.0},
+    ("schedule", "steps"): {"every": 5},
+    ("schedule", "epochs"): {"epochs": 1, "steps_per_epoch": 10},
+    ("schedule", "seconds"): {"seconds": 30},
+    ("schedule", "balanced"): {"every": 5},
+    ("schedule", "per_cell"): {"counts": [5, 10]},
+    ("schedule", "divergence"): {"every": 5, "threshold": 0.1},
+    ("schedule", "warmup"): {"rounds": 3, "every": 1, "then": 10},
+}
+"""What cannot be left out."""
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.kind}-{entry.name}")
+def test_every_entry_can_be_made(entry: Entry) -> None:
+    made = make(entry.kind, {"name": entry.name, **NEEDED.get((entry.kind, entry.name), {})})
+    if entry.kind == "server":
+        assert isinstance(made, ServerOptimizer)
+    elif entry.kind == "partition":
+        assert callable(made)
+    elif entry.kind != "algorithm":
+        assert type(made) is registry.load(entry.target, "entry")
+
+
+@pytest.mark.parametrize("entry", entries("algorithm"), ids=lambda entry: entry.name)
+def test_an_algorithm_sets_keywords_that_there_are(entry: Entry) -> None:
+    assert entry.aggregator.keys() <= inspect.signature(Aggregator).parameters.keys()
+    assert entry.scaling.keys() <= inspect.signature(FederatedScaling).parameters.keys()
+
+
+def test_a_partition_is_a_function_with_its_options_bound() -> None:
+    bound = make("partition", "dirichlet:alpha=0.5")
+    assert bound.func is registry.load("xffl.training.partition.dirichlet", "test") and bound.keywords == {"alpha": 0.5}
+    with pytest.raises(ConfigError, match="alpha='x'"):
+        make("partition", "dirichlet:alpha=x")

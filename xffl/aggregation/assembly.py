@@ -1,0 +1,192 @@
+"""Put together what rounds need: the model's manifest, compared over all ranks, the plan, and what walks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from xffl.aggregation.axes import gather_axes
+from xffl.aggregation.crossing import Crossing
+from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.globals import GlobalState
+from xffl.aggregation.layout import Layout
+from xffl.aggregation.manifest import Manifest, describe_difference
+from xffl.aggregation.options import Options
+from xffl.aggregation.plan import Item, digest, plan_lanes
+from xffl.aggregation.protocol import Protocol
+from xffl.aggregation.routes import Routes, communication_device, routes_of
+from xffl.aggregation.secure import Masker, make_masker
+from xffl.aggregation.starting import agree_start
+from xffl.aggregation.tracks import make_tracks
+from xffl.distributed.agreement import agree
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import ConfigError, XfflError
+from xffl.topology import Topology
+
+__all__ = ["Assembly", "assemble"]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything that an aggregator works with.
+
+    :param topology: The federation.
+    :param device: Where the groups' backend communicates from.
+    :param options: What it was asked for.
+    :param manifest: The tensors of the model.
+    :param routes: This rank's process groups.
+    :param exchange: What moves.
+    :param protocol: The votes around it.
+    :param plan: What lanes and buckets follow from, as text.
+    """
+
+    topology: Topology
+    device: torch.device
+    options: Options
+    manifest: Manifest
+    routes: Routes
+    exchange: Exchange
+    protocol: Protocol
+    plan: str
+
+
+def assemble(
+    model: nn.Module, state: DistributedState, read: Callable[[], tuple[Options, Manifest]], check: Callable[[], None]
+) -> Assembly:
+    """Compare the ranks' models and options, and prepare rounds.
+
+    Collective over the world: a few bytes a rank, and groups of its own where rounds overlap training.
+
+    :param model: The model.
+    :param state: The state that describes the federation.
+    :param read: Reads options and model; what it raises is told to all ranks.
+    :param check: Raises where the model cannot be used.
+    :return: What was made.
+    :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
+    """
+    rank = dist.get_rank()
+    error: XfflError | None = None
+    text = ""
+    try:
+        topology = state.topology
+        device = communication_device(state)
+        check()
+        options, manifest = read()
+        options.combiner.check(topology.cells)
+        axes = manifest.axes(topology, topology.coordinates(rank))
+        _check_protected(options, manifest)
+        text = f"(options)\t{options}\n{manifest}"
+    except XfflError as wrong:
+        error = wrong
+    except Exception as wrong:  # noqa: BLE001 - told to all ranks
+        error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
+    agree("models", text, error=error, describe=describe_difference)
+    axes_of_cells = gather_axes(axes, topology)
+    items = manifest.items(topology, axes_of_cells, least_bytes=options.bucket_bytes, fragments=options.fragments)
+    plan = (
+        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form}, rails={options.rails}"
+    )
+    agree("exchange plans", plan)
+    masker = None if options.secure is None else make_masker(options.secure, rank, topology, context=plan)
+    routes = routes_of(state, is_railed=options.rails, is_own=options.overlap)
+    exchange = _make_exchange(
+        manifest,
+        items,
+        axes_of_cells,
+        options,
+        topology=topology,
+        rank=rank,
+        routes=routes,
+        device=device,
+        masker=masker,
+    )
+    if exchange.agreed is not None:
+        exchange.agreed.take()
+        agree_start(manifest.moving, exchange, topology, rank, device)
+    protocol = Protocol(
+        exchange,
+        topology=topology,
+        rank=rank,
+        device=device,
+        group=routes.world,
+        atomic=options.atomic,
+        drops_cells=options.nonfinite == "drop_cell",
+    )
+    return Assembly(topology, device, options, manifest, routes, exchange, protocol, plan)
+
+
+def _check_protected(options: Options, manifest: Manifest) -> None:
+    """Raise where something would leave a cell without the protection that was asked for."""
+    if options.privacy is not None:
+        bare = [entry.name for entry in manifest.moving if not entry.is_stepped]
+        if bare:
+            raise ConfigError(
+                f"privacy is for trainable parameters, but {bare[:5]} would cross as they are; give them policy 'local'"
+            )
+    if options.secure is not None:
+        bare = [entry.name for entry in manifest.moving if entry.policy == "first"]
+        if bare:
+            raise ConfigError(
+                f"secure=True hides means, but {bare[:5]} are taken from cell 0; give them policy 'local'"
+            )
+        coded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
+        if coded:
+            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {coded[0]!r}")
+
+
+def _make_exchange(
+    manifest: Manifest,
+    items: Sequence[Item],
+    axes: Sequence[Sequence[int]],
+    options: Options,
+    *,
+    topology: Topology,
+    rank: int,
+    routes: Routes,
+    device: torch.device,
+    masker: Masker | None,
+) -> Exchange:
+    """Plan a rank's lanes and prepare what walks them; local.
+
+    :param manifest: The tensors of the model.
+    :param items: Those that move, as the plan sees them.
+    :param axes: For each cell, the axis along which it cuts each of them.
+    :param options: What the aggregator was asked for.
+    :param topology: The federation.
+    :param rank: This rank.
+    :param routes: Its process groups.
+    :param device: Where the groups' backend communicates from.
+    :param masker: The masks of a secure sum, if there is one.
+    :return: The exchange.
+    """
+    tracks = make_tracks(
+        plan_lanes(items, topology, rank),
+        topology=topology,
+        rank=rank,
+        routes=routes,
+        bucket_bytes=options.bucket_bytes,
+        form=options.form_of_lanes,
+        codecs=manifest.codecs,
+    )
+    crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
+    at = topology.coordinates(rank)
+    layout = Layout(manifest.moving, items, axes, at, is_written_in_place=not options.atomic)
+    return Exchange(
+        layout,
+        tracks,
+        crossing,
+        topology=topology,
+        rank=rank,
+        routes=routes,
+        device=device,
+        atomic=options.atomic,
+        combiner=options.combiner,
+        agreed=GlobalState(tracks, layout, options.server, device) if options.needs_agreed else None,
+        has_norms=options.has_norms,
+        privacy=options.privacy,
+        masker=masker,
+    )

@@ -1,0 +1,144 @@
+"""What a :class:`xffl.FederatedScaling` was asked for, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from xffl.aggregation import registry
+from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.clients.base import Client
+from xffl.aggregation.options import check_merge
+from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
+from xffl.errors import ConfigError
+
+__all__ = ["Recipe", "read_recipe"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """When rounds take place, what cells do in between, and how a round's result is taken over.
+
+    :param schedule: When rounds take place.
+    :param client: What changes local steps, if anything.
+    :param options: Keywords of the aggregator that is to be made.
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: The part of a local value that stays when a delayed mean is merged.
+    """
+
+    schedule: Schedule
+    client: Client | None
+    options: Mapping[str, Any]
+    delay: int
+    alpha: float | None
+
+    def __str__(self) -> str:
+        return f"every={self.schedule}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
+
+
+def read_recipe(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    cells: int,
+    every: object,
+    weight: object,
+    aggregator: Aggregator | Mapping[str, Any] | None,
+    delay: int | None,
+    alpha: float | None,
+    client: object,
+    algorithm: object,
+) -> Recipe:
+    """Read what was given, and put an algorithm's keywords where nothing was; local.
+
+    :param model: The model that trains.
+    :param optimizers: What steps it.
+    :param cells: Number of cells.
+    :param every: When rounds take place.
+    :param weight: What counts samples.
+    :param aggregator: An aggregator, or keywords of the one to make.
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: The part of a local value that stays when a delayed mean is merged.
+    :param client: What changes local steps.
+    :param algorithm: An algorithm's name, with options.
+    :return: What is to be done.
+    :raises ConfigError: if something cannot be meant.
+    """
+    options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
+    schedule = schedule_of(preset.get("every") if every is None else every)
+    schedule.check(cells)
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        raise ConfigError(f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one")
+    if isinstance(aggregator, Aggregator):
+        _check_made(aggregator, model, algorithm, client)
+    else:
+        options = _joined(options, aggregator or {})
+    if weight is not None and not callable(weight):
+        raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
+    if client is not None and "client" in preset:
+        raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
+    recipe = Recipe(
+        schedule,
+        preset.get("client") if client is None else registry.make("client", client),
+        options,
+        preset.get("delay", 0) if delay is None else delay,
+        preset.get("alpha") if alpha is None else alpha,
+    )
+    _check_delay(recipe, aggregator)
+    if recipe.client is not None and options.get("fragments", 1) != 1:
+        raise ConfigError(
+            f"client {recipe.client} needs rounds of the whole model, but fragments is {options['fragments']}; leave "
+            "one of them out"
+        )
+    return recipe
+
+
+def _check_made(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:
+    """Check an aggregator that the caller has made."""
+    if aggregator.model is not model:
+        raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
+    for what, value in (("algorithm", algorithm), ("client", client)):
+        if value is not None:
+            raise ConfigError(
+                f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} instead "
+                "of one that is made already"
+            )
+
+
+def _joined(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if twice := sorted(preset.keys() & given.keys()):
+        raise ConfigError(
+            f"aggregator sets {', '.join(twice)}, and so does the algorithm; give it as an option of the algorithm only"
+        )
+    return {**preset, **given}
+
+
+def _check_delay(recipe: Recipe, aggregator: object) -> None:
+    """Check what rounds that go on beside training need."""
+    delay, every = recipe.delay, recipe.schedule.every if isinstance(recipe.schedule, EverySteps) else None
+    is_number = isinstance(delay, int) and not isinstance(delay, bool)
+    if not is_number or delay < 0 or (every is not None and delay >= every):
+        below = "" if every is None else f" to below every={every}"
+        raise ConfigError(f"delay {delay!r} is no whole number from 0{below}; give the local steps")
+    if recipe.alpha is not None and not delay:
+        raise ConfigError(f"alpha {recipe.alpha!r} merges late results, but delay is 0; give a delay, too")
+    check_merge(recipe.alpha)
+    if not delay:
+        return
+    overlaps = aggregator.overlaps if isinstance(aggregator, Aggregator) else recipe.options.get("overlap", True)
+    if not overlaps:
+        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True")
+    if recipe.client is not None:
+        raise ConfigError(
+            f"client {recipe.client} needs to know where the last round left the model, but delay is {delay}; leave "
+            "one of them out"
+        )
+    if recipe.schedule.has_threshold:
+        raise ConfigError(
+            f"schedule {recipe.schedule} asks for a round's need before it starts, but delay is {delay}; leave one out"
+        )

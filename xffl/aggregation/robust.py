@@ -1,0 +1,332 @@
+"""Combiners that a few broken or hostile cells cannot lead far astray.
+
+The coordinatewise ones look at every element by itself; the others look at whole cells and choose weights. None of them
+trusts what a cell says about its own weight, but for :class:`GeometricMedian` and :class:`NormClipping`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from xffl.aggregation.combine import Coordinatewise, Seen, Weighed, Weighting, reduced
+from xffl.aggregation.mean import CHUNK, weighted_mean
+from xffl.errors import ConfigError
+
+__all__ = ["CoordinateMedian", "GeometricMedian", "Krum", "MultiKrum", "NormClipping", "TrimmedMean"]
+
+SETTLED = 1e-12
+"""Relative change of all weights below which the geometric median has been found."""
+
+
+@dataclass(frozen=True)
+class CoordinateMedian(Coordinatewise):
+    """Take the median of every element; of an even number of cells the mean of the two middle values.
+
+    Fewer than half of the cells may send anything at all. The cells' weights are not used. Of zeros of both signs
+    either may come out; equal values keep every bit.
+
+    Yin et al., 2018, arXiv 1803.01498 (definition 1). flwr's ``aggregate_median`` is the same.
+    """
+
+    def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Combine the rows; local.
+
+        :param values: ``[n, numel]``, without NaN; overwritten. An infinite value counts as large.
+        :param out: ``[numel]``, the medians.
+        """
+        _middle_mean(values, (values.shape[0] - 1) // 2, out)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Coordinatewise):
+    """Take, of every element, the mean without the largest and the smallest values.
+
+    ``int(share * n)`` of ``n`` values are left out at each end, so that as many cells may send anything at all. The
+    cells' weights are not used. A share that would leave out nothing is refused, since what remains is a plain mean;
+    ``share=0`` asks for just that.
+
+    Yin et al., 2018, arXiv 1803.01498 (definition 2), where ``share * n`` is a whole number. flwr's
+    ``aggregate_trimmed_avg`` rounds as we do, but takes the plain mean of cells too few to leave out one.
+
+    :param share: Part of the cells that is left out at each end, at least 0, below 0.5.
+    :raises ConfigError: if the share is anything else.
+    """
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 <= self.share < 0.5:
+            raise ConfigError(f"share {self.share!r} is not at least 0 and below 0.5; give share=0.2 for 20 % each end")
+
+    def check(self, cells: int) -> None:
+        """Raise if nothing would be left out.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few for the share.
+        """
+        super().check(cells)
+        if self.share > 0 and self._cut(cells) == 0:
+            raise ConfigError(
+                f"a trimmed mean with share {self.share} leaves out nothing of {cells} contributing cells, but it has "
+                f"to leave out one at each end; give at least {math.ceil(1 / self.share)} cells, a larger share= (of 3 "
+                "cells or more), or share=0 for the plain mean"
+            )
+
+    def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Combine the rows; local.
+
+        :param values: ``[n, numel]``, without NaN; overwritten. Infinite values do no harm where they are left out.
+        :param out: ``[numel]``, the trimmed means.
+        """
+        _middle_mean(values, self._cut(values.shape[0]), out)
+
+    def _cut(self, cells: int) -> int:
+        return int(self.share * cells)
+
+
+@dataclass(frozen=True)
+class Krum(Weighting):
+    """Take the one cell that lies closest to its nearest neighbours.
+
+    A cell's score is the sum of its squared distances to the ``n - faulty - 2`` other cells that are nearest to it; the
+    lowest score wins, of equal scores the lowest cell. The cells' weights are not used.
+
+    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` scores alike, but measures in the data's own
+    precision (distances of large fp32 values are infinite) and takes any number of cells, where the paper's guarantee
+    needs ``n >= 2 * faulty + 3``.
+
+    :param faulty: Number of cells that may send anything at all, 0 or more.
+    :raises ConfigError: if the number is anything else.
+    """
+
+    needs_distances = True
+
+    faulty: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.faulty, bool) or not isinstance(self.faulty, int) or self.faulty < 0:
+            raise ConfigError(f"faulty {self.faulty!r} is no whole number from 0; give faulty=1 for one bad cell")
+
+    def check(self, cells: int) -> None:
+        """Raise if the faulty cells could win.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few.
+        """
+        super().check(cells)
+        least = 2 * self.faulty + 3
+        if cells < least:
+            raise ConfigError(
+                f"{cells} contributing cells are too few for Krum with faulty={self.faulty}: it takes 2 * faulty + 3, "
+                f"{least}; give as many cells or a smaller faulty="
+            )
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Choose the cells of the lowest scores.
+
+        :param seen: What is known about the cells, distances included.
+        :return: Weight 1 for each cell chosen, else 0.
+        """
+        assert seen.distances is not None, "needs_distances asks for them"
+        cells = len(seen.distances)
+        scores = []
+        for cell, row in enumerate(seen.distances):
+            others = sorted(row[:cell] + row[cell + 1 :])
+            scores.append(math.fsum(others[: cells - self.faulty - 2]))
+        chosen = sorted(range(cells), key=lambda cell: scores[cell])[: self._chosen(cells)]
+        return Weighed(tuple(float(cell in chosen) for cell in range(cells)))
+
+    def _chosen(self, cells: int) -> int:
+        """Return how many cells are taken."""
+        return 1
+
+
+@dataclass(frozen=True)
+class MultiKrum(Krum):
+    """Take the plain mean of the cells with the lowest scores of :class:`Krum`.
+
+    As in the paper, those that are chosen count alike; the cells' weights are not used.
+
+    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` with ``to_keep`` averages those that are chosen
+    by their numbers of examples, which a faulty cell may invent.
+
+    :param faulty: Number of cells that may send anything at all, 0 or more.
+    :param selected: Number of cells that are averaged, 1 or more; ``None`` for all but ``faulty``. More than that let
+        a faulty one in.
+    :raises ConfigError: if a number is anything else.
+    """
+
+    selected: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selected is None:
+            return
+        if isinstance(self.selected, bool) or not isinstance(self.selected, int) or self.selected < 1:
+            raise ConfigError(f"selected {self.selected!r} is no whole number from 1; leave it out for all but faulty")
+
+    def check(self, cells: int) -> None:
+        """Raise if the faulty cells could win, or if more cells are to be chosen than there are.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few.
+        """
+        super().check(cells)
+        if self.selected is not None and self.selected > cells:
+            raise ConfigError(
+                f"Multi-Krum has to select {self.selected} of {cells} contributing cells; give selected={cells} or less"
+            )
+
+    def _chosen(self, cells: int) -> int:
+        return cells - self.faulty if self.selected is None else self.selected
+
+
+@dataclass(frozen=True)
+class GeometricMedian(Weighting):
+    """Take the point with the least sum of weighted distances to the cells (RFA).
+
+    Cells of less than half of the weight may send anything at all. Found by the smoothed Weiszfeld steps of the paper,
+    from the mean on: each cell counts ``w_c / max(smoothing, ||x_c - v||)`` in the next ``v``. As ``v`` is a mean of
+    the cells, all of it follows from the distances between them; a step costs ``n * n`` operations and moves no data.
+
+    Pillutla et al., 2019, arXiv 1912.13445. There only a few steps are made, since each one is a round of
+    communication; here steps are made until no weight changes by more than 1e-12 of itself.
+
+    :param iterations: Most steps to make, 1 or more.
+    :param smoothing: Distance of the whole model below which a cell counts no more than at this distance; above 0.
+    :raises ConfigError: if a number is anything else.
+    """
+
+    needs_distances = True
+
+    iterations: int = 1000
+    smoothing: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
+            raise ConfigError(f"iterations {self.iterations!r} is no whole number from 1; give iterations=1000")
+        _check_positive("smoothing", self.smoothing, "1e-6")
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Weigh the cells by their distances from the geometric median.
+
+        :param seen: What is known about the cells, distances included.
+        :return: Weights that sum to 1.
+        """
+        assert seen.distances is not None, "needs_distances asks for them"
+        own = _shares(list(reduced(seen.weights)))
+        products = _products(seen.distances, own)
+        shares = own
+        for _ in range(self.iterations):
+            before = shares
+            # ||x_c - v||^2 = <x_c, x_c> - 2 <x_c, v> + <v, v>, with v = sum of shares * x
+            along = [math.fsum(share * number for share, number in zip(shares, row, strict=True)) for row in products]
+            middle = math.fsum(share * number for share, number in zip(shares, along, strict=True))
+            squares = [row[cell] - 2.0 * along[cell] + middle for cell, row in enumerate(products)]
+            distances = [max(self.smoothing, math.sqrt(max(square, 0.0))) for square in squares]
+            shares = _shares([weight / distance for weight, distance in zip(own, distances, strict=True)])
+            if all(abs(new - old) <= SETTLED * old for new, old in zip(shares, before, strict=True)):
+                break
+        return Weighed(tuple(shares))
+
+
+@dataclass(frozen=True)
+class NormClipping(Weighting):
+    """Shorten the updates that are longer than a limit, then take the mean by the cells' weights.
+
+    An update ``x_c - x_global`` of L2 norm ``u`` counts ``min(1, clip / u)`` times, so that no cell moves the model by
+    more than its share of ``clip``.
+
+    Sun et al., 2019, arXiv 1911.07963.
+
+    :param clip: Longest update that counts in full, L2 over the whole model; above 0.
+    :raises ConfigError: if the length is anything else.
+    """
+
+    needs_norms = True
+    has_scale = True
+
+    clip: float
+
+    def __post_init__(self) -> None:
+        _check_positive("clip", self.clip, "the usual length of an honest update")
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Shorten by way of weights and scale.
+
+        :param seen: What is known about the cells, norms included.
+        :return: Weights in the ratios ``w_c * min(1, clip / u_c)``, and by how much they shrank in all.
+        """
+        assert seen.norms is not None, "needs_norms asks for them"
+        own = reduced(seen.weights)
+        clipped = tuple(
+            weight * (self.clip / norm if norm > self.clip else 1.0)
+            for weight, norm in zip(own, seen.norms, strict=True)
+        )
+        return Weighed(clipped, math.fsum(clipped) / math.fsum(own))
+
+
+def _middle_mean(values: torch.Tensor, cut: int, out: torch.Tensor) -> None:
+    """Write the mean of each column's values without the ``cut`` smallest and largest ones into ``out``.
+
+    A sorting network over rows: it moves whole rows through minimum and maximum, 20 times as fast on a CPU as sorting
+    short columns, and NaN stays NaN. Ascending sums do not depend on the order of the cells.
+    """
+    cells, numel = values.shape
+    comparisons = _network(cells)
+    length = max(CHUNK if values.device.type == "cpu" else numel, 1)
+    scratch = values.new_empty(min(length, numel))
+    for chunk, part in zip(torch.split(values, length, dim=1), torch.split(out, length), strict=True):
+        rows = list(chunk.unbind())
+        spare = scratch[: part.numel()]
+        for low, high in comparisons:
+            torch.minimum(rows[low], rows[high], out=spare)
+            torch.maximum(rows[low], rows[high], out=rows[high])
+            rows[low], spare = spare, rows[low]
+        weighted_mean(rows[cut : cells - cut], [1.0] * (cells - 2 * cut), part)
+
+
+def _network(rows: int) -> list[tuple[int, int]]:
+    """Return the comparisons of Batcher's odd-even merge sort (Knuth, TAOCP 3, section 5.3.4)."""
+    comparisons = []
+    run = 1
+    while run < rows:
+        gap = run
+        while gap >= 1:
+            for start in range(gap % run, rows - gap, 2 * gap):
+                for low in range(start, min(start + gap, rows - gap)):
+                    if low // (2 * run) == (low + gap) // (2 * run):
+                        comparisons.append((low, low + gap))
+            gap //= 2
+        run *= 2
+    return comparisons
+
+
+def _products(distances: tuple[tuple[float, ...], ...], weights: list[float]) -> list[list[float]]:
+    """Return the inner products of the cells, seen from the cell nearest to all.
+
+    Seen from there honest cells are short, and the rounding of one that is 1e38 off does not reach the cell itself.
+    """
+    sums = [
+        math.fsum(weight * math.sqrt(square) for weight, square in zip(weights, row, strict=True)) for row in distances
+    ]
+    away = distances[sums.index(min(sums))]
+    return [
+        [0.5 * (away[cell] + (away[other] - square)) for other, square in enumerate(row)]
+        for cell, row in enumerate(distances)
+    ]
+
+
+def _shares(weights: list[float]) -> list[float]:
+    """Return the weights divided by their sum."""
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def _check_positive(what: str, number: float, example: str) -> None:
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not (is_number and math.isfinite(number) and number > 0):
+        raise ConfigError(f"{what} {number!r} is no number above 0; give {example}")

@@ -1,0 +1,268 @@
+"""Secure sums: the cells learn the weighted mean of a round, and nobody another cell's own values.
+
+For each pair of cells ``c < d`` the two ranks that carry the same elements share a secret. Of each row that leaves a
+cell, ``c`` adds a mask that the secret gives, and ``d`` takes the same mask off its own: a single row is noise without
+pattern, and in the sum of all rows the masks cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their
+recovery of lost cells). So that they cancel to the last bit, values are whole numbers modulo ``2**64``:
+``round(share * x * 2**fraction_bits)``.
+
+*No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (lane, bucket,
+part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both public keys
+enter the secret. Within it :meth:`Masker.begin` takes only attempts above all before, whatever became of them, so that
+a round which is repeated under its old number has new masks; and within an attempt :meth:`Masker.encode` takes each
+place once. Each rank checks this by itself and need not trust what others count.
+
+A cell that fails once the masks are laid cannot be left out, since nobody else can take its masks off: the round then
+fails for all, and the next attempt is made among the cells that its vote counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.crypto import KeyPair, Keystream, derive_key
+from xffl.distributed.agreement import agree
+from xffl.errors import ConfigError, RoundError, StateError, XfflError
+from xffl.topology import Topology
+
+__all__ = ["LEAST_CELLS", "Masker", "SecureSum", "make_masker"]
+
+LEAST_CELLS = 3
+"""Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
+
+CHUNK = 2**16
+"""Elements taken at a time: masks and 64-bit copies stay in a core's cache."""
+
+INTEGER_BITS = 62
+"""Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """Fixed-point numbers of a secure sum.
+
+    The mean's error is at most ``cells * 2**-(fraction_bits + 1) + 2**-51 * sum(share * |x|)``, before it is rounded to
+    the values' type. Values beyond ``limit`` make the round fail.
+
+    :param fraction_bits: Binary digits after the point, from 1 to 60. 32: values up to a billion, and an error of a
+        few ``1e-10``.
+    :raises ConfigError: if that is no such number.
+    """
+
+    fraction_bits: int = 32
+
+    def __post_init__(self) -> None:
+        bits = self.fraction_bits
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits < INTEGER_BITS - 1:
+            raise ConfigError(
+                f"fraction_bits {bits!r} is no whole number from 1 to {INTEGER_BITS - 2}; give the binary digits that "
+                "follow the point, such as 32"
+            )
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude of a value."""
+        return 2.0 ** (INTEGER_BITS - self.fraction_bits)
+
+
+class Masker:
+    """One rank's secrets with every rank that may carry the same elements in another cell.
+
+    Local: public keys have been exchanged before, and secrets are computed when they are first needed.
+
+    :param options: The fixed-point numbers.
+    :param rank: This rank.
+    :param keys: Its key pair.
+    :param publics: The public keys of all ranks.
+    :param topology: The federation.
+    :param context: What else all ranks have in common, such as the plan; secrets are bound to it.
+    """
+
+    def __init__(
+        self,
+        options: SecureSum,
+        rank: int,
+        keys: KeyPair,
+        *,
+        publics: Sequence[bytes],
+        topology: Topology,
+        context: str,
+    ) -> None:
+        self._options = options
+        self._rank = rank
+        self._cell = topology.cell_of(rank)
+        self._topology = topology
+        self._keys = keys
+        self._publics = tuple(publics)
+        self._context = context
+        self._secrets: dict[int, bytes] = {}
+        self._attempt = 0
+        self._cells: tuple[int, ...] = ()
+        self._used: set[tuple[object, ...]] = set()
+
+    @property
+    def next_attempt(self) -> int:
+        """The lowest number that :meth:`begin` takes; the attempt of a round is the highest of all ranks' ones."""
+        return self._attempt + 1
+
+    def begin(self, attempt: int, cells: Iterable[int]) -> None:
+        """Get ready to mask the rows of one exchange; local, the same on all ranks.
+
+        :param attempt: A number that this rank has not used yet, agreed on in the opening vote: the highest
+            :attr:`next_attempt`.
+        :param cells: The cells that contribute, as that vote counted them.
+        :raises RoundError: if they are too few.
+        :raises StateError: if the attempt may have had masks before.
+        """
+        if attempt < self.next_attempt:
+            raise StateError(
+                f"attempt {attempt} may have used its masks; begin with {self.next_attempt} or above, the highest "
+                "next_attempt of all ranks"
+            )
+        self._attempt = attempt
+        self._used.clear()
+        self._cells = ()
+        if len(contributing := sorted(set(cells))) < LEAST_CELLS:
+            raise RoundError(
+                f"cells {contributing} contribute to this round, but a secure sum needs {LEAST_CELLS}, since of two "
+                "each would learn the other's values; wait for more cells, or average with secure=False"
+            )
+        self._cells = tuple(contributing)
+
+    @torch.no_grad()
+    def encode(
+        self,
+        values: torch.Tensor,
+        share: float,
+        out: torch.Tensor,
+        *,
+        place: tuple[object, ...],
+        carriers: Mapping[int, int],
+    ) -> None:
+        """Write values times this cell's share as a masked row; local.
+
+        Where it raises, ``out`` holds zeros: nothing of the values leaves if it is sent all the same.
+
+        :param values: Flat values of any floating-point type, already clipped and noised where that is asked for.
+        :param share: This cell's weight over the sum of all weights.
+        :param out: Flat int64 values to write, as many; on the values' device.
+        :param place: What these values are: lane, bucket, part. Numbers, texts and tuples of them, the same on all
+            ranks that carry these elements, and for each row of an attempt another one.
+        :param carriers: For each contributing cell, this one too, the rank that carries these elements.
+        :raises RoundError: if a value is beyond the limit or not finite.
+        :raises StateError: if the place has been used, or the carriers are not those of the contributing cells.
+        """
+        out.zero_()
+        if tuple(sorted(carriers)) != self._cells or carriers.get(self._cell) != self._rank:
+            raise StateError(
+                f"carriers {dict(carriers)} are not one for each of the cells {self._cells} with rank {self._rank} for "
+                f"cell {self._cell}; call begin with the cells that contribute"
+            )
+        if place in self._used:
+            raise StateError(
+                f"place {place} has a row in attempt {self._attempt} already; a second one would bare both"
+            )
+        self._used.add(place)
+        self._check_range(values)
+        streams = [
+            (Keystream(self._key(peer, place)), 1 if self._cell < cell else -1)
+            for cell, peer in carriers.items()
+            if cell != self._cell
+        ]
+        factor = share * 2.0**self._options.fraction_bits
+        numel = min(CHUNK, values.numel())
+        masks, bits = torch.empty(2, numel, dtype=torch.int64)
+        wide = torch.empty(numel, dtype=torch.float64, device=out.device)
+        for value, row in zip(torch.split(values, CHUNK), torch.split(out, CHUNK), strict=True):
+            mask, fresh, number = (scratch[: value.numel()] for scratch in (masks, bits, wide))
+            mask.zero_()
+            for stream, sign in streams:
+                stream.fill(fresh)
+                mask.add_(fresh, alpha=sign)
+            number.copy_(value).mul_(factor).round_()
+            # The plain numbers never stand in what will be sent.
+            row.copy_(mask).add_(number.long())
+
+    @torch.no_grad()
+    def decode(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write what masked rows add up to: ``sum(share * x)``; local, the same bits in any order of the rows.
+
+        :param rows: One flat int64 row of each contributing cell.
+        :param out: Flat values of any floating-point type to write.
+        :raises RoundError: if the masks do not cancel.
+        """
+        if len(rows) != len(self._cells):
+            raise StateError(f"{len(rows)} rows came of the cells {self._cells}; give one of each, this cell's too")
+        most = 2**INTEGER_BITS + len(rows)
+        for value, *parts in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *rows)), strict=True):
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total.add_(part)
+            least, largest = (int(bound) for bound in torch.aminmax(total)) if total.numel() else (0, 0)
+            if max(-least, largest) > most:
+                raise RoundError(
+                    f"the masks of cells {self._cells} do not cancel in attempt {self._attempt}, so the sum is not "
+                    "known; a rank has sent a row of another attempt, or a damaged one"
+                )
+            mean = total.double().mul_(2.0**-self._options.fraction_bits)
+            value.copy_(mean if value.dtype.itemsize >= 4 else mean.float())
+
+    def _check_range(self, values: torch.Tensor) -> None:
+        if not values.numel():
+            return
+        least, largest = (float(bound) for bound in torch.aminmax(values))
+        if not max(-least, largest) <= self._options.limit:  # NaN, too
+            # All ranks are told, so the value itself is not.
+            raise RoundError(
+                f"cell {self._cell} holds a value that is not finite or beyond {self._options.limit:g}, the most that "
+                f"a secure sum with fraction_bits={self._options.fraction_bits} holds; give fewer fraction_bits"
+            )
+
+    def _key(self, peer: int, place: tuple[object, ...]) -> bytes:
+        """Return the key of the mask between this rank and a peer, for one place of this attempt."""
+        if peer not in self._secrets:
+            ends = sorted((self._topology.cell_of(rank), rank) for rank in (self._rank, peer))
+            self._secrets[peer] = self._keys.agree_secret(self._publics[peer], (*ends, self._context))
+        return derive_key(self._secrets[peer], ("xffl mask", self._attempt, place))
+
+
+def make_masker(
+    options: SecureSum,
+    rank: int,
+    topology: Topology,
+    *,
+    context: str,
+    group: dist.ProcessGroup | None = None,
+) -> Masker:
+    """Make a key pair and tell all ranks its public half.
+
+    Collective over the world: 32 bytes a rank, beside their envelope.
+
+    :param options: The fixed-point numbers.
+    :param rank: This rank.
+    :param topology: The federation.
+    :param context: What all ranks have in common, such as the plan.
+    :param group: A group of all ranks; by default the world.
+    :return: This rank's masks.
+    :raises ConfigError: if there are too few cells, or ``cryptography`` is not installed; on all ranks.
+    """
+    keys: KeyPair | None = None
+    error: XfflError | None = None
+    try:
+        if topology.cells < LEAST_CELLS:
+            raise ConfigError(
+                f"a secure sum over {topology.cells} cells would tell each the other's values; give at least "
+                f"{LEAST_CELLS} cells, or secure=False"
+            )
+        keys = KeyPair()
+    except XfflError as wrong:
+        error = wrong
+    agree("secure sums", f"{options}, {context}", error=error, group=group)
+    assert keys is not None, "all ranks have a key pair"
+    publics: list[bytes] = [b""] * topology.world_size
+    dist.all_gather_object(publics, keys.public, group=group)
+    return Masker(options, rank, keys, publics=publics, topology=topology, context=context)

@@ -1,0 +1,223 @@
+"""Server (outer) optimizers: what turns averaged pseudo-gradients into new global weights.
+
+A pseudo-gradient is the global value minus the cells' mean, so that an optimizer that goes down the gradient goes
+towards the mean: SGD with a learning rate of 1 and no momentum ends exactly there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from xffl.aggregation.registry import check_options, locate, read_spec
+from xffl.errors import ConfigError, XfflError
+
+__all__ = ["ServerOptimizer", "server_of"]
+
+Factory = Callable[..., Optimizer]
+Schedule = Callable[[Optimizer], LRScheduler]
+
+_PLAIN_MEAN = ("none", "fedavg")
+"""Names that ask for no server optimizer."""
+
+_UNFIT = {
+    "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",
+    "Adafactor": "its second moments are of a matrix's rows and columns, and it scales by norms of whole tensors",
+    "Muon": "it makes whole matrices orthogonal",
+    "SparseAdam": "it wants sparse gradients, and pseudo-gradients are dense",
+}
+"""Classes of torch.optim that cannot step flat pieces of shards, and why."""
+
+_PROBE_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """How to make a server optimizer, and how its learning rate goes.
+
+    Making one is local, and tries it out on a few numbers. What it makes steps flat pieces of this rank's shards, cut
+    anywhere, so only elementwise optimizers will do. ``str()`` tells the class, its options and its schedule, alike on
+    all ranks that were given the same.
+
+    :param factory: A class of :mod:`torch.optim`, or a function that takes a list of tensors and ``options`` and
+        returns an optimizer. The same tensors must give the same steps on every rank that holds them.
+    :param options: Its keywords.
+    :param schedule: Called with the optimizer, returns the schedule of its learning rate: one step for each round that
+        the optimizer takes part in.
+    :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where the
+        parameters are.
+    :raises ConfigError: if it cannot be made with these options, needs a closure, or is not elementwise.
+    """
+
+    factory: Factory
+    options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    device: str | torch.device | None = None
+    _text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise ConfigError(f"server {self.factory!r} cannot be called; give an optimizer's class or name")
+        if self.device is not None:
+            object.__setattr__(self, "device", _device(self.device))
+        object.__setattr__(self, "_text", self._try_out())
+
+    def __str__(self) -> str:
+        return self._text
+
+    def make(self, tensors: list[torch.Tensor]) -> Optimizer:
+        """Make the optimizer of some tensors; local.
+
+        :param tensors: Flat tensors, on the device of the step.
+        :return: The optimizer. Its state is made by the first step.
+        :raises ConfigError: if the factory returns something else.
+        """
+        made = self.factory(tensors, **self.options)
+        if not isinstance(made, Optimizer):
+            raise ConfigError(f"server {_title(self.factory)} makes {made!r}, which is no torch.optim.Optimizer")
+        return made
+
+    def make_schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Make the schedule of an optimizer's learning rate; local.
+
+        :param optimizer: What :meth:`make` returned.
+        :return: The schedule, to be stepped once after each step of the optimizer; ``None`` where there is none.
+        :raises ConfigError: if the function returns something else.
+        """
+        if self.schedule is None:
+            return None
+        made = self.schedule(optimizer)
+        if not isinstance(made, LRScheduler):
+            raise ConfigError(
+                f"schedule {_title(self.schedule)} makes {made!r}, which is no LRScheduler of torch.optim"
+            )
+        return made
+
+    def _try_out(self) -> str:
+        """Step a few numbers as one tensor and as two ranks' pieces; return what was made, as text."""
+        title = _title(self.factory)
+        for parent in inspect.getmro(self.factory) if inspect.isclass(self.factory) else ():
+            if parent.__module__.startswith("torch.optim") and parent.__name__ in _UNFIT:
+                raise ConfigError(_refusal(title, _UNFIT[parent.__name__]))
+        # Uneven, so that means and norms of the pieces differ from those of the whole.
+        start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64)
+        try:
+            whole, text = self._probe(start)
+            pieces = torch.cat([self._probe(piece)[0] for piece in (start[:2], start[2:])])
+        except XfflError:
+            raise
+        except Exception as wrong:
+            raise ConfigError(
+                f"server {title} cannot step with the options {dict(self.options)!r}: {type(wrong).__name__}: {wrong}"
+            ) from wrong
+        if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
+            raise ConfigError(_refusal(title, "the same numbers, cut in two or stepped again, went elsewhere"))
+        return text
+
+    def _probe(self, start: torch.Tensor) -> tuple[torch.Tensor, str]:
+        tensor = start.clone()
+        optimizer = self.make([tensor])
+        schedule = self.make_schedule(optimizer)
+        text = _described(optimizer, schedule)
+        rates = []
+        for _ in range(_PROBE_ROUNDS):
+            rates.append(optimizer.param_groups[0]["lr"])
+            tensor.grad = tensor.clone()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        # A schedule may be any function; its first rates tell more than the data that it holds.
+        text += "" if schedule is None else f", first rates {_plain(rates)}"
+        return tensor, text + ("" if self.device is None else f", on {torch.device(self.device).type}")
+
+
+def server_of(spec: object) -> ServerOptimizer | None:
+    """Return the server optimizer that a spec asks for; local.
+
+    :param spec: ``None``, ``none`` or ``fedavg``: the plain mean. An entry of kind ``server`` or a class of
+        :mod:`torch.optim`, by name (``AdamW``) or dotted path (one's own, too), with options after a colon
+        (``fedadam:lr=0.03``) or in a mapping (``{"name": "fedadam", "lr": 0.03}``). There, ``device`` and ``schedule``
+        may stand as well: a schedule is a function, or a spec of a class in :mod:`torch.optim.lr_scheduler`. A
+        :class:`ServerOptimizer` is returned as it is; another callable becomes its factory.
+    :return: The server optimizer; ``None`` for the plain mean.
+    :raises ConfigError: if there is nothing of that name, or it cannot be used (see :class:`ServerOptimizer`).
+    """
+    if spec is None or isinstance(spec, ServerOptimizer):
+        return spec
+    if not isinstance(spec, (str, Mapping)):
+        if not callable(spec):
+            raise ConfigError(f"server {spec!r} is no name, mapping, optimizer's class or function; give one of them")
+        return ServerOptimizer(spec)
+    name, options = read_spec("server", spec)
+    if name in _PLAIN_MEAN:
+        if options:
+            raise ConfigError(f"server {name!r} is the plain mean, which has no options such as {', '.join(options)}")
+        return None
+    device, schedule = options.pop("device", None), options.pop("schedule", None)
+    factory, preset = locate("server", name, home="torch.optim")
+    checked = check_options(f"server {name!r}", factory, options, bound=preset, leading=1)
+    return ServerOptimizer(factory, {**preset, **checked}, _schedule_of(schedule), device)
+
+
+def _schedule_of(spec: object) -> Schedule | None:
+    if spec is None:
+        return None
+    if not isinstance(spec, (str, Mapping)):
+        if not callable(spec):
+            raise ConfigError(f"schedule {spec!r} is no name, mapping or function; give one of them")
+        return spec
+    name, given = read_spec("schedule of the server", spec)
+    factory, _ = locate("schedule of the server", name, home="torch.optim.lr_scheduler")
+    options = check_options(f"schedule {name!r} of the server", factory, given, leading=1)
+
+    def schedule(optimizer: Optimizer) -> LRScheduler:
+        made: LRScheduler = factory(optimizer, **options)
+        return made
+
+    return schedule
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as wrong:
+        raise ConfigError(
+            f"device {device!r} of the server is unknown ({wrong}); give cpu or an accelerator's"
+        ) from wrong
+
+
+def _refusal(title: str, why: str) -> str:
+    return (
+        f"server {title} cannot step flat pieces of shards: {why}; take an elementwise optimizer, such as SGD or AdamW"
+    )
+
+
+def _title(factory: object) -> str:
+    kind = factory if hasattr(factory, "__qualname__") else type(factory)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _described(optimizer: Optimizer, schedule: LRScheduler | None) -> str:
+    """Tell what was made from what it holds: that is data, where a factory may be any function."""
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    text = f"{_title(type(optimizer))}({_plain(group)})"
+    return text if schedule is None else f"{text}, {_title(type(schedule))}({_plain(schedule.state_dict())})"
+
+
+def _plain(value: object) -> str:
+    """Write numbers and words out; of anything else only the type, as its text may differ between processes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_plain(value[key])}" for key in sorted(value, key=str))
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_plain(one) for one in value)})"
+    return _title(type(value))

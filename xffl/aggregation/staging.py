@@ -1,0 +1,127 @@
+"""Where a rank's values are read from, and where new ones wait until all ranks have agreed on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xffl.aggregation.layout import Layout
+from xffl.aggregation.plan import Bucket
+from xffl.aggregation.pool import Pool
+from xffl.aggregation.tracks import Track
+
+__all__ = ["Staging", "energy_of"]
+
+
+class Staging:
+    """The buffers between the model and the exchange; local.
+
+    :param layout: Where this rank's elements lie.
+    :param device: Where the groups' backend communicates from.
+    :param atomic: Whether new values are collected beside the model, one copy of what this rank holds.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
+        self._layout = layout
+        self._device = device
+        self._atomic = atomic
+        # Buffers are made in the first round and kept, since fresh memory is slow.
+        self._packs = Pool(0, device)
+        self._snapshots: dict[int, torch.Tensor] = {}
+        self.stages: dict[int, torch.Tensor] = {}
+        self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
+
+    def begin(self, *, is_snapshot: bool, keeps_snapshot: bool) -> None:
+        """Get ready for a round.
+
+        :param is_snapshot: Whether values are copied before the exchange begins.
+        :param keeps_snapshot: Whether that copy outlives the round.
+        """
+        self.is_snapshot, self.keeps_snapshot, self._is_read_from_stage = is_snapshot, keeps_snapshot, False
+
+    def make(self, tracks: Sequence[Track], pause_of: dict[int, int]) -> None:
+        """Make what a round needs, so that it does not run out of memory on its way.
+
+        :param tracks: The lanes of the round.
+        :param pause_of: By lane, for how many buckets one is under way.
+        """
+        for track in tracks:
+            for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
+                if is_needed and track.number not in kept:
+                    kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
+        if not self._atomic:
+            packed = [
+                ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
+                for track in tracks
+                for bucket in track.buckets
+                if self._layout.run_of(bucket, self._device) is None
+            ]
+            count = min(len(packed), max((pause for _, pause in packed), default=0))
+            self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
+
+    def stage(self, track: Track, bucket: Bucket) -> torch.Tensor:
+        """Return where a bucket's new values wait."""
+        return self.stages[track.number][bucket.start : bucket.stop]
+
+    def own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
+        run = self._layout.run_of(bucket, self._device)
+        if self._atomic:
+            stage = self.stage(track, bucket)
+            if track.lane.is_mean_at_home or self._is_read_from_stage:
+                return stage, stage, None
+            if self.is_snapshot:
+                copy = self._snapshots if self.keeps_snapshot else self.stages
+                return copy[track.number][bucket.start : bucket.stop], stage, None
+            return (stage if run is None else run), stage, None
+        if run is not None:
+            return run, run, None
+        lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
+        values = lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype)
+        return values, values, lent
+
+    def give(self, lent: torch.Tensor | None) -> None:
+        """Take back what :meth:`own` has lent."""
+        if lent is not None:
+            self._packs.give(lent)
+
+    def read_from_stages(self) -> None:
+        """Read values from the stages from now on: something has written there what is to leave this rank."""
+        self._is_read_from_stage = True
+
+    def pack(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy a bucket out of the model where it has to be.
+
+        :return: Its values, and the buffer lent for them, if any.
+        """
+        values, _, lent = self.own(track, bucket)
+        run = self._layout.run_of(bucket, self._device)
+        if run is None or run.data_ptr() != values.data_ptr():
+            self._layout.pack(bucket, values)
+        return values, lent
+
+    def merge(self, track: Track, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+        """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
+        lent = self._packs.take(mean.nbytes)
+        local = lent[: mean.nbytes].view(mean.dtype)
+        self._layout.pack(bucket, local)
+        if alpha is not None:
+            torch.lerp(mean, local, alpha, out=local)
+        else:
+            copy = self._snapshots[track.number][bucket.start : bucket.stop]
+            wide = torch.promote_types(mean.dtype, torch.float32)  # rounded once
+            moved = torch.sub(local.to(wide), copy).add_(mean)
+            local.copy_(torch.where(local == copy, mean.to(wide), moved))  # what has not moved keeps the sign of a zero
+        self._layout.unpack(bucket, local)
+        self._packs.give(lent)
+
+
+def energy_of(values: torch.Tensor) -> torch.Tensor:
+    """Return a number that is finite only if all values are: the sum of squares, or of the values of a narrow type."""
+    if not values.is_floating_point():
+        return values.new_zeros((), dtype=torch.float32)
+    if values.dtype.itemsize < 4:
+        values = values.float() if values.dtype.itemsize == 1 else values  # torch adds no 8-bit floats up
+        return values.sum(dtype=torch.float32)
+    return values.dot(values).float()

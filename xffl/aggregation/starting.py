@@ -1,0 +1,58 @@
+"""Whether all cells start from the same model, told without moving it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.entries import Entry
+from xffl.aggregation.exchange import Exchange
+from xffl.errors import ConfigError
+from xffl.topology import Topology
+
+__all__ = ["agree_start"]
+
+PRIME = 1_000_003
+"""Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
+
+RANGE = 2**40
+"""What sums are kept below, so that those of thousands of ranks stay in 64 bits."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def agree_start(
+    entries: Sequence[Entry], exchange: Exchange, topology: Topology, rank: int, device: torch.device
+) -> None:
+    """Raise where the cells hold different parameters.
+
+    Collective over the world; moves one number for each tensor and cell. Each element is counted once in each cell,
+    whatever its cut, by the bits of its value and its place.
+
+    :param entries: The moving tensors, in the plan's order.
+    :param exchange: What holds this rank's elements.
+    :param topology: The federation.
+    :param rank: This rank.
+    :param device: Where the world's backend communicates from.
+    :raises ConfigError: if two cells differ; on all ranks, with the tensor and the cells.
+    """
+    sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
+    mine = sums[topology.cell_of(rank)]
+    for item, start, values in exchange.carried_parts():
+        bits = values.contiguous().view(BITS[values.itemsize]).long()
+        factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
+        mine[item] = (mine[item] + bits.add_(PRIME).mul_(factors).sum() % RANGE) % RANGE
+    dist.all_reduce(sums)
+    sums %= RANGE
+    for index, entry in enumerate(entries):
+        column = sums[:, index].tolist()
+        others = [cell for cell, value in enumerate(column) if value != column[0]]
+        if others:
+            raise ConfigError(
+                f"cells {others} start from other values of tensor {entry.name!r} than cell 0, but a server optimizer, "
+                "norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
+                "everywhere before making the Aggregator"
+            )
