@@ -116,6 +116,16 @@ def test_no_cell_is_below_the_minimum(name: str, problem: tuple[np.ndarray, int,
     assert min(found.sizes) >= minimum and sum(found.sizes) == len(labels)
 
 
+@pytest.mark.parametrize("name", MENDING)
+@given(problem=problems(), slack=st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_a_minimum_that_takes_nearly_all(name: str, problem: tuple[np.ndarray, int, int], slack: int) -> None:
+    labels, cells, seed = problem
+    minimum = max(0, len(labels) // cells - slack)
+    found = METHODS[name](labels, cells, seed=seed, minimum=minimum)
+    assert min(found.sizes) >= minimum and (owners_of(found) == 1).all() and found.samples == len(labels)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_labels_of_any_kind_deal_alike(name: str) -> None:
     labels = labels_of(200, 10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +15,8 @@ from xffl.aggregation.assembly import assemble
 from xffl.aggregation.codec import Codec
 from xffl.aggregation.combine import Combiner
 from xffl.aggregation.entries import reshard
-from xffl.aggregation.exchange import Findings
 from xffl.aggregation.manifest import Manifest, Pattern
-from xffl.aggregation.mean import arithmetic_of
+from xffl.aggregation.opening import open_round
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Privacy
@@ -27,25 +25,12 @@ from xffl.aggregation.report import RoundReport
 from xffl.aggregation.secure import SecureSum
 from xffl.aggregation.server import ServerOptimizer
 from xffl.aggregation.torn import TornError, find_tear, tearing
-from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
+from xffl.aggregation.vote import NO_ALPHA
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, StateError
 
 __all__ = ["Aggregator", "PendingRound"]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a rank opens a round with; the fields are parameters of :meth:`Aggregator.take_part`."""
-
-    weight: float | Callable[[], float] | None = None
-    is_absent: bool = False
-    is_finished: bool = False
-    steps: float = 1.0
-    seconds: float = 0.0
-    is_snapshot: bool = False
-    alpha: float | None = None
 
 
 class Aggregator:
@@ -148,17 +133,8 @@ class Aggregator:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
             return options, Manifest(model, policies, codec, extra)
 
-        made = assemble(model, state, read, self.check)
-        self._topology, self._device, self._manifest, self._plan = made.topology, made.device, made.manifest, made.plan
-        self._routes, self._exchange, self._protocol, self._options = (
-            made.routes,
-            made.exchange,
-            made.protocol,
-            made.options,
-        )
-        self._cell = made.topology.cell_of(dist.get_rank())
-        self._arithmetic = arithmetic_of(made.device)
-        self._has_codecs = any(made.manifest.codecs.values()) and made.topology.cells > 1
+        self._made = assemble(model, state, read, self.check)
+        self._exchange, self._protocol = self._made.exchange, self._made.protocol
 
     @property
     def rounds(self) -> int:
@@ -239,12 +215,21 @@ class Aggregator:
         """
         start = time.perf_counter()
         self._check_free()
-        if least_divergence is not None and not self._options.has_norms:
+        if least_divergence is not None and not self._made.options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
-        look = Look(weight, is_absent=is_absent, is_finished=is_finished, steps=steps, seconds=seconds)
-        ballot, error = self._look(look)
+        opening = open_round(
+            self._made,
+            self._model,
+            self._rounds + 1,
+            self.next_fragment,
+            weight=weight,
+            is_absent=is_absent,
+            is_finished=is_finished,
+            steps=steps,
+            seconds=seconds,
+        )
         with self._tearing():
-            outcome = self._protocol.confer(ballot, self.next_fragment, self._found, error, least_divergence)
+            outcome = self._protocol.confer(opening, self.next_fragment, least_divergence)
         return None if outcome is None else self._conclude(outcome, start)
 
     def aggregate_async(
@@ -276,9 +261,18 @@ class Aggregator:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self._check_free()
         start = time.perf_counter()
-        ballot, error = self._look(Look(weight, is_snapshot=True, alpha=alpha, steps=steps, seconds=seconds))
-        fragment, found = self.next_fragment, self._found
-        background = Background(lambda: self._protocol.confer(ballot, fragment, found, error), self._device)
+        fragment = self.next_fragment
+        opening = open_round(
+            self._made,
+            self._model,
+            self._rounds + 1,
+            fragment,
+            weight=weight,
+            merging=NO_ALPHA if alpha is None else alpha,
+            steps=steps,
+            seconds=seconds,
+        )
+        background = Background(lambda: self._protocol.confer(opening, fragment), self._made.device)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
             if self._pending is not pending:
@@ -304,11 +298,11 @@ class Aggregator:
         Collective over the world, with no round under way. Without ``overlap`` there is nothing to give back.
         """
         self._check_free()
-        if not self._routes.own:
+        if not self._made.routes.own:
             return
         self._is_closed = True
         dist.barrier()  # nobody still listens to a group that another one destroys
-        for group in self._routes.own:
+        for group in self._made.routes.own:
             destroy_group(group)
 
     @property
@@ -345,8 +339,8 @@ class Aggregator:
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         state: dict[str, Any] = {"rounds": self._rounds}
-        if self._has_codecs:
-            state["codecs"] = self._exchange.memory.state_dict(self._plan)
+        if self._made.has_codecs:
+            state["codecs"] = self._exchange.memory.state_dict(self._made.plan)
         if self.accountant is not None:
             state["privacy"] = self.accountant.state_dict()
         if self._exchange.agreed is not None:
@@ -361,10 +355,10 @@ class Aggregator:
         """
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before loading")
-        if self._has_codecs:
+        if self._made.has_codecs:
             if "codecs" not in state:
                 raise CheckpointError("the state has no memory of codecs; it was saved without them")
-            self._exchange.memory.load_state_dict(state["codecs"], self._plan)
+            self._exchange.memory.load_state_dict(state["codecs"], self._made.plan)
         if self.accountant is not None:
             self.accountant.load_state_dict(state.get("privacy", {}))
         if self._exchange.agreed is not None:
@@ -374,47 +368,6 @@ class Aggregator:
                 )
             self._exchange.agreed.load_state_dict(state["agreed"])
         self._rounds = int(state["rounds"])
-
-    def _look(self, asked: Look) -> tuple[Ballot, XfflError | None]:
-        """Read the model and fill in this rank's ballot; local."""
-        error: XfflError | None = None
-        count, findings = 0.0, Findings([], False)
-        alpha, is_snapshot = asked.alpha, asked.is_snapshot
-        try:
-            reshard(self._model)
-            self._manifest.check()
-            if self._options.privacy is not None and asked.weight is not None:
-                raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
-            if not asked.is_absent:
-                weight = asked.weight
-                count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
-            findings = self._exchange.look(
-                self.next_fragment, is_snapshot=is_snapshot, keeps_snapshot=is_snapshot and alpha is None
-            )
-        except XfflError as wrong:
-            error = wrong
-        except Exception as wrong:  # noqa: BLE001 - told to all ranks
-            error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
-        self._found = findings.nonfinite
-        masker = self._exchange.masker
-        ballot = Ballot(
-            round=self._rounds + 1,
-            weight=count,
-            is_uniform=asked.weight is None,
-            is_absent=asked.is_absent,
-            is_finished=asked.is_finished,
-            is_nonfinite=bool(self._found),
-            is_failed=error is not None,
-            is_encoding=self._has_codecs and self._exchange.memory.is_encoding(self.next_fragment),
-            is_moderate=findings.is_moderate,
-            arithmetic=self._arithmetic,
-            merging=(NO_ALPHA if alpha is None else alpha) if is_snapshot else AT_ONCE,
-            norm=findings.norm,
-            steps=asked.steps,
-            seconds=asked.seconds,
-            attempt=0.0 if masker is None else masker.next_attempt,
-        )
-        return ballot, error
 
     @contextmanager
     def _tearing(self) -> Iterator[None]:
@@ -435,7 +388,7 @@ class Aggregator:
             with self._tearing():
                 try:
                     # A cell that was left out has nothing that could stay.
-                    is_merged = is_merged and self._cell not in outcome.dropped
+                    is_merged = is_merged and self._made.cell not in outcome.dropped
                     reshard(self._model)
                     if not outcome.is_empty:
                         self._exchange.commit(fragment, is_merged=is_merged, alpha=alpha)

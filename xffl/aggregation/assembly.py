@@ -15,6 +15,7 @@ from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.globals import GlobalState
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference
+from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Item, digest, plan_lanes
 from xffl.aggregation.protocol import Protocol
@@ -42,6 +43,9 @@ class Assembly:
     :param exchange: What moves.
     :param protocol: The votes around it.
     :param plan: What lanes and buckets follow from, as text.
+    :param cell: This rank's cell.
+    :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
+    :param has_codecs: Whether something is written by a lossy codec.
     """
 
     topology: Topology
@@ -52,6 +56,9 @@ class Assembly:
     exchange: Exchange
     protocol: Protocol
     plan: str
+    cell: int
+    arithmetic: float
+    has_codecs: bool
 
 
 def assemble(
@@ -116,7 +123,19 @@ def assemble(
         atomic=options.atomic,
         drops_cells=options.nonfinite == "drop_cell",
     )
-    return Assembly(topology, device, options, manifest, routes, exchange, protocol, plan)
+    return Assembly(
+        topology,
+        device,
+        options,
+        manifest,
+        routes,
+        exchange,
+        protocol,
+        plan,
+        cell=topology.cell_of(rank),
+        arithmetic=arithmetic_of(device),
+        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
+    )
 
 
 def _check_protected(options: Options, manifest: Manifest) -> None:

@@ -46,6 +46,7 @@ class GlobalState:
             )
             for track in self._tracks
         }
+        self._has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
         self._schedules: dict[int, LRScheduler] = {}
         for fragment in sorted({track.lane.fragment for track in self._tracks}) if server is not None else ():
@@ -58,7 +59,7 @@ class GlobalState:
     @property
     def has_optimizer(self) -> bool:
         """Whether a server optimizer takes the model on."""
-        return bool(self._optimizers)
+        return self._has_optimizer
 
     @torch.no_grad()
     def take(self) -> None:

@@ -18,7 +18,21 @@ from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["Outcome", "Protocol", "report_of"]
+__all__ = ["Opening", "Outcome", "Protocol", "report_of"]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank opens a round with.
+
+    :param ballot: What it says.
+    :param found: Names of its tensors that hold values which are not finite.
+    :param error: Why it cannot take part.
+    """
+
+    ballot: Ballot
+    found: list[str]
+    error: XfflError | None = None
 
 
 @dataclass(frozen=True)
@@ -76,22 +90,13 @@ class Protocol:
         self.is_over = False
         self.is_cut_off = False
 
-    def confer(
-        self,
-        ballot: Ballot,
-        fragment: int,
-        found: list[str],
-        error: XfflError | None,
-        least_divergence: float | None = None,
-    ) -> Outcome | None:
+    def confer(self, opening: Opening, fragment: int, least_divergence: float | None = None) -> Outcome | None:
         """Vote, exchange, and vote on what came of it.
 
         Collective over the world. The new values then wait in the exchange to be committed.
 
-        :param ballot: What this rank says at the opening.
+        :param opening: What this rank says at the opening.
         :param fragment: The part of the model that takes part.
-        :param found: Names of this rank's tensors that hold values which are not finite.
-        :param error: Why this rank cannot take part.
         :param least_divergence: Root mean square of the updates' norms below which nothing moves; the same on all
             ranks.
         :return: What was agreed; ``None`` where all ranks have finished and none had anything to give.
@@ -99,21 +104,21 @@ class Protocol:
         :raises RoundError: if the round does not take place; all ranks keep their weights.
         :raises TornError: if ranks may hold different weights now.
         """
-        ballots = self._open(ballot, error)
+        ballots = self._open(opening.ballot, opening.error)
         weights = cell_weights(ballots, self._topology)
         if self.is_over and not any(weights):
             return None
         if all(other.is_absent for other in ballots):
-            return Outcome(Turnout(weights, 0, int(ballot.round)), (), False, is_empty=True)
+            return Outcome(Turnout(weights, 0, int(opening.ballot.round)), (), False, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(ballots) if other.is_nonfinite}
         dropped = tuple(sorted(cell for cell in bad if weights[cell]))
         if dropped and not self._drops_cells:
-            self._refuse_nonfinite(dropped, found)
+            self._refuse_nonfinite(dropped, opening.found)
         turnout = self._count(ballots, weights, dropped)
         seconds = by_cell([other.seconds for other in ballots], self._topology, max)
-        nonfinite = self._tell_nonfinite(dropped, found) if dropped else {}
+        nonfinite = self._tell_nonfinite(dropped, opening.found) if dropped else {}
         if least_divergence is not None and not self.is_over and _divergence(turnout) < least_divergence:
             return Outcome(turnout, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
         self._check_turnout(turnout, ballots)
