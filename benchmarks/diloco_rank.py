@@ -27,7 +27,7 @@ import xffl
 __all__ = ["FAMILIES", "METHODS", "STEPS", "Block", "Ended", "Method", "Training", "parameters"]
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 80, 4, 2
-PIECES = 8
+PIECES = 4
 """Pieces of text in a cell's step, whatever its number of ranks."""
 
 STEPS, WARM_UP = 1000, 50

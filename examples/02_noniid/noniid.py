@@ -15,17 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import xffl
 from xffl.training import partition
 from xffl.training.sampler import CellBatchSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01_digits"))
 import digits
 
-__all__ = ["BATCH_SIZE", "CELLS", "Data", "Measure", "build_model", "deal", "initialize", "load", "samplers_epochs"]
+__all__ = ["BATCH_SIZE", "CELLS", "Data", "build_model", "deal", "epochs", "initialize", "load", "measure"]
 
 CELLS = 4
 BATCH_SIZE = 16
@@ -85,27 +83,17 @@ def initialize(seed: int) -> nn.Module:
     return build_model()
 
 
-def samplers_epochs(sampler: CellBatchSampler, epochs: int) -> Iterator[list[int]]:
+def epochs(sampler: CellBatchSampler, count: int) -> Iterator[list[int]]:
     """Yield the batches of some epochs, each in an order of its own."""
-    for epoch in range(epochs):
+    for epoch in range(count):
         sampler.set_epoch(epoch)
         yield from sampler
 
 
-class Measure:
-    """Measures a model that is the same on all ranks; they share the images out."""
-
-    def __init__(self, model: nn.Module, part: tuple[torch.Tensor, torch.Tensor], state: xffl.DistributedState) -> None:
-        self.model = model
-        self.images, self.labels = (tensor[state.rank :: state.world_size] for tensor in part)
-
-    @torch.no_grad()
-    def __call__(self) -> tuple[float, float]:
-        """Return the accuracy and the mean loss over the whole part; collective over the world."""
-        logits = self.model(self.images)
-        loss = nn.functional.cross_entropy(logits, self.labels, reduction="sum").item()
-        correct = (logits.argmax(dim=1) == self.labels).sum().item()
-        totals = torch.tensor([correct, loss, len(self.labels)], dtype=torch.float64)
-        dist.all_reduce(totals)
-        correct, loss, count = totals.tolist()
-        return correct / count, loss / count
+@torch.no_grad()
+def measure(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
+    """Return the accuracy and the mean loss over a whole part; local."""
+    images, labels = part
+    logits = model(images)
+    loss = nn.functional.cross_entropy(logits, labels).item()
+    return (logits.argmax(dim=1) == labels).double().mean().item(), loss

@@ -42,13 +42,12 @@ def train(
     model = noniid.initialize(seed)
     # Without momentum: SCAFFOLD's theory is that of plain steps, and so all have them.
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr)
-    measure = noniid.Measure(model, getattr(data, part), state)
     images, labels = data.training
     records: list[dict[str, Any]] = []
     begin = time.perf_counter()
 
     def after_round(report: xffl.RoundReport) -> None:
-        accuracy, loss = measure()
+        accuracy, loss = noniid.measure(model, getattr(data, part))  # all cells hold the same now
         records.append(
             {
                 "run": trial.run,
@@ -68,7 +67,7 @@ def train(
     with xffl.FederatedScaling(
         model, optimizer, state, every=sampler.steps, algorithm=trial.algorithm, on_round=after_round
     ):
-        for batch in noniid.samplers_epochs(sampler, rounds):
+        for batch in noniid.epochs(sampler, rounds):
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.axes import gather_axes
 from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.feedback import Feedback
 from xffl.aggregation.globals import GlobalState
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference
@@ -19,10 +19,10 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Item, digest, plan_lanes
 from xffl.aggregation.protocol import Protocol
-from xffl.aggregation.routes import Routes, communication_device, routes_of
+from xffl.aggregation.routes import Place, Routes, communication_device, routes_of
 from xffl.aggregation.secure import Masker, make_masker
 from xffl.aggregation.starting import agree_start
-from xffl.aggregation.tracks import make_tracks
+from xffl.aggregation.tracks import Track, make_tracks
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
@@ -46,6 +46,9 @@ class Assembly:
     :param cell: This rank's cell.
     :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
     :param has_codecs: Whether something is written by a lossy codec.
+    :param layout: Where this rank's elements lie.
+    :param tracks: Its lanes.
+    :param feedback: What lossy codecs remember of them, by number.
     """
 
     topology: Topology
@@ -59,28 +62,45 @@ class Assembly:
     cell: int
     arithmetic: float
     has_codecs: bool
+    layout: Layout
+    tracks: tuple[Track, ...]
+    feedback: Mapping[int, Feedback]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
+        self.layout.look_up()
+        for track in self.tracks:
+            if (feedback := self.feedback.get(track.number)) is not None:
+                for bucket in track.buckets:
+                    self.layout.pack(bucket, feedback.reference[bucket.start : bucket.stop])
+        if self.exchange.agreed is not None:
+            self.exchange.agreed.take()
 
 
 def assemble(
-    model: nn.Module, state: DistributedState, read: Callable[[], tuple[Options, Manifest]], check: Callable[[], None]
+    model: nn.Module,
+    state: DistributedState | Place,
+    read: Callable[[], tuple[Options, Manifest]],
+    check: Callable[[], None],
 ) -> Assembly:
     """Compare the ranks' models and options, and prepare rounds.
 
     Collective over the world: a few bytes a rank, and groups of its own where rounds overlap training.
 
     :param model: The model.
-    :param state: The state that describes the federation.
+    :param state: The state that describes the federation, or a part of the world, each rank its own at the same time.
     :param read: Reads options and model; what it raises is told to all ranks.
     :param check: Raises where the model cannot be used.
     :return: What was made.
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
-    rank = dist.get_rank()
     error: XfflError | None = None
     text = ""
     try:
-        topology = state.topology
-        device = communication_device(state)
+        place = state if isinstance(state, Place) else Place(state, state.topology)
+        topology, rank = place.topology, place.rank
+        device = communication_device(place.state)
         check()
         options, manifest = read()
         options.combiner.check(topology.cells)
@@ -92,50 +112,17 @@ def assemble(
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
         error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
     agree("models", text, error=error, describe=describe_difference)
-    axes_of_cells = gather_axes(axes, topology)
+    world = place.world
+    axes_of_cells = gather_axes(axes, topology, world)
     items = manifest.items(topology, axes_of_cells, least_bytes=options.bucket_bytes, fragments=options.fragments)
     plan = (
         f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form}, rails={options.rails}"
     )
-    agree("exchange plans", plan)
-    masker = None if options.secure is None else make_masker(options.secure, rank, topology, context=plan)
-    routes = routes_of(state, is_railed=options.rails, is_own=options.overlap)
-    exchange = _make_exchange(
-        manifest,
-        items,
-        axes_of_cells,
-        options,
-        topology=topology,
-        rank=rank,
-        routes=routes,
-        device=device,
-        masker=masker,
-    )
-    if exchange.agreed is not None:
-        exchange.agreed.take()
-        agree_start(manifest.moving, exchange, topology, rank, device)
-    protocol = Protocol(
-        exchange,
-        topology=topology,
-        rank=rank,
-        device=device,
-        group=routes.world,
-        atomic=options.atomic,
-        drops_cells=options.nonfinite == "drop_cell",
-    )
-    return Assembly(
-        topology,
-        device,
-        options,
-        manifest,
-        routes,
-        exchange,
-        protocol,
-        plan,
-        cell=topology.cell_of(rank),
-        arithmetic=arithmetic_of(device),
-        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
-    )
+    agree("exchange plans", plan, group=world)
+    masker = None
+    if options.secure is not None:
+        masker = make_masker(options.secure, rank, topology, context=plan, group=world)
+    return _assemble(manifest, items, axes_of_cells, options, place=place, device=device, masker=masker, plan=plan)
 
 
 def _check_protected(options: Options, manifest: Manifest) -> None:
@@ -157,31 +144,33 @@ def _check_protected(options: Options, manifest: Manifest) -> None:
             raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {coded[0]!r}")
 
 
-def _make_exchange(
+def _assemble(
     manifest: Manifest,
     items: Sequence[Item],
     axes: Sequence[Sequence[int]],
     options: Options,
     *,
-    topology: Topology,
-    rank: int,
-    routes: Routes,
+    place: Place,
     device: torch.device,
     masker: Masker | None,
-) -> Exchange:
-    """Plan a rank's lanes and prepare what walks them; local.
+    plan: str,
+) -> Assembly:
+    """Plan a rank's lanes and prepare what walks them.
+
+    Collective over the world, as :func:`assemble`.
 
     :param manifest: The tensors of the model.
     :param items: Those that move, as the plan sees them.
     :param axes: For each cell, the axis along which it cuts each of them.
     :param options: What the aggregator was asked for.
-    :param topology: The federation.
-    :param rank: This rank.
-    :param routes: Its process groups.
+    :param place: Where rounds take place.
     :param device: Where the groups' backend communicates from.
     :param masker: The masks of a secure sum, if there is one.
-    :return: The exchange.
+    :param plan: What lanes and buckets follow from, as text.
+    :return: What was made.
     """
+    topology, rank = place.topology, place.rank
+    routes = routes_of(place, is_railed=options.rails, is_own=options.overlap)
     tracks = make_tracks(
         plan_lanes(items, topology, rank),
         topology=topology,
@@ -194,7 +183,7 @@ def _make_exchange(
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
     layout = Layout(manifest.moving, items, axes, at, is_written_in_place=not options.atomic)
-    return Exchange(
+    exchange = Exchange(
         layout,
         tracks,
         crossing,
@@ -208,4 +197,33 @@ def _make_exchange(
         has_norms=options.has_norms,
         privacy=options.privacy,
         masker=masker,
+    )
+    if exchange.agreed is not None:
+        exchange.agreed.take()
+        agree_start(manifest.moving, exchange, topology, rank, device, routes.world)
+    protocol = Protocol(
+        exchange,
+        topology=topology,
+        rank=rank,
+        device=device,
+        group=routes.world,
+        first=routes.first,
+        atomic=options.atomic,
+        drops_cells=options.nonfinite == "drop_cell",
+    )
+    return Assembly(
+        topology,
+        device,
+        options,
+        manifest,
+        routes,
+        exchange,
+        protocol,
+        plan,
+        cell=at.cell,
+        arithmetic=arithmetic_of(device),
+        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
+        layout=layout,
+        tracks=tracks,
+        feedback=crossing.feedback,
     )

@@ -36,13 +36,16 @@ def canonical_axis(entry: Entry, axes: Sequence[int]) -> int:
     return cut.pop() if cut else 0
 
 
-def gather_axes(axes: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
+def gather_axes(
+    axes: Sequence[int], topology: Topology, group: dist.ProcessGroup | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Exchange along which axes the cells cut their tensors.
 
-    Collective over the world; a rank sends a few bytes (runs of equal axes are folded).
+    Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
 
     :param axes: This rank's axes, from :meth:`Manifest.axes`.
     :param topology: The federation.
+    :param group: A group of all ranks; by default the world.
     :return: The axes of each cell.
     :raises ConfigError: if two ranks of a cell differ.
     """
@@ -51,7 +54,7 @@ def gather_axes(axes: Sequence[int], topology: Topology) -> tuple[tuple[int, ...
         count = runs.pop()[1] if runs and runs[-1][0] == axis else 0
         runs.append((axis, count + 1))
     gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
-    dist.all_gather_object(gathered, runs)
+    dist.all_gather_object(gathered, runs, group=group)
     cells = []
     for cell in range(topology.cells):
         ranks = topology.federation(cell)

@@ -319,7 +319,8 @@ class Crossing:
 
     def _seed(self, track: Track, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
-        numbers = (self._turnout.number, track.number, bucket.number, part, self._rank)
+        rank = self._routes.first + self._rank
+        numbers = (self._turnout.number, track.number, bucket.number, part, rank)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def _swap(
@@ -346,10 +347,11 @@ class Crossing:
         receive: Mapping[int, torch.Tensor],
     ) -> list[dist.Work]:
         """Start sending to other cells' carriers of a bucket, and receiving from them."""
-        group = self._routes.across
+        group, first = self._routes.across, self._routes.first
+        peers = {cell: first + self.carrier(track.lane, bucket, cell) for cell in self._others}
         # What belongs together is matched by hop and order.
         moves = [
-            dist.P2POp(operation, values.view(torch.uint8), self.carrier(track.lane, bucket, cell), group, TAG + hop)
+            dist.P2POp(operation, values.view(torch.uint8), peers[cell], group, TAG + hop)
             for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
             for cell, values in by_cell.items()
             if values.numel()

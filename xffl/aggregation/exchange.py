@@ -106,7 +106,7 @@ class Exchange:
         self.agreed = agreed
         self.has_norms = has_norms
         self._privacy = privacy
-        self._noise = None if privacy is None else privacy.noise_of(rank)
+        self._noise = None if privacy is None else privacy.noise_of(routes.first + rank)
         self.accountant = None if privacy is None else Accountant(privacy)
         self.masker = masker
         self.turnout = Turnout((1.0,), 0)
@@ -245,7 +245,7 @@ class Exchange:
                         add_distances(rows, self.turnout.cells, table)
             if self._routes.cell is not None:
                 dist.all_reduce(table, group=self._routes.cell)
-        dist.broadcast(table, src=0, group=self._routes.world)
+        dist.broadcast(table, src=self._routes.first, group=self._routes.world)
         distances: list[list[float]] = table.tolist()
         return distances
 
@@ -390,7 +390,7 @@ class Exchange:
         home = track.home
         assert home is not None
         with self.journal.phase("home"):
-            source = self._crossing.carrier(track.lane, bucket)
+            source = self._routes.first + self._crossing.carrier(track.lane, bucket)
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.journal.bytes_home += values.nbytes * (home.size() - 1) if is_carrier else 0
         yield HOME_LAG

@@ -65,6 +65,7 @@ class Protocol:
     :param rank: This rank.
     :param device: Where the groups' backend communicates from.
     :param group: A group of all ranks for the votes; ``None`` for the world.
+    :param first: The rank of the world that the topology's ranks are counted from.
     :param atomic: Whether the exchange leaves the model as it is.
     :param drops_cells: Whether a cell with values that are not finite is left out, instead of rejecting the round.
     """
@@ -77,6 +78,7 @@ class Protocol:
         rank: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        first: int,
         atomic: bool,
         drops_cells: bool,
     ) -> None:
@@ -85,6 +87,7 @@ class Protocol:
         self._rank = rank
         self._device = device
         self._group = group
+        self._first = first
         self._atomic = atomic
         self._drops_cells = drops_cells
         self.is_over = False
@@ -165,7 +168,7 @@ class Protocol:
         number = int(ballot.round)
         try:
             with self._exchange.journal.phase("vote"):
-                ballots = cast(ballot, self._device, self._topology, self._group)
+                ballots = cast(ballot, self._device, self._topology, self._group, self._first)
         except RuntimeError as broken:
             self.is_cut_off = True
             raise RoundError(
@@ -213,9 +216,8 @@ class Protocol:
             raise
         try:
             with self._exchange.journal.phase("vote"):
-                ballots = cast(
-                    Ballot(number + CLOSING, is_failed=failure is not None), self._device, self._topology, self._group
-                )
+                ballot = Ballot(number + CLOSING, is_failed=failure is not None)
+                ballots = cast(ballot, self._device, self._topology, self._group, self._first)
             check_rounds(ballots, self._topology)
             is_agreed = not any(other.is_failed for other in ballots)
             reasons = [] if is_agreed else self._gather_reasons(failure)

@@ -1,16 +1,50 @@
-"""Which process groups a round uses."""
+"""Where rounds take place, and which process groups they use."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import make_round_groups
+from xffl.distributed.groups import Groups, make_groups, make_round_groups
+from xffl.topology import Topology
 
-__all__ = ["Routes", "communication_device", "routes_of"]
+__all__ = ["Place", "Routes", "communication_device", "make_place", "routes_of"]
+
+ROUND_KINDS = ("federation", "replica", "federated")
+"""Kinds of groups that a round uses."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility.
+
+    :param state: The state that describes the world.
+    :param topology: The cells of this run; their ranks are counted from ``first``.
+    :param first: The rank of the world that they are counted from.
+    :param groups: Groups that were made for it, a ``world`` among them where it is a part; ``None``: the state's.
+    :param own: All of these groups, placeholders too.
+    """
+
+    state: DistributedState
+    topology: Topology
+    first: int = 0
+    groups: Groups | None = None
+    own: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """This rank, as the topology counts."""
+        return dist.get_rank() - self.first
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """The group of all its ranks."""
+        handles = None if self.groups is None else self.groups.get("world")
+        return handles[0] if handles else dist.group.WORLD
 
 
 @dataclass(frozen=True)
@@ -23,6 +57,7 @@ class Routes:
     :param cell: All ranks of the cell; ``None`` where there is one.
     :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
     :param own: Groups that were made for this alone, placeholders too.
+    :param first: The rank of the world that the topology's ranks are counted from.
     """
 
     world: dist.ProcessGroup | None
@@ -31,6 +66,7 @@ class Routes:
     cell: dist.ProcessGroup | None
     is_railed: bool = False
     own: tuple[dist.ProcessGroup, ...] = ()
+    first: int = 0
 
 
 def communication_device(state: DistributedState) -> torch.device:
@@ -41,30 +77,45 @@ def communication_device(state: DistributedState) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else device
 
 
-def routes_of(state: DistributedState, *, is_railed: bool, is_own: bool) -> Routes:
+def make_place(state: DistributedState, topology: Topology, first: int) -> Place:
+    """Make the groups of a part of the world.
+
+    Collective over the world: all ranks make a place at the same time, each the one that it belongs to. Places of one
+    call have replicas of one size, so that every rank makes the same number of groups.
+
+    :param state: The state that describes the world.
+    :param topology: The cells of the part, ranks counted from ``first``.
+    :param first: Its first rank.
+    :return: The place.
+    """
+    made: list[dist.ProcessGroup] = []
+    create = _recorded(state, made, first)
+    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, 1)
+    if topology.world_size < dist.get_world_size():
+        groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
+    return Place(state, topology, first, groups, tuple(made))
+
+
+def routes_of(place: Place, *, is_railed: bool, is_own: bool) -> Routes:
     """Pick the groups of a round; groups of one rank are left out.
 
-    :param state: The state that describes the federation.
+    :param place: Where rounds take place.
     :param is_railed: Whether replicas take turns: then any rank may meet any other.
     :param is_own: Make groups that nobody else uses, collectively over the world, instead of taking the state's: for
         rounds beside which the caller's own collectives go on.
     :return: The groups.
     """
-    world = dist.group.WORLD
+    state, groups, world = place.state, place.groups, place.world
     across = replica = cell = None
-    own: tuple[dist.ProcessGroup, ...] = ()
-    if is_own:
-        made: list[dist.ProcessGroup] = []
-
-        def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-            made.append(state.create_process_group(ranks, name))
-            return made[-1]
-
-        groups = make_round_groups(create, state.topology, dist.get_rank(), state._timeout_s)
-        own = (*made, *(groups["world"] or ()))
-        world, across, replica, cell = (
-            handles[0] if (handles := groups.get(kind)) else None
-            for kind in ("world", "federated", "replica", "federation")
+    made: list[dist.ProcessGroup] = []
+    if is_own and groups is None:
+        create = _recorded(state, made, place.first)
+        groups = make_round_groups(create, place.topology, place.rank, state._timeout_s)
+        made += groups["world"] or ()
+        world = made[-1]
+    if groups is not None:
+        across, replica, cell = (
+            handles[0] if (handles := groups.get(kind)) else None for kind in ("federated", "replica", "federation")
         )
     elif state.is_federated_scaling_setup():
         across = state.federated_group[0] if state.federated_group else None
@@ -74,4 +125,16 @@ def routes_of(state: DistributedState, *, is_railed: bool, is_own: bool) -> Rout
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    return Routes(world, world if is_railed else across, replica, cell, is_railed, own)
+    return Routes(world, world if is_railed else across, replica, cell, is_railed, tuple(made), place.first)
+
+
+def _recorded(
+    state: DistributedState, made: list[dist.ProcessGroup], first: int
+) -> Callable[[tuple[int, ...], str], dist.ProcessGroup]:
+    """Return what makes a group of ranks counted from ``first``, and notes it."""
+
+    def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        made.append(state.create_process_group(tuple(first + rank for rank in ranks), name))
+        return made[-1]
+
+    return create

@@ -25,18 +25,24 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def agree_start(
-    entries: Sequence[Entry], exchange: Exchange, topology: Topology, rank: int, device: torch.device
+    entries: Sequence[Entry],
+    exchange: Exchange,
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise where the cells hold different parameters.
 
-    Collective over the world; moves one number for each tensor and cell. Each element is counted once in each cell,
-    whatever its cut, by the bits of its value and its place.
+    Collective over the topology's ranks; moves one number for each tensor and cell. Each element is counted once in
+    each cell, whatever its cut, by the bits of its value and its place.
 
     :param entries: The moving tensors, in the plan's order.
     :param exchange: What holds this rank's elements.
     :param topology: The federation.
     :param rank: This rank.
     :param device: Where the world's backend communicates from.
+    :param group: A group of all ranks; by default the world.
     :raises ConfigError: if two cells differ; on all ranks, with the tensor and the cells.
     """
     sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
@@ -45,7 +51,7 @@ def agree_start(
         bits = values.contiguous().view(BITS[values.itemsize]).long()
         factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
         mine[item] = (mine[item] + bits.add_(PRIME).mul_(factors).sum() % RANGE) % RANGE
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=group)
     sums %= RANGE
     for index, entry in enumerate(entries):
         column = sums[:, index].tolist()

@@ -78,7 +78,11 @@ class Ballot(NamedTuple):
 
 
 def cast(
-    ballot: Ballot, device: torch.device, topology: Topology, group: dist.ProcessGroup | None = None
+    ballot: Ballot,
+    device: torch.device,
+    topology: Topology,
+    group: dist.ProcessGroup | None = None,
+    first: int = 0,
 ) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
@@ -90,24 +94,25 @@ def cast(
     :param device: Where the world's backend communicates from.
     :param topology: The federation.
     :param group: A group of all ranks; by default the world.
+    :param first: The rank of the world that the topology's ranks are counted from.
     :return: The ballots, by rank.
     """
-    rank = dist.get_rank()
+    rank = dist.get_rank() - first
     cell = topology.cell_of(rank)
-    first, last = topology.offsets[cell], topology.offsets[cell + 1]
-    place = rank - first
-    children = [first + child for child in (2 * place + 1, 2 * place + 2) if first + child < last]
-    parent = first + (place - 1) // 2
+    start, stop = topology.offsets[cell], topology.offsets[cell + 1]
+    place = rank - start
+    children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
+    parent = first + start + (place - 1) // 2
     table = torch.zeros(topology.world_size, len(ballot), dtype=torch.float64, device=device)
     table[rank] = torch.tensor(ballot, dtype=torch.float64)
-    home = table[first:last]
+    home = table[start:stop]
     below = torch.zeros(len(children), *home.shape, dtype=torch.float64, device=device)
     _swap({}, dict(zip(children, below, strict=True)), group)
     home += below.sum(0)  # each row is zero in all tables but one
-    if rank == first:
+    if rank == start:
         others = [other for other in range(topology.cells) if other != cell]
         rows = {other: table[topology.offsets[other] : topology.offsets[other + 1]] for other in others}
-        firsts = {topology.offsets[other]: row for other, row in rows.items()}
+        firsts = {first + topology.offsets[other]: row for other, row in rows.items()}
         _swap(dict.fromkeys(firsts, home), firsts, group)
     else:
         _swap({parent: home}, {}, group)
@@ -124,7 +129,7 @@ def _ballot(number: float, weight: float, *rest: float) -> Ballot:
 def _swap(
     send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Send to some ranks and receive from some, at the same time."""
+    """Send to some ranks of the world and receive from some, at the same time."""
     moves = [dist.P2POp(dist.irecv, values, rank, group, TAG) for rank, values in receive.items()]
     moves += [dist.P2POp(dist.isend, values, rank, group, TAG) for rank, values in send.items()]
     for work in dist.batch_isend_irecv(moves) if moves else ():

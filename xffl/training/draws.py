@@ -21,8 +21,15 @@ __all__ = ["ORDER", "PROPORTIONS", "REPAIR", "SHUFFLING", "Draws", "Floats", "In
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-ORDER, PROPORTIONS, REPAIR, SHUFFLING = range(4)
-"""What a stream is drawn for. Streams of one seed are independent: shuffling knows nothing of the parts."""
+# What a stream is drawn for. Streams of one seed are independent: shuffling knows nothing of the parts.
+ORDER = 0
+"""In which order samples are dealt."""
+PROPORTIONS = 1
+"""How much each cell gets, and of what."""
+REPAIR = 2
+"""Which samples move for the minimum."""
+SHUFFLING = 3
+"""A cell's order in an epoch."""
 
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """ln 2 in two numbers; the high one has so few digits that a product with a small whole number is exact."""
