@@ -164,9 +164,7 @@ def summarize(samples: dict[str, list[Sample]]) -> dict[str, dict[str, Any]]:
     for name, row in rows.items():
         if "none" in rows:
             row["over_none_s"] = row["seconds"] - rows["none"]["seconds"]
-            differences = [
-                mine.seconds - its.seconds for mine, its in zip(samples[name], samples["none"], strict=True)
-            ]
+            differences = [mine.seconds - its.seconds for mine, its in zip(samples[name], samples["none"], strict=True)]
             row["over_none_by_block_s"] = differences
         if "sync" in rows:
             row["bytes_part"] = max(row["bytes"]) / max(rows["sync"]["bytes"])
@@ -174,7 +172,9 @@ def summarize(samples: dict[str, list[Sample]]) -> dict[str, dict[str, Any]]:
 
 
 def show_rows(rows: dict[str, dict[str, Any]]) -> None:
-    print(f"{'':14s} {'held out':>8s} {'rounds':>6s} {'MB a>b':>8s} {'MB b>a':>8s} {'seconds':>8s} {'over none':>9s} round")
+    print(
+        f"{'':14s} {'held out':>8s} {'rounds':>6s} {'MB a>b':>8s} {'MB b>a':>8s} {'seconds':>8s} {'over none':>9s} round"
+    )
     for name, row in rows.items():
         there, back = (sent / 1e6 for sent in row["bytes"])
         extra = f"{row['over_none_s']:9.1f}" if "over_none_s" in row else 9 * " "

@@ -71,7 +71,7 @@ FAMILIES: dict[str, tuple[Callable[[float], dict[str, Any]], tuple[float, ...]]]
 }
 """What there is to choose for each algorithm: three learning rates of the server."""
 
-INNER_RATES = (2e-3, 4e-3, 8e-3)
+INNER_RATES = (3.2e-2,)
 """And for the synchronous run: three of the inner optimizer, which the others take over."""
 
 INNER_RATE = 4e-3

@@ -52,10 +52,10 @@ def _square(rates: tuple[float, ...], option: str, values: tuple[float, ...]) ->
 # Nine for each: one number where an algorithm has one, three by three where it has two.
 GRIDS: dict[str, list[tuple[float, dict[str, float]]]] = {
     "fedavg": _line(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0),
-    "fedprox": _square((0.3, 0.5, 0.8), "mu", (0.01, 0.1, 1.0)),
+    "fedprox": _square((0.3, 0.5, 0.8), "mu", (0.001, 0.01, 0.1)),
     "scaffold": _line(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0),
-    "fedadam": _square((0.03, 0.1, 0.3), "lr", (0.01, 0.03, 0.1)),
-    "fedyogi": _square((0.03, 0.1, 0.3), "lr", (0.01, 0.03, 0.1)),
+    "fedadam": _square((0.1, 0.3, 0.6), "lr", (0.05, 0.1, 0.2)),
+    "fedyogi": _square((0.1, 0.3, 0.6), "lr", (0.05, 0.1, 0.2)),
     CENTRALIZED: _line(0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2),
 }
 """What is tried: learning rate of the local steps, and options."""

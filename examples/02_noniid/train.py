@@ -26,9 +26,9 @@ import noniid
 import torch
 from methods import CENTRALIZED, GRIDS, Trial, chosen_trials, grid_trials
 from torch import nn
-from xffl.training.sampler import CellBatchSampler
 
 import xffl
+from xffl.training.sampler import CellBatchSampler
 
 
 def train(

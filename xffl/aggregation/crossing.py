@@ -108,16 +108,19 @@ class Crossing:
         :param is_encoded: Whether the lane's codec is used.
         :return: The steps.
         """
+        return (self._gather_codes if is_encoded else self._gather_exact)(track, bucket, values)
+
+    def _gather_codes(self, track: Track, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
+        slot, codes, _ = yield from self._swap_codes(track, bucket, values)
+        rows = self.gathered.rows(track, bucket, torch.float32)
+        with self._journal.noting("combine"):
+            for cell in self._turnout.senders(track.lane):
+                self.feedback[track.number].decode(codes[cell], rows[cell])
+        self._slots.give(slot)
+
+    def _gather_exact(self, track: Track, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         here, others = self._cell, self._others
         senders = self._turnout.senders(track.lane)
-        if is_encoded:
-            slot, codes, _ = yield from self._swap_codes(track, bucket, values)
-            rows = self.gathered.rows(track, bucket, torch.float32)
-            with self._journal.noting("combine"):
-                for cell in senders:
-                    self.feedback[track.number].decode(codes[cell], rows[cell])
-            self._slots.give(slot)
-            return
         rows = self.gathered.rows(track, bucket, track.dtype)
         with self._journal.noting("pack"):
             rows[here].copy_(values)

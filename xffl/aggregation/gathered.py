@@ -39,6 +39,7 @@ class Gathered:
         :param track: The bucket's lane.
         :param bucket: The bucket.
         :param dtype: The lane's data type, or fp32 for differences from the last agreed state.
+        :return: A view.
         """
         return self._rows[track.number, dtype][:, bucket.start : bucket.stop]
 

@@ -81,7 +81,7 @@ class GlobalState:
         total = torch.zeros((), dtype=torch.float64, device=values.device)
         agreed = self.written(track, bucket)
         for mine, theirs in zip(torch.split(values, CHUNK), torch.split(agreed, CHUNK), strict=True):
-            step = mine.double().sub_(theirs)
+            step = torch.sub(mine.double(), theirs)
             total += step.dot(step)
         return total
 

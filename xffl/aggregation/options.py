@@ -68,13 +68,13 @@ class Options:
 
     @classmethod
     def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
-        """Read and check what an aggregator is asked for; local.
+        r"""Read and check what an aggregator is asked for; local.
 
         :param combine: A combiner or a spec of one.
         :param server: As in :func:`xffl.aggregation.server.server_of`.
         :param privacy: ``None``, a :class:`~xffl.aggregation.privacy.Privacy`, or a spec of one.
         :param secure: True, False, or a :class:`~xffl.aggregation.secure.SecureSum`.
-        :param plain: The other options.
+        :param \**plain: The other options.
         :return: The options.
         :raises ConfigError: if one cannot be meant, or two do not go together.
         """

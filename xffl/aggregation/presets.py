@@ -37,6 +37,7 @@ _ACAR = "Acar et al., 2021, arXiv 2111.04263"
 _BLANCHARD = "Blanchard et al., 2017, arXiv 1703.02757"
 _BONAWITZ = "Bonawitz et al., 2017, doi 10.1145/3133956.3133982"
 _DILOCO = "Douillard et al., 2023, arXiv 2311.08105"
+_YUROCHKIN = "Yurochkin et al., 2019, arXiv 1905.12022"
 _HSU = "Hsu et al., 2019, arXiv 1909.06335"
 _KARIMIREDDY = "Karimireddy et al., 2020, arXiv 1910.06378"
 _MCMAHAN = "McMahan et al., 2017, arXiv 1602.05629"
@@ -157,7 +158,7 @@ _PRIVATE_ROUNDS = (
 
 _PARTITIONS = (
     Entry("partition", "iid", f"{_PARTITION}.iid", "shuffle and deal out evenly", _MCMAHAN),
-    Entry("partition", "dirichlet", f"{_PARTITION}.dirichlet", "label shares of each cell from a Dirichlet", _HSU),
+    Entry("partition", "dirichlet", f"{_PARTITION}.dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
     Entry("partition", "shards", f"{_PARTITION}.shards", "sort by label, deal out a few shards to each", _MCMAHAN),
     Entry("partition", "quantity", f"{_PARTITION}.quantity", "cells of very different size", _SILOS),
     Entry("partition", "by_key", f"{_PARTITION}.by_key", "keep together what has one key: writer, hospital, site", ""),

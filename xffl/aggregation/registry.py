@@ -17,6 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from xffl.aggregation.presets import ENTRIES, Entry
@@ -239,7 +240,8 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in given.keys() - _PARTS.keys():
         side = next((side for side, words in keywords.items() if key in words), None)
         if side is not None:
-            keywords[side][key] = given[key]
+            # No class says which type a keyword has: a text is what it would be in a configuration file.
+            keywords[side][key] = yaml.safe_load(given[key]) if isinstance(given[key], str) else given[key]
         else:
             changes.setdefault(_owner(name, key, parts, keywords), {})[key] = given[key]
     for kind, options in changes.items():

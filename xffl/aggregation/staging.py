@@ -93,6 +93,8 @@ class Staging:
     def pack(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy a bucket out of the model where it has to be.
 
+        :param track: Its lane.
+        :param bucket: The bucket.
         :return: Its values, and the buffer lent for them, if any.
         """
         values, _, lent = self.own(track, bucket)

@@ -9,6 +9,8 @@ from xffl.report.codes import codec_bytes, codec_ratio
 from xffl.report.curves import curves_figure
 from xffl.report.figure import topology_figure
 from xffl.report.forecast import forecast_data_parallel, forecast_round
+from xffl.report.partition_figure import partition_figure
+from xffl.report.partition_table import partition_table
 from xffl.report.pipeline import Link
 from xffl.report.text import topology_text
 from xffl.report.traffic import round_traffic
@@ -23,6 +25,8 @@ __all__ = [
     "curves_figure",
     "forecast_data_parallel",
     "forecast_round",
+    "partition_figure",
+    "partition_table",
     "round_traffic",
     "topology_figure",
     "topology_text",

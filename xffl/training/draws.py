@@ -19,7 +19,9 @@ from xffl.errors import ConfigError
 __all__ = ["ORDER", "PROPORTIONS", "REPAIR", "SHUFFLING", "Draws", "Floats", "Indices", "checked_whole", "portions"]
 
 Floats = npt.NDArray[np.float64]
+"""An array of real numbers."""
 Indices = npt.NDArray[np.int64]
+"""An array of whole numbers: samples of a dataset, or counts of them."""
 
 # What a stream is drawn for. Streams of one seed are independent: shuffling knows nothing of the parts.
 ORDER = 0

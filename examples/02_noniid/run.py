@@ -1,0 +1,210 @@
+"""Run both demonstrations and draw them: what ``make noniid`` does.
+
+First federated algorithms in four cells that lack most classes, five seeds each, and the centralized run; then one of
+five cells that sends garbage, against combiners that stand it. Everything is written into ``runs/noniid/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import garbage
+import noniid
+from jobs import read_records, start
+from methods import Trial, chosen_trials
+from rich.console import Console
+from rich.table import Table
+
+from xffl.report.algorithms_figure import Standing, algorithms_figure, standings
+from xffl.report.partition_figure import partition_figure
+from xffl.report.partition_table import partition_table
+
+TARGET = 0.9
+POINTS = 0.02
+"""How far below the clean accuracy a combiner may end that stands garbage."""
+
+
+def show_partition(seed: int, out: Path) -> None:
+    """Tell and draw which cell has which classes."""
+    labels = noniid.load().labels
+    parts = noniid.deal(labels, noniid.CELLS, "noniid", seed)
+    counts = parts.table(labels).tolist()
+    print(f"Who has what (training part, seed {seed}; {parts.method})", flush=True)
+    partition_table(counts, sys.stdout)
+    partition_figure(counts, out / "partition.png", title=f"Digits, seed {seed}")
+
+
+# Algorithms -----------------------------------------------------------------------------------------------------------
+
+
+def sum_up(records: list[dict[str, Any]], found: list[Standing], trials: list[Trial]) -> list[dict[str, Any]]:
+    """Return a summary of each algorithm, as numbers only."""
+    rows = []
+    for one in found:
+        trial = next(trial for trial in trials if trial.run == one.run)
+        sent = [record["bytes_across"] for record in records if record["run"] == one.run]
+        rows.append(
+            {
+                "run": one.run,
+                "setting": trial.text,
+                "final_mean": round(one.final, 4),
+                "final_std": round(one.spread, 4),
+                "finals": [round(value, 4) for value in one.finals],
+                "rounds_to_target": list(one.reached),
+                "bytes_a_round_and_cell": statistics.fmean(sent),
+            }
+        )
+    return rows
+
+
+def algorithms_table(rows: list[dict[str, Any]]) -> Table:
+    """Return the comparison as a table for the terminal."""
+    seeds = len(rows[0]["finals"])
+    result = Table(title=f"Test accuracy, {seeds} seeds", title_justify="left", caption_justify="left")
+    result.caption = "a round: each cell has gone through its data once; (..): rounds of each seed"
+    result.add_column("algorithm")
+    result.add_column("setting")
+    result.add_column("final accuracy", justify="right")
+    result.add_column(f"rounds to {TARGET:.0%}", justify="right")
+    result.add_column("kB a round, cell", justify="right")
+    for row in rows:
+        final = f"{row['final_mean']:.1%} ± {100 * row['final_std']:.1f}"
+        result.add_row(
+            row["run"],
+            row["setting"],
+            final,
+            told_rounds(row["rounds_to_target"]),
+            f"{row['bytes_a_round_and_cell'] / 1e3:.1f}" if row["bytes_a_round_and_cell"] else "-",
+        )
+    return result
+
+
+def told_rounds(reached: list[int | None]) -> str:
+    """Write the median over the seeds, and each of them."""
+    middle = statistics.median(math.inf if first is None else first for first in reached)
+    each = " ".join("never" if first is None else str(first) for first in reached)
+    return f"{middle:g} ({each})" if math.isfinite(middle) else f"never ({each})"
+
+
+# Garbage --------------------------------------------------------------------------------------------------------------
+
+
+def garbage_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gather the seeds of each case, and compare them with the clean runs of the same seeds."""
+    cases: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        cases.setdefault((record["garbage"], record["combine"], record["nonfinite"]), []).append(record)
+    clean = {record["seed"]: record["accuracy"] for record in cases[garbage.CLEAN, "mean", "reject"]}
+    rows = []
+    for (kind, combine, nonfinite), ended in cases.items():
+        behind = [clean[one["seed"]] - one["accuracy"] for one in ended]
+        errors = [one["error"] for one in ended if one["error"]]
+        rows.append(
+            {
+                "garbage": kind,
+                "combine": combine,
+                "nonfinite": nonfinite,
+                "accuracies": [round(one["accuracy"], 4) for one in ended],
+                "rounds": [one["rounds"] for one in ended],
+                "worst_behind_clean": round(max(behind), 4),
+                "is_within": max(behind) <= POINTS and not errors,
+                "errors": errors,
+                "dropped": [one["dropped"] for one in ended],
+                "named": [one["named"] for one in ended],
+            }
+        )
+    return rows
+
+
+def garbage_table(rows: list[dict[str, Any]]) -> Table:
+    """Return who stood what as a table for the terminal."""
+    seeds = len(rows[0]["accuracies"])
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in garbage.KINDS.items())
+    result = Table(
+        title=f"Cell {garbage.BAD_CELL} of {garbage.CELLS} sends garbage, {seeds} seeds",
+        caption=f"{kinds}\nbehind: points below the clean run of the same seed, at worst",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("garbage", "combine", "nonfinite"):
+        result.add_column(name)
+    result.add_column("test accuracy", justify="right")
+    result.add_column("behind", justify="right")
+    result.add_column("what happened")
+    for row in rows:
+        mean, is_clean = statistics.fmean(row["accuracies"]), row["garbage"] == garbage.CLEAN
+        behind = "" if is_clean else f"{100 * row['worst_behind_clean']:.1f}"
+        # Where rounds were rejected from the first on, the cells have only trained for themselves.
+        accuracy = f"{mean:.1%}" if max(row["rounds"]) else "-"
+        style = "bold" if row["is_within"] and not is_clean else None
+        cells = [row["garbage"], row["combine"], row["nonfinite"], accuracy, behind if accuracy != "-" else "-"]
+        result.add_row(*cells, story(row), style=style)
+    return result
+
+
+def story(row: dict[str, Any]) -> str:
+    """Tell in a few words what a case's first seed has met."""
+    if row["errors"]:
+        first = row["errors"][0].split(";")[0]
+        return f"round {row['rounds'][0] + 1} rejected: {first}"
+    if row["dropped"][0]:
+        names = ", ".join(f"cell {cell} for {' '.join(names)}" for cell, names in row["named"][0].items())
+        return f"left out: {names}"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/noniid"), help="folder for the results")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--garbage-seeds", type=int, nargs="*", default=[0, 1], help="none: leave garbage out")
+    parser.add_argument("--rounds", type=int, default=40)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    begin = time.perf_counter()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    show_partition(options.seeds[0], out)
+    metrics, spoiled = out / "metrics.jsonl", out / "garbage.jsonl"
+    for file in (metrics, spoiled):
+        file.write_text("")
+    for cells in (noniid.CELLS, 1):
+        start("train.py", cells, "--seeds", *options.seeds, "--rounds", options.rounds, "--out", metrics)
+    records = read_records(metrics)
+    trials = chosen_trials()
+    rows = sum_up(records, standings(records, TARGET), trials)
+    summary: dict[str, Any] = {"target": TARGET, "rounds": options.rounds, "algorithms": rows}
+    algorithms_figure(
+        records, out / "algorithms.png", target=TARGET, title="Digits in four cells of two or three classes each"
+    )
+    console.print(algorithms_table(rows))
+    if options.garbage_seeds:
+        arguments = ("--seeds", *options.garbage_seeds, "--rounds", options.rounds, "--out", spoiled)
+        start("garbage.py", garbage.CELLS, *arguments)
+        summary["garbage"] = garbage_rows(read_records(spoiled))
+        console.print(garbage_table(summary["garbage"]))
+    summary["chosen"] = [asdict(trial) for trial in trials]
+    summary["seconds"] = round(time.perf_counter() - begin, 1)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    for name in ("metrics.jsonl", "garbage.jsonl", "summary.json", "algorithms.png", "partition.png"):
+        console.print(f"  {options.out / name}", highlight=False, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
