@@ -65,16 +65,16 @@ def streaming(lr: float) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, tuple[Callable[[float], dict[str, Any]], tuple[float, ...]]] = {
-    "fedavg": (fedavg, (0.7, 1.0, 1.3)),
-    "diloco": (diloco, (0.3, 0.5, 0.7)),
-    "streaming": (streaming, (0.3, 0.5, 0.7)),
+    "fedavg": (fedavg, (0.7, 1.0, 1.3, 1.6)),
+    "diloco": (diloco, (0.3, 0.5, 0.7, 1.0)),
+    "streaming": (streaming, (0.3, 0.5, 0.7, 1.0)),
 }
 """What there is to choose for each algorithm: three learning rates of the server."""
 
-INNER_RATES = (3.2e-2,)
+INNER_RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 """And for the synchronous run: three of the inner optimizer, which the others take over."""
 
-INNER_RATE = 4e-3
+INNER_RATE = 1.6e-2
 METHODS: dict[str, Method] = {
     "sync": Method(is_synchronous=True),
     "none": Method(),

@@ -228,3 +228,38 @@ def test_five_cells_equal_the_dense_algorithm(sizes: tuple[int, ...], hsdp: int 
     names = [*MORE, "median", "geometric_median", "norm_clipping", "fednova", "fedadam"]
     for found in run_world(sum(sizes), all_algorithms, sizes, hsdp, names, timeout_s=240.0):
         assert {name: error for name, error in found.items() if not error <= 1e-6} == {}
+
+
+def against_flwr(rank: int, world_size: int) -> dict[str, float]:
+    """One round of five cells on shards, and what flwr's functions make of the same arrays."""
+    from flwr.server.strategy import aggregate as flwr
+
+    state = make_state(rank, (2, 1, 2, 1, 2), None)
+    ways: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+        "fedavg": ({}, flwr.aggregate),
+        "median": ({"combine": "median"}, flwr.aggregate_median),
+        "trimmed_mean": ({"combine": "trimmed_mean:share=0.2"}, lambda all_of: flwr.aggregate_trimmed_avg(all_of, 0.2)),
+        "krum": ({"combine": "krum:faulty=1"}, lambda all_of: flwr.aggregate_krum(all_of, 1, 0)),
+    }
+    found = {}
+    for name, (options, published) in ways.items():
+        model = build(state)
+        aggregator = xffl.Aggregator(model, state, **options)
+        cell = state.topology.cell_of(rank)
+        with torch.no_grad():
+            for parameter in (one for one in model.parameters() if one.requires_grad):
+                move(parameter, np.random.default_rng((cell, parameter.numel())).normal(size=tuple(parameter.shape)))
+        mine = [complete(parameter).numpy().copy() for parameter in model.parameters() if parameter.requires_grad]
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, mine)
+        of_cells = [(everyone[ranks[0]], 10 * c + 10) for c in range(5) for ranks in (state.topology.federation(c),)]
+        aggregator.aggregate((10 * cell + 10) / state.topology.sizes[cell])
+        wanted = np.concatenate([np.asarray(layer, dtype=np.float64).reshape(-1) for layer in published(of_cells)])
+        found[name] = float(np.abs(vector(model) - wanted).max() / np.abs(wanted).max())
+    return found
+
+
+def test_rounds_on_shards_equal_the_published_flwr() -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed; it has no release for Python 3.10")
+    for found in run_world(8, against_flwr):
+        assert {name: error for name, error in found.items() if not error <= 1e-6} == {}
