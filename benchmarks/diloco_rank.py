@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -20,11 +21,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from wan_rank import CONTENDERS, Bench, Contender, locals_of
 
 import xffl
 
-__all__ = ["FAMILIES", "METHODS", "STEPS", "Block", "Ended", "Method", "Training", "parameters"]
+__all__ = [
+    "FAMILIES",
+    "FIRST_RATE",
+    "INNER_RATE",
+    "INNER_RATES",
+    "METHODS",
+    "STEPS",
+    "Block",
+    "Ended",
+    "Method",
+    "Training",
+    "parameters",
+]
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 80, 4, 2
 PIECES = 4
@@ -65,16 +79,19 @@ def streaming(lr: float) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, tuple[Callable[[float], dict[str, Any]], tuple[float, ...]]] = {
-    "fedavg": (fedavg, (0.7, 1.0, 1.3, 1.6)),
-    "diloco": (diloco, (0.3, 0.5, 0.7, 1.0)),
-    "streaming": (streaming, (0.3, 0.5, 0.7, 1.0)),
+    "fedavg": (fedavg, (0.7, 1.0, 1.3)),
+    "diloco": (diloco, (0.3, 0.5, 0.7)),
+    "streaming": (streaming, (0.3, 0.5, 0.7)),
 }
 """What there is to choose for each algorithm: three learning rates of the server."""
 
-INNER_RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+INNER_RATES = (2e-3, 4e-3, 8e-3)
 """And for the synchronous run: three of the inner optimizer, which the others take over."""
 
-INNER_RATE = 1.6e-2
+INNER_RATE = 4e-3
+FIRST_RATE = 1.6e-2
+"""Inner learning rate of the training that makes the weights to begin with."""
+
 METHODS: dict[str, Method] = {
     "sync": Method(is_synchronous=True),
     "none": Method(),
@@ -173,16 +190,27 @@ class Training:
     :param seed: Seed of the initial weights and of the text's order.
     :param steps: Steps of the whole training.
     :param inner_rate: Highest learning rate of the inner optimizer.
+    :param start: Weights to begin with; ``None``: random ones.
     """
 
     def __init__(
-        self, state: xffl.DistributedState, method: Method, seed: int, *, steps: int, inner_rate: float = INNER_RATE
+        self,
+        state: xffl.DistributedState,
+        method: Method,
+        seed: int,
+        *,
+        steps: int,
+        inner_rate: float = INNER_RATE,
+        start: Path | None = None,
     ) -> None:
         self._state, self._method = state, method
         self.reports: list[xffl.RoundReport] = []
         self.steps_made = 0
         torch.manual_seed(seed)
-        self.model = xffl.shard(LanguageModel(), one_world(state) if method.is_synchronous else state)
+        model = LanguageModel()
+        if start is not None:
+            model.load_state_dict(torch.load(start))
+        self.model = xffl.shard(model, one_world(state) if method.is_synchronous else state)
         self._batches = batches(state, seed)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=inner_rate)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: rate(step, steps))
@@ -216,6 +244,13 @@ class Training:
     def end(self) -> None:
         """Merge what is under way, and let all cells hold the same model."""
         self._block.close()
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return the weights, gathered from the ranks of the cell; collective over it."""
+        return {
+            name.removeprefix("module."): value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in self.model.state_dict().items()
+        }
 
     def ended(self) -> Ended:
         """Return how the training ended; call it after :meth:`end`."""
@@ -263,11 +298,13 @@ class Block:
     :param seed: Seed of the training.
     :param steps: How many steps.
     :param of: Steps of the whole training.
+    :param start: Weights to begin with.
     """
 
     seed: int
     steps: int
     of: int
+    start: Path | None = None
 
 
 class Timed:
@@ -284,7 +321,7 @@ class Timed:
         """Begin the training before its first block."""
         self._block = block
         if self._training is None:
-            self._training = Training(self._bench.state, self._method, block.seed, steps=block.of)
+            self._training = Training(self._bench.state, self._method, block.seed, steps=block.of, start=block.start)
         dist.barrier()
 
     def run(self) -> None:

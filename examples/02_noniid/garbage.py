@@ -1,4 +1,4 @@
-"""One of five cells sends garbage in every round: how well does each combiner stand it?
+"""One of five cells sends garbage in every round: what becomes of the model, with each combiner.
 
 Five cells of one process each, with a fifth of the images each, at random::
 
@@ -128,6 +128,8 @@ def train(state: xffl.DistributedState, case: Case, data: noniid.Data, *, seed: 
     sampler = CellBatchSampler(parts, state.topology, state.rank, batch_size=noniid.BATCH_SIZE, seed=seed)
     model = noniid.initialize(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    # Falling to zero: what the last step happened to do counts little then.
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds * sampler.steps)
     images, labels = data.training
     reports: list[xffl.RoundReport] = []
     combine = {"name": case.combine, **({"clip": clip} if case.combine == "norm_clipping" else {})}
@@ -147,6 +149,7 @@ def train(state: xffl.DistributedState, case: Case, data: noniid.Data, *, seed: 
                 nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                schedule.step()
     except xffl.RoundError as rejected:  # on all ranks alike
         error = str(rejected)
     accuracies = [0.0] * CELLS

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
-from tests.ranks.test_algorithms import build, mean, momentum, move, plain, vector
+from tests.ranks.test_algorithms import build, geometric_median, mean, median, momentum, move, plain, vector
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation.levels import Level, Levels
@@ -31,8 +31,18 @@ FACILITIES: list[tuple[tuple[int, ...], int | None, Groups]] = [
     ((2, 2, 2, 2), None, ((3, 1),)),
     ((4, 4), 2, ((1, 1),)),
     ((4, 2, 2), 2, ((2, 1),)),
+    ((2, 2, 2, 2), 1, ((2, 2),)),
     NODES,
 ]
+
+
+RULES: dict[str, Rule] = {
+    "mean": plain,
+    "fedavgm": momentum(0.9, 0.9),
+    "diloco": momentum(0.7, 0.9, is_nesterov=True),
+    "geometric_median": geometric_median,
+    "median": median,
+}
 
 
 class Dense:
@@ -55,7 +65,7 @@ class Dense:
     def round(self, draws: Array, weights: Array) -> int:
         """Move all cells, and average as far up as is due; return the highest level."""
         self.models = [model + draw for model, draw in zip(self.models, draws, strict=True)]
-        self.counts[0] = weights
+        self.counts[0] = weights.copy()
         self.number += 1
         period = 1
         for level, every in enumerate(self.everys):
@@ -108,7 +118,7 @@ def against_dense(
     groups: Groups,
     everys: tuple[int, ...],
     options: tuple[dict[str, Any], ...],
-    rules: tuple[Rule, ...],
+    rules: tuple[str, ...],
     is_weighed: bool,
 ) -> float:
     """Rounds of cells that move at random; return the largest difference from the dense run, relative."""
@@ -121,7 +131,7 @@ def against_dense(
     ]
     levels = Levels(model, state, chosen, policies=POLICIES, bucket_bytes=40)
     start = vector(model)
-    dense = Dense(start, cells, groups, everys, rules)
+    dense = Dense(start, cells, groups, everys, [RULES[rule] for rule in rules])
     worst = 0.0
     for number in range(9):
         draws = draws_of(number, cells, len(start))
@@ -145,7 +155,7 @@ def against_dense(
 def compare(
     sizes: tuple[int, ...], hsdp: int | None, groups: Groups, everys: tuple[int, ...], *more: Any, weighed: bool = True
 ) -> None:
-    options, rules = more or (({},) * len(everys), (plain,) * len(everys))
+    options, rules = more or (({},) * len(everys), ("mean",) * len(everys))
     found = run_world(sum(sizes), against_dense, sizes, hsdp, groups, everys, options, rules, weighed, timeout_s=240.0)
     assert max(found) <= 1e-6
 
@@ -166,8 +176,14 @@ def test_without_counts_every_level_in_each_round_is_one_mean_over_cells() -> No
 def test_each_level_has_a_server_optimizer_of_its_own() -> None:
     """The lower ones go on from what came from above, instead of taking it for a step of their own."""
     options: tuple[dict[str, Any], ...] = ({"server": "fedavgm:lr=0.9"}, {"server": "diloco"})
-    rules = (momentum(0.9, 0.9), momentum(0.7, 0.9, is_nesterov=True))
-    compare((1, 1, 1, 1), None, ((2, 2),), (1, 3), options, rules)
+    compare((1, 1, 1, 1), None, ((2, 2),), (1, 3), options, ("fedavgm", "diloco"))
+
+
+def test_each_level_has_a_combiner_a_form_and_rails_of_its_own() -> None:
+    combiners = ({"combine": "geometric_median:iterations=2000"}, {"combine": "median"})
+    compare((1,) * 8, None, ((4, 4),), (1, 2), combiners, ("geometric_median", "median"), weighed=False)
+    forms = ({"form": "two_hop", "rails": True}, {"form": "all_gather", "rails": True, "atomic": False})
+    compare((2, 2, 2, 2), 1, ((2, 2),), (1, 2), forms, ("mean", "mean"))
 
 
 def moved(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, groups: Groups) -> list[int]:
@@ -414,6 +430,44 @@ def rejected_at_the_end(rank: int, world_size: int) -> None:
 
 def test_a_facility_that_ends_with_a_rejected_round_takes_the_result_of_the_others() -> None:
     run_world(4, rejected_at_the_end)
+
+
+def rejected_above_at_the_end(rank: int, world_size: int) -> None:
+    """A last round of the highest level that is rejected is the end for all; then they may start again."""
+    state = make_state(rank, (1,) * 4, None)
+    model = build(state)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    levels = Levels(model, state, [Level(), Level(5, groups=(2, 2))], policies=POLICIES)
+    exchange = levels._stages[1].aggregator._made.exchange
+    run, tries = exchange.run, 0
+    start = vector(model)
+
+    def broken(*args: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries > 1:
+            return run(*args)
+        raise MemoryError("no room")
+
+    def loop(steps: int) -> None:
+        with xffl.FederatedScaling(model, optimizer, state, every=1, aggregator=levels):
+            for _ in range(steps):
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.full_like(parameter, rank + 1.0)
+                optimizer.step()
+
+    exchange.run = broken  # type: ignore[method-assign]
+    with pytest.raises(xffl.RoundError, match="no room"):
+        loop(rank // 2 + 2)
+    assert tries == 1 and not levels.can_go_on
+    loop(1)
+    # Facilities of 2 and 3 steps, with one more each, of 1.5 and of 3.5.
+    np.testing.assert_allclose(vector(model), start - (6 * 3 * 1.5 + 8 * 4 * 3.5) / 14, atol=1e-5)
+    assert told(digests(model)) == [digests(model)] * 4
+
+
+def test_a_rejected_end_is_the_end_for_all() -> None:
+    run_world(4, rejected_above_at_the_end)
 
 
 def resumed(rank: int, world_size: int) -> None:

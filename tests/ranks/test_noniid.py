@@ -201,7 +201,7 @@ def test_a_cell_with_nan_is_named_and_left_out(stood: dict[Any, Any]) -> None:
     for combine in ("mean", "median", "geometric_median", "norm_clipping"):
         ended = stood[garbage.Case("nan", combine, "drop_cell")]
         assert ended.dropped == {garbage.BAD_CELL: 25}
-        assert ended.named == {garbage.BAD_CELL: ["3.bias"]}
+        assert ended.named == {garbage.BAD_CELL: ["3.weight"]}
         assert not ended.error
         assert ended.accuracy >= clean(stood) - 0.02, combine
 
@@ -209,7 +209,7 @@ def test_a_cell_with_nan_is_named_and_left_out(stood: dict[Any, Any]) -> None:
 def test_by_default_the_round_is_rejected_and_says_why(stood: dict[Any, Any]) -> None:
     ended = stood[garbage.Case("nan", "mean")]
     assert ended.rounds == 0
-    assert f"cell {garbage.BAD_CELL} holds values that are not finite in '3.bias'" in ended.error
+    assert f"cell {garbage.BAD_CELL} holds values that are not finite in '3.weight'" in ended.error
     assert ended.accuracy < 0.7, "cells that each had a pass over a fifth of the images"
 
 

@@ -259,3 +259,42 @@ def other_start(rank: int, world_size: int) -> str:
 def test_a_server_needs_one_model_to_start_from() -> None:
     for text in run_world(4, other_start):
         assert "cells [1] start from other values of tensor 'deep.weight'" in text
+
+
+def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, list[float]]:
+    """A rank fails before its update is protected, and sends on: what it sends must hold nothing of the update."""
+    from xffl.aggregation import protection
+
+    state = make_state(rank, (2, 2), None)
+    model = build(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    aggregator = xffl.Aggregator(model, state, privacy=Privacy(clip=0.01, noise=0.0), bucket_bytes=24)
+    sent: list[torch.Tensor] = []
+    post = Crossing._post
+
+    def listening(self: Any, track: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
+        sent.extend(values.clone() for values in send.values())
+        return post(self, track, bucket, hop, send, receive)
+
+    def fails(*args: Any) -> Any:
+        raise MemoryError("planted")
+
+    Crossing._post = listening  # type: ignore[method-assign]
+    if rank == 1 and step == "noise":
+        protection.privatize = fails
+    if rank == 1 and step == "norm":
+        aggregator._exchange.agreed.squared_distance = fails  # type: ignore[union-attr,method-assign]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    with pytest.raises(xffl.RoundError) as caught:
+        aggregator.aggregate()
+    return str(caught.value), [float(row.view(torch.float32).abs().max()) for row in sent]
+
+
+@pytest.mark.parametrize("step", ["noise", "norm"])
+def test_what_could_not_be_protected_does_not_leave(step: str) -> None:
+    for text, sent in run_world(4, fails_while_protecting, step):
+        assert "planted" in text and sent and max(sent) <= 0.01

@@ -28,7 +28,8 @@ from xffl.aggregation.layout import Layout
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned, rows_of
-from xffl.aggregation.privacy import Privacy, privatize
+from xffl.aggregation.privacy import Privacy
+from xffl.aggregation.protection import Protection
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.secure import Masker
 from xffl.aggregation.staging import Staging, energy_of
@@ -105,9 +106,7 @@ class Exchange:
         self._is_gathering = isinstance(combiner, Weighting) and combiner.needs_distances
         self.agreed = agreed
         self.has_norms = has_norms
-        self._privacy = privacy
-        self._noise = None if privacy is None else privacy.noise_of(routes.first + rank)
-        self.accountant = None if privacy is None else Accountant(privacy)
+        self._protection = None if privacy is None else Protection(privacy, routes.first + rank)
         self.masker = masker
         self.turnout = Turnout((1.0,), 0)
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -115,6 +114,11 @@ class Exchange:
         self._staging = Staging(layout, device, atomic=atomic)
         self.memory = Memory(tracks, crossing.feedback)
         self.journal = Journal()
+
+    @property
+    def accountant(self) -> Accountant | None:
+        """What privacy has cost so far; ``None`` where rounds are not private."""
+        return None if self._protection is None else self._protection.accountant
 
     @property
     def needs_one_arithmetic(self) -> bool:
@@ -132,7 +136,7 @@ class Exchange:
         :return: What was found.
         """
         self.journal = Journal()
-        self._staging.begin(is_snapshot=is_snapshot or self._privacy is not None, keeps_snapshot=keeps_snapshot)
+        self._staging.begin(is_snapshot=is_snapshot or self._protection is not None, keeps_snapshot=keeps_snapshot)
         with self.journal.phase("pack"):
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
@@ -175,8 +179,12 @@ class Exchange:
         if self.masker is not None:
             self.masker.begin(turnout.attempt, turnout.cells)
         self._crossing.begin(self.turnout, self.journal)
-        if self._privacy is not None:
-            self._protect(self._privacy, fragment)
+        if self._protection is not None:
+            assert self.agreed is not None
+            cells, home = len(turnout.cells), self._routes.cell
+            self._protection.apply(
+                list(self._carried(fragment)), self.agreed, self._staging, self.journal, cells=cells, home=home
+            )
         if not self._is_gathering:
             self._march(fragment, self._fly)
             return
@@ -201,35 +209,6 @@ class Exchange:
             flights += [(tick + pause, flight) for pause in (next(flight, None),) if pause is not None]
         self._drain(flights)
 
-    def _protect(self, privacy: Privacy, fragment: int) -> None:
-        """Clip this cell's update, and add noise to what this rank carries of it; collective over the cell.
-
-        The norm is added up inside the cell only: it tells about the data, too.
-        """
-        assert self.agreed is not None and self._noise is not None and self.accountant is not None
-        self.accountant.spend(len(self.turnout.cells))  # also where the round is rejected later: it has been seen then
-        carried = [
-            (track, bucket)
-            for track, bucket in self._walk(fragment)
-            if track.lane.is_stepped and self._crossing.is_carrier(track.lane, bucket)
-        ]
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        with self.journal.noting("protect"):
-            for track, bucket in carried:
-                total += self.agreed.squared_distance(track, bucket, self._staging.own(track, bucket)[0])
-        if self._routes.cell is not None:
-            with self.journal.phase("home"):
-                dist.all_reduce(total, group=self._routes.cell)
-        with self.journal.noting("protect"):
-            scale = privacy.scale_of(math.sqrt(total.item()))
-            deviation = privacy.deviation(len(self.turnout.cells))
-            for track, bucket in carried:
-                values, stage, _ = self._staging.own(track, bucket)
-                if values.data_ptr() != stage.data_ptr():
-                    stage.copy_(values)  # the snapshot is what later steps are measured from
-                privatize(stage, self.agreed.written(track, bucket), scale, deviation, self._noise)
-        self._staging.read_from_stages()
-
     def _compare(self, fragment: int) -> list[list[float]]:
         """Return the squared distances between all cells' models; collective over the world.
 
@@ -239,10 +218,9 @@ class Exchange:
         table = torch.zeros(cells, cells, dtype=torch.float64, device=self._device)
         if self._cell == 0:
             with self.journal.noting("weigh"):
-                for track, bucket in self._walk(fragment):
-                    if track.lane.is_stepped and self._crossing.is_carrier(track.lane, bucket):
-                        rows = self._crossing.gathered.rows(track, bucket, self._kept_dtype(track))
-                        add_distances(rows, self.turnout.cells, table)
+                for track, bucket in self._carried(fragment):
+                    rows = self._crossing.gathered.rows(track, bucket, self._kept_dtype(track))
+                    add_distances(rows, self.turnout.cells, table)
             if self._routes.cell is not None:
                 dist.all_reduce(table, group=self._routes.cell)
         dist.broadcast(table, src=self._routes.first, group=self._routes.world)
@@ -296,6 +274,12 @@ class Exchange:
             if track.lane.is_mean_at_home and track.home is not None
         ]
         self._homes.reserve(bool(homes), max(homes, default=0))
+
+    def _carried(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
+        """Yield what this rank carries of what training changes."""
+        for track, bucket in self._walk(fragment):
+            if track.lane.is_stepped and self._crossing.is_carrier(track.lane, bucket):
+                yield track, bucket
 
     def _walk(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
         for track in self._tracks:

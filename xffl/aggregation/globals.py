@@ -38,7 +38,7 @@ class GlobalState:
     ) -> None:
         self._tracks = [track for track in tracks if track.lane.is_stepped]
         self._layout = layout
-        self._device = device
+        self.device = device
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
         self._values = {
             track.number: torch.empty(
@@ -67,14 +67,14 @@ class GlobalState:
         self._layout.look_up()
         for track in self._tracks:
             for bucket in track.buckets:
-                buffer = torch.empty(bucket.stop - bucket.start, dtype=track.dtype, device=self._device)
+                buffer = torch.empty(bucket.stop - bucket.start, dtype=track.dtype, device=self.device)
                 self._layout.pack(bucket, buffer)
                 self._values[track.number][bucket.start : bucket.stop].copy_(buffer)
 
     def written(self, track: Track, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was written into the model: in its data type, where the backend communicates from."""
         kept = self._values[track.number][bucket.start : bucket.stop]
-        return kept.to(device=self._device, dtype=track.dtype)
+        return kept.to(device=self.device, dtype=track.dtype)
 
     def squared_distance(self, track: Track, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
         """Return the squared L2 distance of a bucket's values from the agreed ones, a number in fp64; local."""

@@ -72,14 +72,18 @@ class Staging:
             if track.lane.is_mean_at_home or self._is_read_from_stage:
                 return stage, stage, None
             if self.is_snapshot:
-                copy = self._snapshots if self.keeps_snapshot else self.stages
-                return copy[track.number][bucket.start : bucket.stop], stage, None
+                return self.copied(track, bucket), stage, None
             return (stage if run is None else run), stage, None
         if run is not None:
             return run, run, None
         lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
         values = lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype)
         return values, values, lent
+
+    def copied(self, track: Track, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket as it was copied out of the model when the round began."""
+        copy = self._snapshots if self.keeps_snapshot else self.stages
+        return copy[track.number][bucket.start : bucket.stop]
 
     def give(self, lent: torch.Tensor | None) -> None:
         """Take back what :meth:`own` has lent."""
