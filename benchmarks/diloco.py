@@ -65,12 +65,12 @@ def train(options: argparse.Namespace, told: dict[str, Any]) -> None:
     with xffl.session() as state:
         told["cells"] = state.topology.sizes
         for name, seed, method, inner, outer in asked:
-            start = time.monotonic()
+            clock = time.monotonic()
             training = Training(state, method, seed, steps=options.steps, inner_rate=inner, start=start)
             training.advance(options.steps)
             training.end()
             ended = training.ended()
-            seconds = time.monotonic() - start
+            seconds = time.monotonic() - clock
             runs.append(
                 {
                     "method": name,
@@ -198,7 +198,8 @@ def summarize(samples: dict[str, list[Sample]]) -> dict[str, dict[str, Any]]:
 
 def show_rows(rows: dict[str, dict[str, Any]]) -> None:
     print(
-        f"{'':14s} {'held out':>8s} {'rounds':>6s} {'MB a>b':>8s} {'MB b>a':>8s} {'seconds':>8s} {'over none':>9s} round"
+        f"{'':14s} {'held out':>8s} {'rounds':>6s} {'MB a>b':>8s} {'MB b>a':>8s} {'seconds':>8s} {'over none':>9s} "
+        "round"
     )
     for name, row in rows.items():
         there, back = (sent / 1e6 for sent in row["bytes"])
@@ -206,7 +207,7 @@ def show_rows(rows: dict[str, dict[str, Any]]) -> None:
         seconds = "" if row["round_s"] is None else f"{row['round_s']:.3f}"
         print(
             f"{name:14s} {row['ended']['held_out']:8.4f} {row['rounds']:6d} {there:8.2f} {back:8.2f} "
-            f"{row['seconds']:8.1f} {extra} {seconds}"
+            f"{row['seconds']:8.1f} {extra}  {seconds}"
         )
 
 

@@ -1,7 +1,7 @@
 """Worlds for tests: spawned gloo ranks, and a fake group for thousands of ranks in one process.
 
-This is the only importer of torch's private test code. A rank is forked from a server that has torch imported, so a
-world of four starts in a fraction of a second.
+This is the only importer of torch's private test code. A rank is forked from a server that has torch and xffl imported,
+so a world of four starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any
 
 __all__ = ["WorldError", "fake_world", "run_world"]
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"]
+PRELOAD = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
+    *("pytest", "xffl.aggregation.levels", "xffl.aggregation.scaling", "xffl.parallel.shard"),
+]
 GRACE_S = 0.5
 """How long the other ranks may still tell what happened to them after the first one failed."""
 

@@ -17,7 +17,7 @@ import xffl
 from tests.ranks.test_algorithms import build, geometric_median, mean, median, momentum, move, plain, vector
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.levels import Level, Levels
+from xffl.aggregation import Level, Levels
 
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
@@ -398,6 +398,40 @@ def test_facilities_that_finish_early_answer_until_the_last_has(
             ]
             for cell in place:
                 assert found[ends[cell]][0][level] == rows
+
+
+def configured(rank: int, world_size: int) -> list[dict[str, str]]:
+    """The same levels as objects, and as a configuration file has them."""
+    state = make_state(rank, (1,) * 4, None)
+    bits = []
+    for as_text in (False, True):
+        model = build(state)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        if as_text:
+            lower, upper = {"codec": "none"}, {"every": 2, "codec": "bf16", "groups": [2, 2]}
+            aggregator: Any = {"levels": [lower, upper], "policies": POLICIES, "server": "fedavgm:lr=0.7"}
+        else:
+            levels = [Level(), Level(2, "bf16", (2, 2))]
+            aggregator = Levels(model, state, levels, policies=POLICIES, server="fedavgm:lr=0.7")
+        with xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=aggregator) as scaling:
+            assert isinstance(scaling.aggregator, Levels)
+            for number in range(11):
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.full_like(parameter, float(rank + number))
+                optimizer.step()
+        assert scaling.aggregator.is_closed == as_text  # what it has made it gives back
+        bits.append(digests(model))
+    for wrong, told in (({"period": 2}, "a level has no period"), ({"groups": 2}, "groups=2 of level 1")):
+        with pytest.raises(xffl.ConfigError, match=told):
+            Levels(model, state, [{}, wrong])
+    with pytest.raises(xffl.ConfigError, match="overlap=True, which levels are not"):
+        xffl.FederatedScaling(model, optimizer, state, every=2, delay=1, aggregator={"levels": [{}]})
+    return bits
+
+
+def test_levels_can_be_configured() -> None:
+    for first, second in run_world(4, configured):
+        assert first == second
 
 
 def rejected_at_the_end(rank: int, world_size: int) -> None:

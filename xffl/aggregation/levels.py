@@ -9,46 +9,23 @@ cells are replicas of the same shards, so each shard leaves it once, however man
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.codec import Codec
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import Place, make_place
+from xffl.aggregation.units import Level, read_levels, worlds_of
 from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
-from xffl.topology import Topology
+from xffl.errors import CheckpointError, StateError, XfflError
 
-__all__ = ["Level", "Levels", "worlds_of"]
-
-KEYWORDS = frozenset({"policies", "bucket_bytes", "atomic", "nonfinite", "form", "rails", "combine", "server"})
-"""Keywords of an aggregator that a level may have; codecs are the levels' own, and the others need a single level."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of rounds.
-
-    :param every: Rounds of the level below between two of this one, at least 1; of the lowest level 1.
-    :param codec: How its values are written, as :class:`xffl.Aggregator` takes it.
-    :param groups: How many units of the level below make up each unit of this one, in order; ``None`` for the lowest,
-        whose units are the state's cells.
-    :param options: Keywords of this level's aggregator alone, such as ``{"server": "fedavgm:lr=0.7"}``.
-    """
-
-    every: int = 1
-    codec: str | Codec | Mapping[str, str | Codec] = "none"
-    groups: tuple[int, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
+__all__ = ["Levels"]
 
 @dataclass
 class _Stage:
@@ -107,21 +84,21 @@ class Levels(Aggregator):
     :param model: As for :class:`xffl.Aggregator`.
     :param state: The state that describes the federation: its cells are what the lowest level averages. For more than
         one level they have replicas of one size, or are of one size.
-    :param levels: The levels, the lowest first.
+    :param levels: The levels, the lowest first; each an object or a mapping of its fields.
     :param \**options: Keywords of all levels' aggregators: ``policies``, ``bucket_bytes``, ``atomic``, ``nonfinite``,
         ``form``, ``rails``, ``combine``, ``server``.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if the levels or an option cannot be meant; on all ranks alike.
     """
 
-    def __init__(self, model: nn.Module, state: DistributedState, levels: Sequence[Level], **options: Any) -> None:
+    def __init__(self, model: nn.Module, state: DistributedState, levels: Sequence[Level | Mapping[str, Any]], **options: Any) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
         error: XfflError | None = None
         text = ""
         try:
             base = state.topology
-            given = _read(levels, options)
+            given = read_levels(levels, options)
             worlds = worlds_of(base, [level.groups for level in given[1:]], dist.get_rank())
             text = f"{[(level.every, level.groups) for level in given]}"
         except XfflError as wrong:
@@ -321,71 +298,6 @@ class Levels(Aggregator):
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
         self._taken = float(state["taken"])
-
-
-def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: int) -> list[tuple[Topology, int]]:
-    """Return, for each level, the part of the world in which a rank's rounds take place; pure.
-
-    :param base: The cells.
-    :param groups: For each level above the lowest, how many units of the level below make up each of its own.
-    :param rank: The rank.
-    :return: The units that meet, as a topology of the part's own, and the part's first rank.
-    :raises ConfigError: if the groups do not hold all units of the level below, or cells are cut unlike.
-    """
-    if groups and not base.is_cut_alike:
-        raise ConfigError(
-            f"cells of {base.sizes} ranks without HSDP cut the model in different ways, so no larger unit holds the "
-            "same shards; give cells of one size, or hsdp"
-        )
-    shards = base.shards(0)
-    units = [base]
-    for number, sizes in enumerate(groups, 1):
-        below = units[-1]
-        if sizes is None or sum(sizes) != below.cells:
-            raise ConfigError(
-                f"groups {sizes} of level {number} do not hold the {below.cells} units of the level below; give how "
-                "many of them make up each unit, in order"
-            )
-        ends = [below.offsets[end] for end in accumulate(sizes, initial=0)]
-        joined = tuple(stop - start for start, stop in pairwise(ends))
-        units.append(Topology(base.world_size, joined, shards))
-    worlds = []
-    for level, topology in enumerate(units):
-        if level + 1 == len(units):
-            worlds.append((topology, 0))
-            continue
-        above = units[level + 1]
-        ranks = above.federation(above.cell_of(rank))
-        first = topology.cell_of(ranks[0])
-        sizes = topology.sizes[first : topology.cell_of(ranks[-1]) + 1]
-        worlds.append((Topology(len(ranks), sizes, topology.replica_size), ranks[0]))
-    return worlds
-
-
-def _read(levels: Sequence[Level], options: Mapping[str, Any]) -> tuple[Level, ...]:
-    """Check what does not depend on the model; local."""
-    given = tuple(levels) if isinstance(levels, Sequence) else ()
-    if not given or not all(isinstance(level, Level) for level in given):
-        raise ConfigError(f"levels {levels!r} are no list of Level; give at least one, the lowest first")
-    for number, level in enumerate(given):
-        every, groups = level.every, level.groups
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1 or (not number and every != 1):
-            raise ConfigError(
-                f"every={every!r} of level {number} is no number of rounds of the level below; give a positive whole "
-                "number, and 1 for level 0, whose rounds are those that the caller asks for"
-            )
-        is_list = isinstance(groups, tuple) and bool(groups)
-        if is_list != bool(number) or (groups and not all(type(size) is int and size > 0 for size in groups)):
-            raise ConfigError(
-                f"groups={groups!r} of level {number} cannot be meant; give a tuple of the numbers of units that make "
-                "up each larger one, and None for level 0, whose units are the cells"
-            )
-        if unknown := sorted({*options, *level.options} - KEYWORDS):
-            raise ConfigError(
-                f"levels take no {', '.join(unknown)}; choose from {', '.join(sorted(KEYWORDS))}, and codec for each "
-                "level"
-            )
-    return given
 
 
 def _where(number: int, place: Place) -> str:

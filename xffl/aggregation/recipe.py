@@ -130,9 +130,9 @@ def _check_delay(recipe: Recipe, aggregator: object) -> None:
     check_merge(recipe.alpha)
     if not delay:
         return
-    overlaps = aggregator.overlaps if isinstance(aggregator, Aggregator) else recipe.options.get("overlap", True)
-    if not overlaps:
-        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True")
+    overlaps = recipe.options.get("overlap", "levels" not in recipe.options)
+    if not (aggregator.overlaps if isinstance(aggregator, Aggregator) else overlaps):
+        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, which levels are not")
     if recipe.client is not None:
         raise ConfigError(
             f"client {recipe.client} needs to know where the last round left the model, but delay is {delay}; leave "

@@ -17,6 +17,7 @@ from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.clients.base import Client, check_step
 from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
+from xffl.aggregation.levels import Levels
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.pace import Pace
 from xffl.aggregation.recipe import Recipe, read_recipe
@@ -56,8 +57,8 @@ class FederatedScaling:
         round did not use counts in the next. ``None``: every cell that made a step counts 1.
     :param on_round: Called on every rank with the report of each round, after the new weights stand, and of each check
         that skipped one.
-    :param aggregator: An aggregator made with options of one's own, or a mapping with the keywords of the one to make;
-        ``None`` makes one with the defaults.
+    :param aggregator: An aggregator made with options of one's own, or a mapping with the keywords of the one to make
+        (with ``levels``, a :class:`xffl.aggregation.Levels`); ``None`` makes one with the defaults.
     :param delay: Local steps that go on while a round is under way; 0 waits for it. It is merged before the next one
         starts at the latest. A delay needs an aggregator with ``overlap=True``.
     :param alpha: With a delay, the part of a local value that stays when the mean is merged; ``None`` keeps the steps
@@ -216,8 +217,9 @@ class FederatedScaling:
     def _make_aggregator(self) -> Aggregator:
         """Let the client take the weights as they are, and make the aggregator."""
         client, options = self._recipe.client, dict(self._recipe.options)
-        options.setdefault("overlap", self._recipe.delay > 0)
-        options.setdefault("norms", self._recipe.schedule.has_threshold)
+        if "levels" not in options:
+            options.setdefault("overlap", self._recipe.delay > 0)
+            options.setdefault("norms", self._recipe.schedule.has_threshold)
         if client is not None and self._aggregator is None:
             error: XfflError | None = None
             try:
@@ -231,7 +233,8 @@ class FederatedScaling:
             agree("clients", str(client), error=error)
         if client is not None and client.extra is not None:
             options["extra"] = client.extra
-        return Aggregator(self._model, self._state, **options)
+        kind = Levels if "levels" in options else Aggregator
+        return kind(self._model, self._state, **options)
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""
