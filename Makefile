@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench clean
+.PHONY: help install demo noniid test lint format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -24,6 +24,9 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digits/
 	$(BIN)/python examples/01_digits/run.py
+
+noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
+	$(BIN)/python examples/02_noniid/run.py
 
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 	$(BIN)/python -m pytest

@@ -35,7 +35,7 @@ class Trial:
     @property
     def text(self) -> str:
         """The setting, for tables."""
-        names = {"lr": "server lr"}
+        names = {"lr": "server"}
         return ", ".join(
             [f"lr {self.lr:g}", *(f"{names.get(key, key)} {value:g}" for key, value in self.options.items())]
         )

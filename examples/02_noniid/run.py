@@ -70,12 +70,15 @@ def algorithms_table(rows: list[dict[str, Any]]) -> Table:
     """Return the comparison as a table for the terminal."""
     seeds = len(rows[0]["finals"])
     result = Table(title=f"Test accuracy, {seeds} seeds", title_justify="left", caption_justify="left")
-    result.caption = "a round: each cell has gone through its data once; (..): rounds of each seed"
+    result.caption = (
+        "a round: each cell has gone through its data once; (..): rounds of each seed\n"
+        "kB: what a cell sends in a round; lr: of the local steps; server: learning rate there"
+    )
     result.add_column("algorithm")
     result.add_column("setting")
-    result.add_column("final accuracy", justify="right")
+    result.add_column("accuracy", justify="right")
     result.add_column(f"rounds to {TARGET:.0%}", justify="right")
-    result.add_column("kB a round, cell", justify="right")
+    result.add_column("kB", justify="right")
     for row in rows:
         final = f"{row['final_mean']:.1%} ± {100 * row['final_std']:.1f}"
         result.add_row(
@@ -128,37 +131,47 @@ def garbage_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def garbage_table(rows: list[dict[str, Any]]) -> Table:
     """Return who stood what as a table for the terminal."""
     seeds = len(rows[0]["accuracies"])
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in garbage.KINDS.items())
     result = Table(
         title=f"Cell {garbage.BAD_CELL} of {garbage.CELLS} sends garbage, {seeds} seeds",
-        caption=f"{kinds}\nbehind: points below the clean run of the same seed, at worst",
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("garbage", "combine", "nonfinite"):
-        result.add_column(name)
-    result.add_column("test accuracy", justify="right")
+    result.add_column("garbage")
+    result.add_column("combine")
+    result.add_column("accuracy", justify="right")
     result.add_column("behind", justify="right")
     result.add_column("what happened")
+    notes: list[str] = []
     for row in rows:
         mean, is_clean = statistics.fmean(row["accuracies"]), row["garbage"] == garbage.CLEAN
         behind = "" if is_clean else f"{100 * row['worst_behind_clean']:.1f}"
         # Where rounds were rejected from the first on, the cells have only trained for themselves.
         accuracy = f"{mean:.1%}" if max(row["rounds"]) else "-"
+        kind = row["garbage"] + (", drop_cell" if row["nonfinite"] == "drop_cell" else "")
         style = "bold" if row["is_within"] and not is_clean else None
-        cells = [row["garbage"], row["combine"], row["nonfinite"], accuracy, behind if accuracy != "-" else "-"]
-        result.add_row(*cells, story(row), style=style)
+        result.add_row(
+            kind, row["combine"], accuracy, behind if accuracy != "-" else "-", story(row, notes), style=style
+        )
+    result.caption = "\n".join(
+        [
+            *(f"{kind}: {what}" for kind, what in garbage.KINDS.items()),
+            "drop_cell: with nonfinite='drop_cell', else 'reject'",
+            "behind: points below the clean run of the same seed, at worst",
+            *(f"({number}) {note}" for number, note in enumerate(notes, 1)),
+        ]
+    )
     return result
 
 
-def story(row: dict[str, Any]) -> str:
-    """Tell in a few words what a case's first seed has met."""
+def story(row: dict[str, Any], notes: list[str]) -> str:
+    """Tell in a few words what a case's first seed has met; the reason of a rejection becomes a numbered note."""
     if row["errors"]:
-        first = row["errors"][0].split(";")[0]
-        return f"round {row['rounds'][0] + 1} rejected: {first}"
+        reason = row["errors"][0].split(";")[0]
+        if reason not in notes:
+            notes.append(reason)
+        return f"round {row['rounds'][0] + 1} rejected ({notes.index(reason) + 1})"
     if row["dropped"][0]:
-        names = ", ".join(f"cell {cell} for {' '.join(names)}" for cell, names in row["named"][0].items())
-        return f"left out: {names}"
+        return ", ".join(f"cell {cell} out: {' '.join(names)}" for cell, names in row["named"][0].items())
     return ""
 
 
@@ -191,7 +204,7 @@ def main() -> None:
     rows = sum_up(records, standings(records, TARGET), trials)
     summary: dict[str, Any] = {"target": TARGET, "rounds": options.rounds, "algorithms": rows}
     algorithms_figure(
-        records, out / "algorithms.png", target=TARGET, title="Digits in four cells of two or three classes each"
+        records, out / "algorithms.png", target=TARGET, title="Digits in four cells that lack most classes"
     )
     console.print(algorithms_table(rows))
     if options.garbage_seeds:

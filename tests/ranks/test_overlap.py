@@ -13,6 +13,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
+from xffl.aggregation.privacy import Privacy
 
 LAYOUTS = [((1, 1), None), ((4, 2), 2), ((4, 2), None), ((2, 4, 2), 2), ((2, 2), 1)]
 
@@ -230,3 +231,27 @@ def wrong(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("case", [at_once, rejected, wrong], ids=lambda case: case.__name__)
 def test_in_the_background(case: object) -> None:
     run_world(2, case)  # type: ignore[arg-type]
+
+
+def entered_again(rank: int, world_size: int, overlap: bool) -> tuple[int, int, dict[str, str]]:
+    """Two blocks of one loop, whose aggregator gives its groups back in between."""
+    state = make_state(rank, (1, 1), None)
+    torch.manual_seed(0)
+    model = xffl.shard(torch.nn.Linear(5, 4), state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"server": "fedavgm", "privacy": Privacy(clip=1.0, noise=0.0), "overlap": overlap}
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=options)
+    for _ in range(2):
+        with scaling:
+            for number in range(4):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, float(rank + number))
+                optimizer.step()
+    accountant = scaling.aggregator.accountant
+    assert accountant is not None
+    return scaling.aggregator.rounds, accountant.rounds, digests(model)
+
+
+def test_a_second_block_goes_on_where_the_first_has_ended() -> None:
+    kept, remade = (run_world(2, entered_again, overlap)[0] for overlap in (False, True))
+    assert kept[:2] == (4, 4) and remade == kept

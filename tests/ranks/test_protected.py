@@ -16,9 +16,10 @@ import xffl
 from tests.ranks.test_algorithms import move, vector
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
+from xffl.aggregation.combine import Combiner
 from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.secure import SecureSum
+from xffl.aggregation.secure import Masker, SecureSum
 
 Array = npt.NDArray[np.float64]
 
@@ -200,6 +201,10 @@ def test_noise_of_the_sum_goes_with_masks() -> None:
         assert deviation == pytest.approx(3.0 / 3, abs=0.02)  # of the sum; the mean divides by three cells
 
 
+class Neither(Combiner):
+    """One that says neither how to weigh cells nor how to combine values."""
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"secure": True, "codec": "int8"}, "goes with no codec"),
     ({"secure": True, "combine": "median"}, "shows only a sum"),
@@ -213,7 +218,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"server": "fedadam", "atomic": False}, "leave atomic=True"),
     ({"combine": "krum", "form": "two_hop"}, "compares whole models"),
     ({"combine": "krum:faulty=1"}, "5"),
+    ({"combine": "fednova", "privacy": Privacy(1.0, 1.0, where="sum"), "secure": True}, "where='cell'"),
     ({"combine": "no_such"}, "no_such"),
+    ({"combine": Neither()}, "derive it from Coordinatewise or Weighting"),
     ({"server": "LBFGS"}, "elementwise"),
 ]
 
@@ -298,3 +305,65 @@ def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, 
 def test_what_could_not_be_protected_does_not_leave(step: str) -> None:
     for text, sent in run_world(4, fails_while_protecting, step):
         assert "planted" in text and sent and max(sent) <= 0.01
+
+
+def fails_under_masks(rank: int, world_size: int) -> float:
+    """A cell that fails sends no masked zeros: with its own row taken off the sum, each would read the third one's."""
+    from xffl.aggregation import protection
+
+    state = make_state(rank, (1, 1, 1), None)
+    torch.manual_seed(0)
+    model = xffl.shard(nn.Linear(50, 50, bias=False), state)
+    privacy = Privacy(clip=1.0, noise=1e-4, where="sum")
+    aggregator = xffl.Aggregator(model, state, privacy=privacy, secure=True, form="all_gather")
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1e-3 * (rank + 1))
+
+    def fails(*args: Any) -> Any:
+        raise MemoryError("planted")
+
+    if rank == 0:
+        protection.privatize = fails
+    sums: list[torch.Tensor] = []
+    decode = Masker.decode
+
+    def listening(self: Masker, rows: Any, out: torch.Tensor) -> None:
+        total = torch.stack(list(rows)).sum(0)  # modulo 2**64, as the masks are
+        sums.append(total.double() * 2.0 ** -SecureSum().fraction_bits)
+        decode(self, rows, out)
+
+    Masker.decode = listening  # type: ignore[method-assign]
+    with pytest.raises(xffl.RoundError, match="planted"):
+        aggregator.aggregate()
+    assert torch.equal(model.weight, before + 1e-3 * (rank + 1))
+    theirs = (2.0 * before.flatten() + 2e-3 + 3e-3) / 3.0
+    return float((sums[0] - theirs).abs().median())
+
+
+def test_a_cell_that_fails_does_not_bare_the_others() -> None:
+    # Had all masks cancelled, it would be the sum of two updates to some 1e-4.
+    assert min(run_world(3, fails_under_masks)) > 1.0
+
+
+def dropped(rank: int, world_size: int) -> tuple[float, tuple[int, ...], int]:
+    """A cell with NaN is left out of a private round, which is that of the others."""
+    state = make_state(rank, (2, 1, 2), None)
+    model = build(state)
+    start = vector(model)
+    privacy = Privacy(clip=1e-2, noise=0.0)
+    aggregator = xffl.Aggregator(model, state, privacy=privacy, nonfinite="drop_cell")
+    updates = moved(model, state, 0)
+    if state.federated_rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).fill_(math.nan)
+    report = aggregator.aggregate()
+    mean = sum(updates[cell] * 1e-2 / np.linalg.norm(updates[cell]) for cell in (0, 2)) / 2
+    assert aggregator.accountant is not None
+    assert same_bits(model, world_size)
+    return float(np.abs(vector(model) - start - mean).max()), report.dropped, aggregator.accountant.rounds
+
+
+def test_a_private_round_leaves_a_broken_cell_out() -> None:
+    for off, left_out, spent in run_world(5, dropped):
+        assert off <= 1e-7 and left_out == (1,) and spent == 1

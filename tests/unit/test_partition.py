@@ -130,6 +130,22 @@ def test_labels_of_any_kind_deal_alike(name: str) -> None:
     assert METHODS[name](labels, 3) == METHODS[name](strings, 3) == METHODS[name](list(labels), 3)
 
 
+def test_numpy_numbers_deal_alike() -> None:
+    labels = np.arange(40) % 4
+    wide = {"seed": np.int64(3), "minimum": np.int32(2)}
+    plain = {"seed": 3, "minimum": 2}
+    for deal, options in (
+        (partition.iid, {}),
+        (partition.by_key, {"shares": np.array([1.0, 2.0])}),
+        (partition.dirichlet, {"alpha": np.float32(0.5)}),
+        (partition.shards, {"shards_per_cell": np.array([1, 3])}),
+    ):
+        other = {key: value.tolist() for key, value in options.items()}
+        first = deal(labels, np.int64(2), **wide, **options)
+        second = deal(labels, 2, **plain, **other)
+        assert first.digest == second.digest and first.method == second.method
+
+
 def test_all_of_one_cell() -> None:
     for method in METHODS.values():
         assert np.array_equal(method(labels_of(50, 5), 1).parts[0], np.arange(50))
@@ -372,6 +388,9 @@ def test_the_table_counts() -> None:
         (lambda: partition.iid(10, 2, shares=(1, 2, 3)), "3 shares for 2 cells"),
         (lambda: partition.iid(10, 2, shares=(1, 0)), "not all positive"),
         (lambda: partition.iid(10, 2, shares=(1, math.inf)), "not all positive"),
+        (lambda: partition.iid(10, 2, shares=(1e308, 1e308)), "cannot be added up"),
+        (lambda: partition.iid(10, 2, shares="ab"), "cannot be added up"),  # type: ignore[arg-type]
+        (lambda: partition.dirichlet([[0], [0, 1]], 2, alpha=1), "labels are no array"),
         (lambda: partition.dirichlet([0, 1], 2, alpha=0), "alpha 0 is no number"),
         (lambda: partition.dirichlet([0, 1], 2, alpha=math.nan), "alpha nan"),
         (lambda: partition.dirichlet([0, 1], 2, alpha="1"), "alpha '1'"),  # type: ignore[arg-type]

@@ -78,6 +78,8 @@ def test_the_figure_shows_counts_sizes_and_names(tmp_path: Path) -> None:
     [
         ([], None, "no counts"),
         ([[]], None, "no counts"),
+        ([1, 2], None, "no table of whole numbers"),
+        ([[float("nan"), 2]], None, "no table of whole numbers"),
         ([[1, 2], [3]], None, "cell 1 has counts of 1 classes, cell 0 of 2"),
         ([[-1]], None, "a count of -1"),
         ([[1, 2]], ["a"], "1 names for 2 classes"),

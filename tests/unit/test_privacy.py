@@ -166,6 +166,8 @@ def test_noise_has_the_size_that_was_asked_for(where: str, cells: int) -> None:
         {"clip": "1"},
         {"clip": True},
         {"noise": -1.0},
+        {"noise": 1e-200},
+        {"noise": 1e200},
         {"noise": math.nan},
         {"where": "server"},
         {"delta": 0.0},
@@ -316,6 +318,14 @@ def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
     accountant = spent(Privacy(1.0, 1.0))
     with pytest.raises(CheckpointError, match="accountant"):
         accountant.load_state_dict(state)
+    assert accountant.rounds == 1
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), (4, -99), (4, 0), (2.5, 1), (True, 1)], ids=str)
+def test_what_is_no_number_of_exchanges_is_not_counted(wrong: tuple[Any, Any]) -> None:
+    accountant = spent(Privacy(1.0, 1.0))
+    with pytest.raises(ConfigError, match="no whole number from 1"):
+        accountant.spend(*wrong)
     assert accountant.rounds == 1
 
 

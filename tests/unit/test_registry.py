@@ -210,6 +210,11 @@ def test_options_go_to_the_part_that_knows_them() -> None:
     }
 
 
+def test_none_leaves_a_part_out() -> None:
+    assert resolve_algorithm({"name": "scaffold", "client": None, "privacy": None}) == ({}, {})
+    assert resolve_algorithm({"name": "streaming_diloco", "alpha": "1e-1"})[1]["alpha"] == 0.1
+
+
 def test_options_may_name_their_part_or_replace_it() -> None:
     assert server_options({"name": "diloco", "server": {"lr": 0.5}}) == {"lr": 0.5, "momentum": 0.9, "nesterov": True}
     assert server_options({"name": "diloco", "server": "sgd"}) == {"lr": 1.0}

@@ -224,6 +224,20 @@ def test_a_curious_cell_learns_the_sum_of_the_others_only() -> None:
     assert bare.unique().tolist() == [round(2**32 / 3)], "both other cells together do read it"
 
 
+def test_a_cell_that_gives_nothing_keeps_its_masks_and_the_sum_of_the_others() -> None:
+    ranks = begun(3)
+    values = {cell: torch.full((2_000,), float(cell)) for cell in range(3)}
+    ranks[0].abandon()
+    rows = rows_of(ranks, values)
+    assert not rows[0].any()
+    assert abs(chi_square(rows[1] + rows[2])) < 8
+    with pytest.raises(RoundError, match="do not cancel"):
+        ranks[1].decode(list(rows.values()), torch.empty(2_000))
+    for masker in ranks:
+        masker.begin(2, range(3))
+    assert rows_of(ranks, values)[0].any(), "the next attempt has masks again"
+
+
 def test_two_cells_are_refused_and_absent_ones_do_not_count() -> None:
     with pytest.raises(RoundError, match=r"cells \[0, 2\].*needs 3"):
         maskers(4)[0].begin(1, [2, 0, 0])

@@ -133,11 +133,11 @@ def test_plain_cell_shape_is_hsdp() -> None:
 def test_a_large_world_costs_one_rank_little(sizes: tuple[int, ...], replica_size: int | None) -> None:
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         topology = Topology(100_000, sizes, replica_size)
         at = topology.coordinates(77_777)
         groups = topology.groups_of(77_777)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         assert topology.rank_of(at.cell, at.replica, at.shard) == 77_777
         assert all(77_777 in group.ranks for group in groups)
     assert min(seconds) < 0.010

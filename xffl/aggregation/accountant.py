@@ -47,7 +47,11 @@ class Accountant:
 
         :param cells: Number of cells that contribute.
         :param rounds: How many exchanges; more than 1 to plan a run.
+        :raises ConfigError: if one is no whole number from 1.
         """
+        for what, value in (("cells", cells), ("rounds", rounds)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{what} {value!r} is no whole number from 1; give the number of {what}")
         self._spent[self._privacy.noise, self._privacy.where, cells] += rounds
 
     def epsilon(self, delta: float | None = None, *, neighbours: str = "replace", colluding: int = 1) -> float:

@@ -106,7 +106,7 @@ class Exchange:
         self._is_gathering = isinstance(combiner, Weighting) and combiner.needs_distances
         self.agreed = agreed
         self.has_norms = has_norms
-        self._protection = None if privacy is None else Protection(privacy, routes.first + rank)
+        self._protection = None if privacy is None else Protection(privacy, routes.first + rank, masker)
         self.masker = masker
         self.turnout = Turnout((1.0,), 0)
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -181,9 +181,14 @@ class Exchange:
         self._crossing.begin(self.turnout, self.journal)
         if self._protection is not None:
             assert self.agreed is not None
-            cells, home = len(turnout.cells), self._routes.cell
             self._protection.apply(
-                list(self._carried(fragment)), self.agreed, self._staging, self.journal, cells=cells, home=home
+                list(self._carried(fragment)),
+                self.agreed,
+                self._staging,
+                self.journal,
+                cells=turnout.cells,
+                cell=self._cell,
+                home=self._routes.cell,
             )
         if not self._is_gathering:
             self._march(fragment, self._fly)

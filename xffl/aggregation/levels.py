@@ -27,6 +27,7 @@ from xffl.errors import CheckpointError, StateError, XfflError
 
 __all__ = ["Levels"]
 
+
 @dataclass
 class _Stage:
     """One level as this rank sees it.
@@ -91,7 +92,9 @@ class Levels(Aggregator):
     :raises ConfigError: if the levels or an option cannot be meant; on all ranks alike.
     """
 
-    def __init__(self, model: nn.Module, state: DistributedState, levels: Sequence[Level | Mapping[str, Any]], **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, state: DistributedState, levels: Sequence[Level | Mapping[str, Any]], **options: Any
+    ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
         error: XfflError | None = None

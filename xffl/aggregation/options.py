@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from xffl.aggregation.combine import Combiner, Weighting
+from xffl.aggregation.combine import Combiner, Coordinatewise, Mean, Weighting
 from xffl.aggregation.plan import FORMS
 from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.registry import make
@@ -80,7 +80,7 @@ class Options:
         """
         _check_plain(**plain)
         combiner = make("combine", combine)
-        if not isinstance(combiner, Combiner):
+        if not isinstance(combiner, Coordinatewise | Weighting):
             raise ConfigError(f"combine {combine!r} is no Combiner; derive it from Coordinatewise or Weighting")
         optimizer = server_of(server)
         private = None if privacy is None else make("privacy", privacy)
@@ -109,6 +109,11 @@ class Options:
             raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
         if self.privacy is not None:
             self.privacy.check(is_secure=self.secure is not None)
+            if self.privacy.where == "sum" and not isinstance(self.combiner, Mean):
+                raise ConfigError(
+                    f"privacy's where='sum' adds its noise up over cells that count alike, and {_text(self.combiner)} "
+                    "may let one count for more; use combine='mean', or where='cell'"
+                )
             if self.fragments > 1:
                 raise ConfigError("privacy clips whole updates, so it needs fragments=1")
         if self.has_norms and (self.privacy is not None or self.secure is not None):

@@ -16,6 +16,9 @@ __all__ = ["PLACES", "Noise", "Privacy", "privatize"]
 PLACES = ("cell", "sum")
 """What has the whole of the noise: each cell's own update, or the sum over the cells."""
 
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
+"""Beyond these, noise is nothing, or nothing is left of the update."""
+
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache."""
 
@@ -27,10 +30,9 @@ FRACTION = 53
 class Privacy:
     """DP-FedAvg: clip a cell's update and add Gaussian noise (McMahan et al., 2018, arXiv 1710.06963).
 
-    With ``x`` the cell's stepped tensors (trainable parameters of policy ``average``), all of the model or of the
-    round's fragment, and ``g`` the last agreed ones, a cell gives ``g + min(1, clip / |x - g|) (x - g) + z``, where
-    ``|.|`` is the L2 norm and ``z`` is normal. All cells count alike: a weight would be told to all, and would move the
-    bound on what one cell can change.
+    With ``x`` the cell's stepped tensors (trainable parameters of policy ``average``) and ``g`` the last agreed ones, a
+    cell gives ``g + min(1, clip / |x - g|) (x - g) + z``, where ``|.|`` is the L2 norm and ``z`` is normal. All cells
+    count alike: a weight would be told to all, and would move the bound on what one cell can change.
 
     ``where="cell"``: ``z`` has the standard deviation ``noise * clip``. What a cell sends is protected by itself; no
     other cell is trusted. ``where="sum"``: ``noise * clip / sqrt(cells)``, so that the sum over the cells has ``noise *
@@ -61,8 +63,11 @@ class Privacy:
                 raise ConfigError(f"privacy's {what} {value!r} is no finite number; give one")
         if self.clip <= 0:
             raise ConfigError(f"privacy's clip {self.clip} is not above 0; give the largest L2 norm of an update")
-        if self.noise < 0:
-            raise ConfigError(f"privacy's noise {self.noise} is negative; give a factor of the clip, such as 1.0")
+        if self.noise and not LEAST_NOISE <= self.noise <= MOST_NOISE:
+            raise ConfigError(
+                f"privacy's noise {self.noise} is neither 0 nor from {LEAST_NOISE:g} to {MOST_NOISE:g}; give a factor "
+                "of the clip, such as 1.0"
+            )
         if not 0 < self.delta < 1:
             raise ConfigError(f"privacy's delta {self.delta} is not between 0 and 1; give a small one, such as 1e-5")
         if self.where not in PLACES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from xffl.aggregation.globals import GlobalState
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.privacy import Privacy, privatize
+from xffl.aggregation.secure import Masker
 from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track
 
@@ -24,10 +25,12 @@ class Protection:
 
     :param privacy: What was asked for.
     :param rank: This rank.
+    :param masker: The masks of a secure sum, if it is one.
     """
 
-    def __init__(self, privacy: Privacy, rank: int) -> None:
+    def __init__(self, privacy: Privacy, rank: int, masker: Masker | None) -> None:
         self._privacy = privacy
+        self._masker = masker
         self._noise = privacy.noise_of(rank)
         self.accountant = Accountant(privacy)
 
@@ -38,22 +41,27 @@ class Protection:
         staging: Staging,
         journal: Journal,
         *,
-        cells: int,
+        cells: Collection[int],
+        cell: int,
         home: dist.ProcessGroup | None,
     ) -> None:
         """Clip this cell's update and add noise to what this rank carries of it, in the stages.
 
         Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
-        something fails, nothing of the update is left in the stages, since they are sent all the same.
+        something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
+        sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
 
         :param carried: The buckets that this rank carries.
         :param agreed: The last agreed model.
         :param staging: Where values are read from and collected.
         :param journal: Where seconds and failures are noted.
-        :param cells: Number of cells that contribute.
+        :param cells: The cells that contribute.
+        :param cell: This cell; where it does not contribute, nothing of it is sent, and nothing is done.
         :param home: The group of the cell; ``None`` where there is one rank.
         """
-        self.accountant.spend(cells)  # also where the round is rejected later: it has been seen then
+        self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
+        if cell not in cells:
+            return
         staging.read_from_stages()
         # What could not be measured is too long to be clipped, on all ranks of the cell.
         total = torch.full((), math.inf, dtype=torch.float64, device=agreed.device)
@@ -71,9 +79,13 @@ class Protection:
         protected = 0
         with journal.noting("protect"):
             scale = self._privacy.scale_of(math.sqrt(total.item()))
-            deviation = self._privacy.deviation(cells)
+            deviation = self._privacy.deviation(len(cells))
             for track, bucket in carried:
                 privatize(staging.stage(track, bucket), agreed.written(track, bucket), scale, deviation, self._noise)
                 protected += 1
+        if journal.failure is None:
+            return
         for track, bucket in carried[protected:]:
             staging.stage(track, bucket).zero_()
+        if self._masker is not None:
+            self._masker.abandon()

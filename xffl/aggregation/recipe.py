@@ -80,6 +80,9 @@ def read_recipe(
         options = _joined(options, aggregator or {})
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
+    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else options.get("privacy")
+    if weight is not None and is_private is not None:
+        raise ConfigError("privacy counts all cells alike, since weights tell about the data; leave weight out")
     if client is not None and "client" in preset:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
     recipe = Recipe(

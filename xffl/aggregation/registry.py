@@ -50,6 +50,8 @@ KINDS: Mapping[str, str] = {
 
 _PARTS = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
 """The kinds that an algorithm is put together from, and whose keywords they are."""
+_OPTIONAL = ("client", "privacy")
+"""Those of which ``None`` means none."""
 
 
 def entries(kind: str | None = None) -> tuple[Entry, ...]:
@@ -162,7 +164,7 @@ def load(path: str, what: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as wrong:
+    except (ImportError, AttributeError, TypeError, ValueError) as wrong:
         raise ConfigError(
             f"{what}: {path} cannot be imported ({wrong}); give the path of a class or function"
         ) from wrong
@@ -241,13 +243,14 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
         side = next((side for side, words in keywords.items() if key in words), None)
         if side is not None:
             # No class says which type a keyword has: a text is what it would be in a configuration file.
-            keywords[side][key] = yaml.safe_load(given[key]) if isinstance(given[key], str) else given[key]
+            keywords[side][key] = _plain(given[key]) if isinstance(given[key], str) else given[key]
         else:
             changes.setdefault(_owner(name, key, parts, keywords), {})[key] = given[key]
     for kind, options in changes.items():
         parts[kind] = _changed(kind, parts[kind], options)
     for kind, part in parts.items():
-        keywords[_PARTS[kind]][kind] = make(kind, part)
+        if part is not None or kind not in _OPTIONAL:
+            keywords[_PARTS[kind]][kind] = make(kind, part)
     return keywords["aggregator"], keywords["scaling"]
 
 
@@ -277,6 +280,15 @@ def _options_of_part(kind: str, part: object) -> list[str]:
     leading = 1 if kind == "server" else 0
     home = "torch.optim" if kind == "server" else None
     return _option_names(f"{kind} {name!r}", locate(kind, name, home=home)[0], leading)
+
+
+def _plain(text: str) -> object:
+    """Read a text as a configuration file's value; YAML takes ``1e-1`` for a text."""
+    value = yaml.safe_load(text)
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _changed(kind: str, part: object, change: object) -> object:

@@ -141,7 +141,11 @@ class FederatedScaling:
         if self._handles:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
         if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
+            # A second block goes on where the first has ended.
+            kept = None if self._aggregator is None else self._aggregator.state_dict()
             self._aggregator = self._make_aggregator()
+            if kept is not None:
+                self._aggregator.load_state_dict(kept)
         self._cell = self._state.topology.cell_of(dist.get_rank())
         self._begin()
         self._target = self._next_target(self._aggregator.rounds)

@@ -101,6 +101,7 @@ class Masker:
         self._context = context
         self._secrets: dict[int, bytes] = {}
         self._attempt = 0
+        self._is_abandoned = False
         self._cells: tuple[int, ...] = ()
         self._used: set[tuple[object, ...]] = set()
 
@@ -124,6 +125,7 @@ class Masker:
                 "next_attempt of all ranks"
             )
         self._attempt = attempt
+        self._is_abandoned = False
         self._used.clear()
         self._cells = ()
         if len(contributing := sorted(set(cells))) < LEAST_CELLS:
@@ -132,6 +134,13 @@ class Masker:
                 "each would learn the other's values; wait for more cells, or average with secure=False"
             )
         self._cells = tuple(contributing)
+
+    def abandon(self) -> None:
+        """Let no mask of this attempt leave: rows are zeros from now on, and the others' masks do not cancel; local.
+
+        For a rank whose values may not leave. Zeros under masks would give the sum of the other cells' values away.
+        """
+        self._is_abandoned = True
 
     @torch.no_grad()
     def encode(
@@ -145,7 +154,8 @@ class Masker:
     ) -> None:
         """Write values times this cell's share as a masked row; local.
 
-        Where it raises, ``out`` holds zeros: nothing of the values leaves if it is sent all the same.
+        Where it raises, and after :meth:`abandon`, ``out`` holds zeros: nothing of the values leaves if it is sent all
+        the same.
 
         :param values: Flat values of any floating-point type, already clipped and noised where that is asked for.
         :param share: This cell's weight over the sum of all weights.
@@ -157,6 +167,8 @@ class Masker:
         :raises StateError: if the place has been used, or the carriers are not those of the contributing cells.
         """
         out.zero_()
+        if self._is_abandoned:
+            return
         if tuple(sorted(carriers)) != self._cells or carriers.get(self._cell) != self._rank:
             raise StateError(
                 f"carriers {dict(carriers)} are not one for each of the cells {self._cells} with rank {self._rank} for "

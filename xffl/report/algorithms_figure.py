@@ -126,7 +126,7 @@ def _draw_curves(axes: Axes, found: list[Standing], target: float) -> None:
     for colour, one in zip(PALETTE, found, strict=False):
         rounds = [point[0] for point in one.curve]
         mean, worst, best = ([100 * point[at] for point in one.curve] for at in (1, 2, 3))
-        axes.fill_between(rounds, worst, best, color=colour, alpha=0.13, linewidth=0)
+        axes.fill_between(rounds, worst, best, color=colour, alpha=0.10, linewidth=0)
         axes.plot(rounds, mean, color=colour, linewidth=2.0, label=one.run)
     axes.axhline(100 * target, color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.set_ylabel("accuracy (%)", color=INK)

@@ -29,7 +29,7 @@ AHEAD = 2
 """Buckets that gloo's receivers ask for before they send their own."""
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for."""
-BALLOT_BYTES = 88
+BALLOT_BYTES = 120
 """A vote gathers eleven 64-bit floats of every rank."""
 CODING = 4
 """Passes over values that writing or reading a code is worth."""

@@ -91,7 +91,10 @@ def checked_counts(counts: Sequence[Sequence[int]]) -> list[list[int]]:
     :return: The same numbers.
     :raises ConfigError: if there is no cell or no class, rows differ in length, or a number is below 0.
     """
-    rows = [[int(count) for count in row] for row in counts]
+    try:
+        rows = [[int(count) for count in row] for row in counts]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"counts are no table of whole numbers ({error}); give a row for each cell") from error
     if not rows or not rows[0]:
         raise ConfigError("there are no counts to show; give those of at least one cell and one class")
     for cell, row in enumerate(rows):

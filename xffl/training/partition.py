@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import numbers
 from bisect import bisect_left
 from collections.abc import Sequence, Sized
 from itertools import pairwise
@@ -189,7 +190,7 @@ def shards(
     """
     codes, _ = label_codes(labels, "labels")
     _checked_cells(cells, len(codes), minimum)
-    is_list = isinstance(shards_per_cell, Sequence)
+    is_list = isinstance(shards_per_cell, (Sequence, np.ndarray))
     wanted = _checked_sizes(
         shards_per_cell if is_list else (shards_per_cell,) * cells,  # type: ignore[arg-type]
         cells,
@@ -351,19 +352,25 @@ def _checked_cells(cells: int, samples: int, minimum: int) -> int:
 
 
 def _checked_alpha(alpha: object) -> float:
-    is_number = isinstance(alpha, (int, float, np.floating)) and not isinstance(alpha, bool)
+    is_number = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
     if not is_number or not LEAST_ALPHA <= alpha <= MOST_ALPHA:  # type: ignore[operator]
         raise ConfigError(f"alpha {alpha!r} is no number from {LEAST_ALPHA:g} to {MOST_ALPHA:g}; give one, such as 0.5")
     return float(alpha)  # type: ignore[arg-type]
 
 
 def _checked_shares(shares: Sequence[float] | None, cells: int) -> Floats:
-    given = [1.0] * cells if shares is None else [float(share) for share in shares]
+    try:
+        given = [1.0] * cells if shares is None else [float(share) for share in shares]
+        whole = math.fsum(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"shares {shares!r} cannot be added up ({error}); give relative sizes, such as (2, 1)"
+        ) from error
     if len(given) != cells:
         raise ConfigError(f"there are {len(given)} shares for {cells} cells; give one for each cell")
     if not all(math.isfinite(share) and share > 0 for share in given):
         raise ConfigError(f"shares {_shown(given)} are not all positive numbers; give relative sizes, such as (2, 1)")
-    return np.array(given) / math.fsum(given)
+    return np.array(given) / whole
 
 
 def _checked_sizes(sizes: Sequence[int], cells: int, *, what: str = "sizes", least: int = 0) -> Indices:
@@ -393,6 +400,6 @@ def _told(cells: int, seed: int, minimum: int, **options: object) -> str:
     given = {name: value for name, value in options.items() if value is not None}
     given = {"cells": cells, **given, "minimum": minimum, "seed": seed}
     return ", ".join(
-        f"{name}={value if isinstance(value, (int, float)) else _shown(list(value))}"  # type: ignore[call-overload]
+        f"{name}={value if isinstance(value, numbers.Real) else _shown(list(value))}"  # type: ignore[call-overload]
         for name, value in given.items()
     )

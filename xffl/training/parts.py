@@ -154,7 +154,10 @@ def label_codes(labels: npt.ArrayLike, what: str) -> tuple[Indices, int]:
     :return: The number of each entry's value, from 0, and how many values there are.
     :raises ConfigError: if the array is not 1-D or cannot be sorted.
     """
-    values: npt.NDArray[Any] = np.asarray(labels)
+    try:
+        values: npt.NDArray[Any] = np.asarray(labels)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's, of bf16 or with gradients; lists of lists
+        raise ConfigError(f"{what} are no array ({error}); give one number or string for each sample") from error
     if values.ndim != 1:
         raise ConfigError(f"{what} of shape {values.shape} are not one for each sample; give a 1-D array")
     try:

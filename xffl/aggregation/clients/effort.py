@@ -4,11 +4,13 @@ A gradient goes on moving the weights in later steps where there is momentum. So
 once; how many is its *factor*: 1 without momentum, and with it ``1 + rho + rho^2 + ...``, one term for each gradient
 that the momentum holds. Over ``K`` steps from an empty momentum the factors add up to ``a = (K - rho (1 - rho^K) / (1 -
 rho)) / (1 - rho)`` (Wang et al., 2020, arXiv 2007.07481). A momentum that outlives a round goes on from where it was.
+Learning rates are not counted: a cell whose schedule has come further down counts its smaller steps in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 from torch.optim import SGD, Optimizer
@@ -65,12 +67,13 @@ class Effort:
         return factors
 
     def of_step(self) -> float:
-        """Return the factor of a local step: the mean over the elements that the optimizers' last steps changed."""
+        """Return the factor of a local step: the mean over all elements, 0 for those whose optimizer made no step."""
         parts: list[tuple[float, int]] = [
             (factor, sum(parameter.numel() for parameter in group["params"]))
             for optimizer, factors in zip(self._optimizers, self._factors, strict=True)
-            for group, factor in zip(optimizer.param_groups, factors, strict=False)
+            for group, factor in zip(optimizer.param_groups, factors or repeat(0.0), strict=False)
         ]
+        self._factors = [[] for _ in self._optimizers]
         if len({factor for factor, _ in parts}) == 1:
             return parts[0][0]
         return sum(factor * numel for factor, numel in parts) / sum(numel for _, numel in parts)
