@@ -1,16 +1,15 @@
 """Train a small language model synchronously, by FedAvg and by DiLoCo: losses, bytes over a slow link, and time on it.
 
-    xffl exec --processes 2 --federated 1,1 benchmarks/diloco.py begin --start runs/start.pt
-    xffl exec --processes 2 --federated 1,1 benchmarks/diloco.py choose --start runs/start.pt [--out FILE]
-    xffl exec --processes 2 --federated 1,1 benchmarks/diloco.py losses --start runs/start.pt [--out FILE]
-    sudo python benchmarks/diloco.py link --start runs/start.pt [--rate-mbit 200] [--delay-ms 10] [--out FILE]
+    xffl exec --processes 2 --federated 1,1 benchmarks/diloco.py choose [--out FILE]
+    xffl exec --processes 2 --federated 1,1 benchmarks/diloco.py losses [--out FILE]
+    sudo python benchmarks/diloco.py link [--rate-mbit 200] [--delay-ms 10] [--out FILE]
 
-All methods see the same tokens, in the same order, from the same weights: random ones, or those that ``begin`` has
-trained synchronously for a while and written to ``--start``. ``choose`` tries three learning rates for each method and
-tells its loss on a part of the text that is neither trained on nor held out. ``losses`` trains with each method on this
-machine, seed by seed. ``link`` trains in two cells of two ranks in network namespaces (tests/cluster/net) with a slow
-link between them; blocks of steps are interleaved over methods, and the link's interfaces are read before and after
-each. ``none`` has no rounds: what another method takes longer is what the link costs.
+All methods see the same tokens, in the same order, from the same random weights. ``choose`` tries learning rates for
+each algorithm and tells its loss on a part of the text that is neither trained on nor held out. ``losses`` trains with
+each method on this machine, seed by seed. ``link`` trains in two cells of two ranks in network namespaces
+(tests/cluster/net) with a slow link between them; blocks of steps are interleaved over methods, and the link's
+interfaces are read before and after each. ``none`` has no rounds: what another method takes longer is what the link
+costs.
 """
 
 from __future__ import annotations
@@ -32,24 +31,11 @@ from wan import ROOT, Link, Sample, World, cells, measure, stop
 sys.path.append(str(ROOT))  # for tests.cluster.net, which is no part of the package
 
 # Every rank imports this script first: this adds its contenders to those of wan_rank.py.
-from diloco_rank import (
-    FAMILIES,
-    FIRST_RATE,
-    INNER_RATE,
-    INNER_RATES,
-    METHODS,
-    STEPS,
-    Block,
-    Ended,
-    Method,
-    Training,
-    parameters,
-)
+from diloco_rank import GRIDS, NAMES, STEPS, Block, Ended, Rates, Training, make_method, parameters
 
 NODES = ("a1", "a2", "b1", "b2")
-LINKED = ("none", "sync", "fedavg_50", "diloco_10", "diloco_50", "diloco_200", "streaming_50")
-CHOOSING_SEED, FIRST_SEED = 100, 1000
-"""Seeds of the trainings that choose learning rates, and that make the first weights: none of those reported."""
+CHOOSING_SEED = 100
+"""Seed of the trainings that choose learning rates: none of those reported."""
 
 
 def train(options: argparse.Namespace, told: dict[str, Any]) -> None:
@@ -60,65 +46,34 @@ def train(options: argparse.Namespace, told: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)  # the ranks share the cores
     runs = told["runs"] = []
-    asked = {"begin": first, "choose": choices, "losses": chosen}[options.what](options)
-    start = None if options.what == "begin" else options.start
+    asked = choices(options) if options.what == "choose" else chosen(options)
     with xffl.session() as state:
         told["cells"] = state.topology.sizes
-        for name, seed, method, inner, outer in asked:
+        for name, seed, given in asked:
             clock = time.monotonic()
-            training = Training(state, method, seed, steps=options.steps, inner_rate=inner, start=start)
+            method, rates = make_method(name, given)
+            training = Training(state, method, seed, steps=options.steps, inner_rate=rates.inner)
             training.advance(options.steps)
             training.end()
             ended = training.ended()
             seconds = time.monotonic() - clock
-            runs.append(
-                {
-                    "method": name,
-                    "seed": seed,
-                    "inner_rate": inner,
-                    "outer_rate": outer,
-                    "seconds": seconds,
-                    **vars(ended),
-                }
-            )
-            weights = training.whole() if options.what == "begin" else None
+            runs.append({"method": name, "seed": seed, **vars(rates), "seconds": seconds, **vars(ended)})
             if state.rank == 0:
-                if weights is not None:
-                    options.start.parent.mkdir(parents=True, exist_ok=True)
-                    torch.save(weights, options.start)
-                rates = f"inner {inner:g}" + ("" if outer is None else f", outer {outer:g}")
                 print(f"{name}, seed {seed}, {rates}: {show(ended)} in {seconds:.0f} s", flush=True)
                 write(options, told)
 
 
-Run = tuple[str, int, Method, float, float | None]
-
-
-def first(options: argparse.Namespace) -> list[Run]:
-    """Return the training that makes the weights that others begin with."""
-    return [("sync", FIRST_SEED, METHODS["sync"], FIRST_RATE, None)]
+Run = tuple[str, int, Rates | None]
 
 
 def choices(options: argparse.Namespace) -> list[Run]:
     """Return what there is to choose from, for each method."""
-    runs: list[Run] = []
-    for name in options.methods:
-        method = METHODS[name]
-        if method.is_synchronous:
-            runs += [(name, CHOOSING_SEED, method, inner, None) for inner in INNER_RATES]
-        else:
-            make, rates = FAMILIES[name.split("_")[0]]
-            runs += [(name, CHOOSING_SEED, Method(make(rate), method.every), INNER_RATE, rate) for rate in rates]
-    return runs
+    return [(name, CHOOSING_SEED, rates) for name in options.methods for rates in GRIDS[name.split("_")[0]]]
 
 
 def chosen(options: argparse.Namespace) -> list[Run]:
     """Return the methods with the rates that they are reported with."""
-    return [
-        (name, seed, METHODS[name], INNER_RATE, (METHODS[name].algorithm or {}).get("lr"))
-        for seed in options.seeds
-        for name in options.methods
-    ]
+    return [(name, seed, None) for seed in options.seeds for name in options.methods]
 
 
 def show(ended: Ended) -> str:
@@ -139,7 +94,7 @@ def over_link(options: argparse.Namespace, told: dict[str, Any]) -> None:
             link.settled()
             for block in range(0, options.steps, options.block):
                 size = min(options.block, options.steps - block)
-                asked = Block(options.seeds[0], size, options.steps, options.start)
+                asked = Block(options.seeds[0], size, options.steps)
                 for name, found in samples.items():
                     found.append(measure(world, link, name, asked))  # type: ignore[arg-type]
                     if options.steps == block + size:
@@ -231,33 +186,33 @@ def head(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "xffl": xffl.__version__},
         "parameters": parameters(),
         "steps": options.steps,
-        "is_pretrained": options.what != "begin" and options.start is not None,
     }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     def names(text: str) -> tuple[str, ...]:
-        if wrong := [name for name in text.split(",") if name not in METHODS]:
-            raise argparse.ArgumentTypeError(f"{', '.join(wrong)} unknown; choose from {', '.join(METHODS)}")
+        if wrong := [name for name in text.split(",") if name not in NAMES]:
+            raise argparse.ArgumentTypeError(f"{', '.join(wrong)} unknown; choose from {', '.join(NAMES)}")
         return tuple(text.split(","))
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("begin", "choose", "losses", "link"))
-    parser.add_argument("--methods", type=names, help=f"of {', '.join(METHODS)}")
+    parser.add_argument("what", choices=("choose", "losses", "link"))
+    parser.add_argument("--methods", type=names, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--block", type=int, default=100, help="steps that are timed in one go over the link")
-    parser.add_argument("--start", type=Path, help="the weights to begin with")
     parser.add_argument("--rate-mbit", type=float, default=200.0, help="the link's rate, each way")
     parser.add_argument("--delay-ms", type=float, default=10.0, help="the link's delay, one way")
     parser.add_argument("--queue-ms", type=float, default=100.0, help="what its queues hold before they drop packets")
     parser.add_argument("--congestion", help="TCP's congestion control; by default the kernel's choice")
     parser.add_argument("--out", type=Path, help="where to write JSON")
     options = parser.parse_args(arguments)
-    if options.what == "begin" and options.start is None:
-        parser.error("begin needs --start: where to write the weights")
     if options.methods is None:
-        options.methods = LINKED if options.what == "link" else tuple(name for name in METHODS if name != "none")
+        options.methods = {
+            "choose": ("sync", "fedavg_50", "diloco_50", "streaming_50"),
+            "losses": tuple(name for name in NAMES if name != "none"),
+            "link": NAMES,
+        }[options.what]
     return options
 
 

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -21,30 +20,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from wan_rank import CONTENDERS, Bench, Contender, locals_of
 
 import xffl
 
-__all__ = [
-    "FAMILIES",
-    "FIRST_RATE",
-    "INNER_RATE",
-    "INNER_RATES",
-    "METHODS",
-    "STEPS",
-    "Block",
-    "Ended",
-    "Method",
-    "Training",
-    "parameters",
-]
+__all__ = ["GRIDS", "NAMES", "STEPS", "Block", "Ended", "Method", "Rates", "Training", "make_method", "parameters"]
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 80, 4, 2
 PIECES = 4
 """Pieces of text in a cell's step, whatever its number of ranks."""
 
-STEPS, WARM_UP = 1000, 50
+STEPS, WARM_UP = 8000, 100
 CUTS = (0.8, 0.9)
 """Where a topic's training part ends, and where its held-out part begins."""
 
@@ -65,45 +51,62 @@ class Method:
     is_synchronous: bool = False
 
 
-def fedavg(lr: float) -> dict[str, Any]:
-    """Return the mean, or a part of the way to it, or somewhat more."""
-    return {"name": "fedavg"} if lr == 1.0 else {"name": "fedavg", "server": {"name": "sgd", "lr": lr}}
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of a method.
+
+    :param inner: The highest of the inner optimizer.
+    :param outer: That of the server; ``None`` without one.
+    """
+
+    inner: float
+    outer: float | None = None
+
+    def __str__(self) -> str:
+        return f"inner {self.inner:g}" + ("" if self.outer is None else f", outer {self.outer:g}")
 
 
-def diloco(lr: float) -> dict[str, Any]:
-    return {"name": "diloco", "lr": lr}
+def streaming(outer: float) -> dict[str, Any]:
+    return {"name": "streaming_diloco", "lr": outer, "fragments": 2, "delay": 5, "alpha": 0.5}
 
 
-def streaming(lr: float) -> dict[str, Any]:
-    return {"name": "streaming_diloco", "lr": lr, "fragments": 2, "delay": 5, "alpha": 0.5}
+def make_method(name: str, rates: Rates | None = None) -> tuple[Method, Rates]:
+    """Return a method of :data:`NAMES`, with rates other than the chosen ones if some are given."""
+    family, _, every = name.partition("_")
+    rates = rates or CHOSEN[family]
+    if family in ("sync", "none"):
+        return Method(is_synchronous=family == "sync"), rates
+    algorithm = {
+        "fedavg": {"name": "fedavg"},
+        "diloco": {"name": "diloco", "lr": rates.outer},
+        "streaming": streaming(rates.outer or 0.0),
+    }[family]
+    return Method(algorithm, int(every) // algorithm.get("fragments", 1)), rates  # type: ignore[call-overload]
 
 
-FAMILIES: dict[str, tuple[Callable[[float], dict[str, Any]], tuple[float, ...]]] = {
-    "fedavg": (fedavg, (0.7, 1.0, 1.3)),
-    "diloco": (diloco, (0.3, 0.5, 0.7)),
-    "streaming": (streaming, (0.3, 0.5, 0.7)),
+INNER, OUTER = (4e-3, 8e-3), (0.3, 0.5, 0.7)
+GRIDS: dict[str, list[Rates]] = {
+    "sync": [Rates(inner) for inner in INNER],
+    "fedavg": [Rates(inner) for inner in INNER],
+    "diloco": [Rates(inner, outer) for inner in INNER for outer in OUTER],
+    "streaming": [Rates(inner, outer) for inner in INNER for outer in OUTER],
 }
-"""What there is to choose for each algorithm: three learning rates of the server."""
+"""What ``choose`` tries for each algorithm, with 50 steps between rounds."""
 
-INNER_RATES = (2e-3, 4e-3, 8e-3)
-"""And for the synchronous run: three of the inner optimizer, which the others take over."""
-
-INNER_RATE = 4e-3
-FIRST_RATE = 1.6e-2
-"""Inner learning rate of the training that makes the weights to begin with."""
-
-METHODS: dict[str, Method] = {
-    "sync": Method(is_synchronous=True),
-    "none": Method(),
-    "fedavg_10": Method(fedavg(1.0), 10),
-    "fedavg_50": Method(fedavg(1.0), 50),
-    "fedavg_200": Method(fedavg(1.0), 200),
-    "diloco_10": Method(diloco(0.7), 10),
-    "diloco_50": Method(diloco(0.7), 50),
-    "diloco_200": Method(diloco(0.7), 200),
-    "streaming_50": Method(streaming(0.5), 25),
+CHOSEN = {
+    "sync": Rates(8e-3),
+    "none": Rates(8e-3),
+    "fedavg": Rates(8e-3),
+    "diloco": Rates(8e-3, 0.5),
+    "streaming": Rates(8e-3, 0.5),
 }
-"""The contenders, by algorithm and by the steps after which a tensor crosses again; rates were chosen by ``choose``."""
+"""What ``choose`` found, on a part of the text that is not held out and with a seed that is not reported."""
+
+NAMES = (
+    *("none", "sync", "fedavg_10", "fedavg_50", "fedavg_200"),
+    *("diloco_10", "diloco_50", "diloco_200", "streaming_50"),
+)
+"""The contenders, by algorithm and by the steps after which a tensor crosses again."""
 
 
 class LanguageModel(nn.Module):
@@ -190,7 +193,6 @@ class Training:
     :param seed: Seed of the initial weights and of the text's order.
     :param steps: Steps of the whole training.
     :param inner_rate: Highest learning rate of the inner optimizer.
-    :param start: Weights to begin with; ``None``: random ones.
     """
 
     def __init__(
@@ -200,16 +202,13 @@ class Training:
         seed: int,
         *,
         steps: int,
-        inner_rate: float = INNER_RATE,
-        start: Path | None = None,
+        inner_rate: float,
     ) -> None:
         self._state, self._method = state, method
         self.reports: list[xffl.RoundReport] = []
         self.steps_made = 0
         torch.manual_seed(seed)
         model = LanguageModel()
-        if start is not None:
-            model.load_state_dict(torch.load(start))
         self.model = xffl.shard(model, one_world(state) if method.is_synchronous else state)
         self._batches = batches(state, seed)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=inner_rate)
@@ -244,13 +243,6 @@ class Training:
     def end(self) -> None:
         """Merge what is under way, and let all cells hold the same model."""
         self._block.close()
-
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Return the weights, gathered from the ranks of the cell; collective over it."""
-        return {
-            name.removeprefix("module."): value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in self.model.state_dict().items()
-        }
 
     def ended(self) -> Ended:
         """Return how the training ended; call it after :meth:`end`."""
@@ -298,20 +290,19 @@ class Block:
     :param seed: Seed of the training.
     :param steps: How many steps.
     :param of: Steps of the whole training.
-    :param start: Weights to begin with.
     """
 
     seed: int
     steps: int
     of: int
-    start: Path | None = None
 
 
 class Timed:
     """A training over the link, block by block."""
 
-    def __init__(self, bench: Bench, method: Method) -> None:
-        self._bench, self._method = bench, method
+    def __init__(self, bench: Bench, name: str) -> None:
+        self._bench = bench
+        self._method, self._rates = make_method(name)
         self._training: Training | None = None
         self._block = Block(0, 0, 0)
         self._spans: list[tuple[float, float]] = []
@@ -321,7 +312,9 @@ class Timed:
         """Begin the training before its first block."""
         self._block = block
         if self._training is None:
-            self._training = Training(self._bench.state, self._method, block.seed, steps=block.of, start=block.start)
+            self._training = Training(
+                self._bench.state, self._method, block.seed, steps=block.of, inner_rate=self._rates.inner
+            )
         dist.barrier()
 
     def run(self) -> None:
@@ -353,13 +346,13 @@ class Timed:
         return told | {"shard": self._bench.state.replica_local_rank, "checksum": checksum}
 
 
-def _timed(method: Method) -> Callable[[Bench], Contender]:
+def _timed(name: str) -> Callable[[Bench], Contender]:
     def make(bench: Bench) -> Contender:
-        timed = Timed(bench, method)
+        timed = Timed(bench, name)
         return Contender(run=timed.run, prepare=timed.prepare, tell=timed.tell)  # type: ignore[arg-type]
 
     return make
 
 
 # wan.py's ranks look their contenders up there; they import this file before they make them.
-CONTENDERS |= {name: _timed(method) for name, method in METHODS.items()}
+CONTENDERS |= {name: _timed(name) for name in NAMES}

@@ -72,7 +72,7 @@ def algorithms_table(rows: list[dict[str, Any]]) -> Table:
     result = Table(title=f"Test accuracy, {seeds} seeds", title_justify="left", caption_justify="left")
     result.caption = (
         "a round: each cell has gone through its data once; (..): rounds of each seed\n"
-        "kB: what a cell sends in a round; lr: of the local steps; server: learning rate there"
+        "kB: sent by a cell in a round; lr: of local steps; server: its learning rate"
     )
     result.add_column("algorithm")
     result.add_column("setting")
@@ -110,7 +110,7 @@ def garbage_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for (kind, combine, nonfinite), ended in cases.items():
         behind = [clean[one["seed"]] - one["accuracy"] for one in ended]
-        errors = [one["error"] for one in ended if one["error"]]
+        errors = [one["error"] for one in ended]
         rows.append(
             {
                 "garbage": kind,
@@ -119,7 +119,7 @@ def garbage_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "accuracies": [round(one["accuracy"], 4) for one in ended],
                 "rounds": [one["rounds"] for one in ended],
                 "worst_behind_clean": round(max(behind), 4),
-                "is_within": max(behind) <= POINTS and not errors,
+                "is_within": max(behind) <= POINTS and not any(errors),
                 "errors": errors,
                 "dropped": [one["dropped"] for one in ended],
                 "named": [one["named"] for one in ended],
@@ -164,12 +164,13 @@ def garbage_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def story(row: dict[str, Any], notes: list[str]) -> str:
-    """Tell in a few words what a case's first seed has met; the reason of a rejection becomes a numbered note."""
-    if row["errors"]:
-        reason = row["errors"][0].split(";")[0]
-        if reason not in notes:
-            notes.append(reason)
-        return f"round {row['rounds'][0] + 1} rejected ({notes.index(reason) + 1})"
+    """Tell in a few words what the first seed with something to tell has met; reasons become numbered notes."""
+    for error, rounds in zip(row["errors"], row["rounds"], strict=True):
+        if error:
+            reason = error.split(";")[0]
+            if reason not in notes:
+                notes.append(reason)
+            return f"round {rounds + 1} rejected ({notes.index(reason) + 1})"
     if row["dropped"][0]:
         return ", ".join(f"cell {cell} out: {' '.join(names)}" for cell, names in row["named"][0].items())
     return ""
