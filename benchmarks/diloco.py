@@ -209,7 +209,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.methods is None:
         options.methods = {
-            "choose": ("sync", "fedavg_50", "diloco_50", "streaming_50"),
+            "choose": ("sync", "fedavg_50", "diloco_50"),
             "losses": tuple(name for name in NAMES if name != "none"),
             "link": NAMES,
         }[options.what]

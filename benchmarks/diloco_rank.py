@@ -84,14 +84,13 @@ def make_method(name: str, rates: Rates | None = None) -> tuple[Method, Rates]:
     return Method(algorithm, int(every) // algorithm.get("fragments", 1)), rates  # type: ignore[call-overload]
 
 
-INNER, OUTER = (4e-3, 8e-3), (0.3, 0.5, 0.7)
+INNER = (2e-3, 4e-3, 8e-3)
 GRIDS: dict[str, list[Rates]] = {
     "sync": [Rates(inner) for inner in INNER],
     "fedavg": [Rates(inner) for inner in INNER],
-    "diloco": [Rates(inner, outer) for inner in INNER for outer in OUTER],
-    "streaming": [Rates(inner, outer) for inner in INNER for outer in OUTER],
+    "diloco": [Rates(4e-3, 0.3), Rates(4e-3, 0.5), Rates(4e-3, 0.7), Rates(2e-3, 0.5), Rates(8e-3, 0.5)],
 }
-"""What ``choose`` tries for each algorithm, with 50 steps between rounds."""
+"""What ``choose`` tries for each algorithm, with 50 steps between rounds. Streaming DiLoCo takes DiLoCo's."""
 
 CHOSEN = {
     "sync": Rates(8e-3),

@@ -28,9 +28,10 @@ from xffl.aggregation.clients.base import Client, local
 from xffl.training.sampler import CellBatchSampler
 
 CELLS, BAD_CELL = 5, 3
-LR = 0.6
-"""The best of 0.15, 0.3, 0.6, 1.0 and 1.5 on the validation part, without garbage. It stays: honest updates that shrink
-under a fixed clip would leave the last rounds to the bad cell."""
+LR = 0.35
+"""Chosen on the validation part, with seeds 100 to 102 and 60 rounds, from 0.2 and 0.35 (and 0.6 earlier): the combiner
+that ends farthest behind the clean run, in the mean over the seeds, ends nearest to it. The rate stays: honest updates
+that shrink under a fixed clip would leave the last rounds to the bad cell."""
 COMBINERS = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_clipping")
 CLEAN = "clean"
 KINDS: Mapping[str, str] = {
@@ -195,7 +196,7 @@ def trainings(
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path, help="append results to this file (JSON lines)")
     return parser.parse_args()
 

@@ -193,6 +193,91 @@ def test_part_of_a_model_is_shared_by_names_and_types(kind: str, server: str | N
     assert run_world(4, partial, kind, server) == [11 * len(PARTIAL)] * 4
 
 
+class Tied(nn.Module):
+    """An embedding that is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4)
+        self.head.weight = self.embed.weight
+
+
+def tied(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    for policies, is_local in (({"head.*": "local"}, True), ({nn.Linear: "local"}, True), ({"*.bias": "local"}, False)):
+        torch.manual_seed(0)
+        model = Tied()
+        aggregator = xffl.Aggregator(model, state, policies=policies)
+        with torch.no_grad():
+            model.embed.weight.fill_(float(rank))
+        aggregator.aggregate()
+        assert model.embed.weight.unique().tolist() == [float(rank) if is_local else 0.5]
+    with pytest.raises(xffl.ConfigError, match="under its names embed.weight, head.weight; give these names one"):
+        xffl.Aggregator(Tied(), state, policies={"embed.*": "average", "*": "local"})
+
+
+def test_a_tied_tensor_is_all_that_its_names_say() -> None:
+    run_world(2, tied)
+
+
+def other_server(rank: int, world_size: int) -> None:
+    """The state of one server optimizer is none of another's, and nothing changes where it is refused."""
+    state = make_state(rank, (1, 1), None)
+    for first, second in (
+        ("fedavgm", "fedadam"),
+        ("fedadam", "fedadagrad"),
+        ("AdamW:lr=0.01", "SGD:lr=0.1"),
+        ("sgd", {"name": "sgd", "schedule": "StepLR:step_size=1"}),
+    ):
+        model = build(state)
+        aggregator = xffl.Aggregator(model, state, server=first)
+        moved(model, state, 0)
+        aggregator.aggregate()
+        other = xffl.Aggregator(model, state, server=second)
+        assert other._exchange.agreed is not None
+        before = other._exchange.agreed.state_dict()
+        with pytest.raises(xffl.CheckpointError, match="resume with the same server and schedule"):
+            other.load_state_dict(aggregator.state_dict())
+        assert repr(other._exchange.agreed.state_dict()) == repr(before)
+
+
+def test_the_state_of_another_server_is_refused() -> None:
+    run_world(2, other_server)
+
+
+def torn(rank: int, world_size: int) -> None:
+    """Ranks that were interrupted at different places of a commit: the model alone does not bring them together."""
+    state = make_state(rank, (1, 1), None)
+    model = build(state)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    aggregator = xffl.Aggregator(model, state, server="fedavgm")
+    saved = aggregator.state_dict()
+    moved(model, state, 0)
+    target, name = ((aggregator._exchange.agreed, "step"), (aggregator._exchange._layout, "unpack"))[rank]
+    real = getattr(target, name)
+
+    def stop(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    setattr(target, name, stop)
+    with pytest.raises(KeyboardInterrupt):
+        aggregator.aggregate()
+    setattr(target, name, real)
+    model.load_state_dict(start)
+    with pytest.raises(xffl.StateError, match="may differ between ranks since a round tore the model"):
+        aggregator.aggregate()
+    model.load_state_dict(start)
+    aggregator.load_state_dict(saved)
+    moved(model, state, 0)
+    aggregator.aggregate()
+    assert same_bits(model, world_size)
+
+
+def test_after_a_tear_the_server_starts_from_its_state_only() -> None:
+    run_world(2, torn)
+
+
 def unused(rank: int, world_size: int) -> str:
     state = make_state(rank, (1, 1), None)
     with pytest.raises(xffl.ConfigError) as caught:

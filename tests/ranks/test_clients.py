@@ -388,6 +388,29 @@ def test_resuming_in_the_middle_equals_never_having_stopped() -> None:
     run_world(4, resumes, timeout_s=240.0)
 
 
+class Failing(FedProx):
+    """Cannot get ready for a round on one rank."""
+
+    def before_round(self) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room")
+
+
+def failing(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=1, client=Failing(0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(xffl.RoundError, match="could not be opened: MemoryError: no room"), scaling:
+        optimizer.step()
+
+
+def test_a_client_that_fails_on_one_rank_is_told_to_all() -> None:
+    run_world(2, failing, timeout_s=40.0)
+
+
 def wrong(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Linear(2, 2)

@@ -330,7 +330,52 @@ def rejected_above(rank: int, world_size: int) -> None:
     assert levels.reports[0].weights == (1.0, 1.0) and levels.reports[1] is None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("case", [rejected_below, rejected_above])
+def told_once(rank: int, world_size: int) -> None:
+    """Steps that the lowest level has taken in before a level above failed do not count there again."""
+    state = make_state(rank, (1,) * 4, None)
+    model = build(state)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    levels = Levels(model, state, [Level(options={"combine": "fednova"}), Level(groups=(2, 2))], policies=POLICIES)
+    exchange = levels._stages[1].aggregator._made.exchange
+    run, fails = exchange.run, [rank == 3]
+
+    def broken(*args: Any) -> None:
+        run(*args)
+        if fails and fails.pop():
+            raise MemoryError("no room")
+
+    exchange.run = broken  # type: ignore[method-assign]
+    lowest: list[xffl.RoundReport | None] = []
+
+    def train(every: Any, steps: int) -> None:
+        scaling = xffl.FederatedScaling(
+            model, optimizer, state, every=every, aggregator=levels, on_round=lambda _: lowest.append(levels.reports[0])
+        )
+        with scaling:
+            for _ in range(steps):
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.ones_like(parameter)
+                try:
+                    optimizer.step()
+                except xffl.RoundError:
+                    lowest.append(None)
+
+    train("per_cell:counts=[10,20,10,20]", (11, 21)[rank % 2])
+    assert lowest[0] is None and lowest[1] is not None
+    assert lowest[1].steps == (1.0, 1.0) and lowest[1].shares == (0.5, 0.5)
+    # A cell that finishes with nothing new after the failure gives nothing again.
+    lowest.clear()
+    fails.append(rank == 3)
+    try:
+        train(2, 1 if rank == 0 else 4)
+        assert rank > 0
+    except xffl.RoundError:
+        assert rank == 0
+    after = next(report for report in lowest if report is not None)
+    assert after.weights == ((0.0, 1.0), (1.0, 1.0))[rank // 2]
+
+
+@pytest.mark.parametrize("case", [rejected_below, rejected_above, told_once])
 def test_a_rejected_round_is_made_up_for(case: Callable[[int, int], None]) -> None:
     run_world(4, case)
 

@@ -44,7 +44,7 @@ def load(name: str) -> ModuleType:
 
 
 noniid, methods, train, garbage, run = map(load, ("noniid", "methods", "train", "garbage", "run"))
-SEED, ROUNDS = 0, 4
+SEED, ROUNDS = 0, 6
 
 
 # The data -------------------------------------------------------------------------------------------------------------
@@ -291,9 +291,18 @@ def test_garbage_is_compared_with_the_clean_run_of_its_seed() -> None:
     pairs = [record("clean", 0, 0.9), record("clean", 1, 0.8), record("flip", 0, 0.885), record("flip", 1, 0.81)]
     _, flip = run.garbage_rows(pairs)
     assert flip["worst_behind_clean"] == pytest.approx(0.015)
+    assert flip["mean_behind_clean"] == pytest.approx(0.0025)
     assert flip["is_within"]
-    _, flip = run.garbage_rows([*pairs[:3], record("flip", 1, 0.77)])
-    assert not flip["is_within"]
+    _, flip = run.garbage_rows([*pairs[:3], record("flip", 1, 0.779)])
+    assert flip["worst_behind_clean"] == pytest.approx(0.021)
+    assert flip["mean_behind_clean"] == pytest.approx(0.018)
+    assert flip["is_within"], "the mean decides, though one seed is farther behind"
+    rows = run.garbage_rows([*pairs[:3], record("flip", 1, 0.769)])
+    assert rows[1]["mean_behind_clean"] == pytest.approx(0.023)
+    assert [row["is_within"] for row in rows] == [True, False]
+    table = run.garbage_table(rows)
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert (cells["behind"], cells["worst"]) == (["", "2.3"], ["", "3.1"])
     _, flip = run.garbage_rows([*pairs[:3], record("flip", 1, 0.81, "rejected; for good")])
     assert not flip["is_within"]
     notes = ["another"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -255,3 +256,79 @@ def entered_again(rank: int, world_size: int, overlap: bool) -> tuple[int, int, 
 def test_a_second_block_goes_on_where_the_first_has_ended() -> None:
     kept, remade = (run_world(2, entered_again, overlap)[0] for overlap in (False, True))
     assert kept[:2] == (4, 4) and remade == kept
+
+
+def leaves_after_a_rejection(rank: int, world_size: int) -> tuple[str, bool]:
+    """One cell has finished when a round of the other is rejected; both give their groups back."""
+    state = make_state(rank, (1, 1), None)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=2, delay=1)
+    told = ""
+    try:
+        with scaling:
+            exchange = scaling.aggregator._exchange
+            run, tries = exchange.run, itertools.count()
+
+            def broken(turnout: Any, fragment: int) -> None:
+                run(turnout, fragment)
+                if rank == 1 and next(tries) == 0:
+                    raise MemoryError("no room")
+
+            exchange.run = broken  # type: ignore[method-assign]
+            for number in range((1, 6)[rank]):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, float(number))
+                try:
+                    optimizer.step()
+                except xffl.RoundError:
+                    told = "in the loop"
+    except xffl.RoundError:
+        told = "at the end"
+    return told, scaling.aggregator.is_closed
+
+
+def test_who_leaves_with_an_error_does_not_keep_the_others_waiting() -> None:
+    assert run_world(2, leaves_after_a_rejection, timeout_s=40.0) == [("at the end", True), ("in the loop", True)]
+
+
+def resumes_at_a_merge(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
+    """Save where a merge tells of a round and the next is to start in the same step."""
+    state = make_state(rank, (1, 1), None)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rounds: list[list[tuple[int, int]]] = [[], []]
+    saved: dict[str, Any] = {}
+    now = 0
+
+    def loop(steps: range, told: list[tuple[int, int]]) -> None:
+        nonlocal now
+
+        def note(report: xffl.RoundReport) -> None:
+            told.append((now, report.round))
+            if report.round == 2 and not saved:
+                saved["model"] = {name: value.clone() for name, value in model.state_dict().items()}
+                saved["rounds"], saved["step"] = scaling.state_dict(), now
+
+        scaling = xffl.FederatedScaling(
+            model, optimizer, state, every="warmup:rounds=5,every=2,then=2", delay=2, on_round=note
+        )
+        with scaling:
+            if steps.start:
+                model.load_state_dict(saved["model"])
+                scaling.load_state_dict(saved["rounds"])
+            for now in steps:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, (now + 1) * (rank + 1.0))
+                optimizer.step()
+
+    loop(range(11), rounds[0])
+    whole = digests(model)
+    loop(range(saved["step"] + 1, 11), rounds[1])
+    return rounds[0], rounds[1], digests(model) == whole
+
+
+def test_resuming_where_a_merge_and_a_start_meet_equals_never_having_stopped() -> None:
+    for whole, resumed, is_same in run_world(2, resumes_at_a_merge):
+        assert resumed == [one for one in whole if one[1] > 2] and len(resumed) > 2 and is_same

@@ -211,6 +211,7 @@ def wrong(rank: int, world_size: int) -> None:
         ({"every": PerCell((1, 2, 3))}, "3 numbers for 2 cells"),
         ({"every": PerCell((1, 2 + rank))}, r"every=PerCell\(counts=\(1, 3\)\)"),
         ({"every": "divergence:every=2,threshold=1.0", "delay": 1}, "delay is 1; leave one out"),
+        ({"every": "divergence:every=2,threshold=1.0", "aggregator": {"fragments": 2}}, "fragments is 2"),
         ({"every": "sometimes"}, "'sometimes' is unknown"),
         ({"every": "steps:every=0"}, "every 0"),
         ({"every": None, "algorithm": "fedprox"}, "every None"),

@@ -197,6 +197,7 @@ class Aggregator:
         steps: float = 1.0,
         seconds: float = 0.0,
         least_divergence: float | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> RoundReport | None:
         """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
 
@@ -209,6 +210,7 @@ class Aggregator:
         :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
         :param least_divergence: Root mean square of the cells' update norms below which nothing moves and the round
             does not count; the same on all ranks. Needs ``norms=True``.
+        :param prepare: Called before the model is read; what it raises is told to all ranks.
         :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
         :raises ConfigError: as :meth:`aggregate`.
         :raises RoundError: as :meth:`aggregate`.
@@ -227,6 +229,7 @@ class Aggregator:
             is_finished=is_finished,
             steps=steps,
             seconds=seconds,
+            prepare=prepare,
         )
         with self._tearing():
             outcome = self._protocol.confer(opening, self.next_fragment, least_divergence)
@@ -378,6 +381,8 @@ class Aggregator:
         finally:
             if self.is_torn:
                 self._exchange.memory.forget()
+                if self._exchange.agreed is not None:
+                    self._exchange.agreed.forget()
 
     def _conclude(
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None

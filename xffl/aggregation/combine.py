@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from xffl.errors import ConfigError
 
-__all__ = ["Combiner", "Coordinatewise", "Mean", "NormalizedMean", "Seen", "Weighed", "Weighting", "reduced"]
+__all__ = [
+    "Combiner",
+    "Coordinatewise",
+    "Mean",
+    "NormalizedMean",
+    "Seen",
+    "Weighed",
+    "Weighting",
+    "reduced",
+    "total_of",
+]
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,14 @@ def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
     """
     exponent = math.frexp(max(weights))[1]
     return tuple(math.ldexp(weight, -exponent) for weight in weights)
+
+
+def total_of(parts: Sequence[float]) -> float:
+    """Return the sum of numbers of which none is negative, infinite where it leaves the range; pure."""
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        return math.inf
 
 
 class Combiner:

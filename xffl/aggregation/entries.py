@@ -22,6 +22,7 @@ __all__ = [
     "places",
     "reshard",
     "tensors_of",
+    "ties_of",
 ]
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -109,8 +110,21 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Te
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            path = [part for part in (*prefix.split("."), leaf) if part and part not in WRAPPERS]
-            yield ".".join(path), module, leaf, tensor
+            yield _name(prefix, leaf), module, leaf, tensor
+
+
+def ties_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return, by the id of each parameter and buffer, all names that it has, without wrappers."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(_name(prefix, leaf))
+    return names
+
+
+def _name(prefix: str, leaf: str) -> str:
+    return ".".join(part for part in (*prefix.split("."), leaf) if part and part not in WRAPPERS)
 
 
 def owners_of(model: nn.Module, name: str) -> list[nn.Module]:

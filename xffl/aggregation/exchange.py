@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.accountant import Accountant
-from xffl.aggregation.combine import Combiner, Weighting
+from xffl.aggregation.combine import Combiner, Weighting, total_of
 from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.feedback import Memory
 from xffl.aggregation.gathered import add_distances
@@ -161,7 +161,7 @@ class Exchange:
                     found.update(self._layout.nonfinite(bucket))
         names = [self._layout.name(item) for item in sorted(found)]
         return Findings(
-            names, all(map(math.isfinite, energies)), math.fsum(torch.stack(norms).tolist() if norms else ())
+            names, all(map(math.isfinite, energies)), total_of(torch.stack(norms).tolist() if norms else ())
         )
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from xffl.aggregation.mean import CHUNK
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.server import ServerOptimizer
 from xffl.aggregation.tracks import Track
-from xffl.errors import CheckpointError
+from xffl.errors import CheckpointError, StateError
 
 __all__ = ["GlobalState"]
 
@@ -46,6 +46,7 @@ class GlobalState:
             )
             for track in self._tracks
         }
+        self._is_known = True
         self._has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
         self._schedules: dict[int, LRScheduler] = {}
@@ -70,6 +71,21 @@ class GlobalState:
                 buffer = torch.empty(bucket.stop - bucket.start, dtype=track.dtype, device=self.device)
                 self._layout.pack(bucket, buffer)
                 self._values[track.number][bucket.start : bucket.stop].copy_(buffer)
+
+    def forget(self) -> None:
+        """Note that ranks may hold different states: no round takes place until one has been loaded; local."""
+        self._is_known = False
+
+    def check(self) -> None:
+        """Raise where the state may differ between ranks; local.
+
+        :raises StateError: after :meth:`forget`, until a state has been loaded.
+        """
+        if not self._is_known:
+            raise StateError(
+                "the last agreed model and the server optimizer may differ between ranks since a round tore the model; "
+                "load the aggregator's state of the same checkpoint on all ranks, or make a new Aggregator"
+            )
 
     def written(self, track: Track, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was written into the model: in its data type, where the backend communicates from."""
@@ -148,6 +164,7 @@ class GlobalState:
                 "numbers": {key: _copied(value) for key, value in kept[0].items() if key not in of_elements},
                 "options": {key: _copied(value) for key, value in optimizer.param_groups[0].items() if key != "params"},
                 "schedule": None if schedule is None else schedule.state_dict(),
+                "kind": self._kind(fragment),
             }
         return {"model": self._by_name(self._values), "optimizers": optimizers}
 
@@ -163,7 +180,15 @@ class GlobalState:
                 f"the state has server optimizers for fragments {sorted(state['optimizers'])} and this aggregator for "
                 f"{sorted(self._optimizers)}; resume with the same server and fragments"
             )
+        for fragment in self._optimizers:
+            kind, saved = self._kind(fragment), state["optimizers"][fragment]["kind"]
+            if saved != kind:
+                raise CheckpointError(
+                    f"the state is that of the server optimizer {saved}, and this aggregator's is {kind}; resume with "
+                    "the same server and schedule"
+                )
         self._from_names(state["model"], self._values)
+        self._is_known = True
         for fragment, optimizer in self._optimizers.items():
             saved = state["optimizers"][fragment]
             tracks = self._of(fragment)
@@ -180,6 +205,14 @@ class GlobalState:
             optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
             if fragment in self._schedules:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
+
+    def _kind(self, fragment: int) -> str:
+        """Tell what steps a fragment and what no state can change: classes, and options that are no numbers."""
+        optimizer, schedule = self._optimizers[fragment], self._schedules.get(fragment)
+        options = optimizer.param_groups[0].items()
+        texts = [f"{key}={value}" for key, value in sorted(options) if isinstance(value, str)]
+        told = f"{type(optimizer).__qualname__}({', '.join(texts)})"
+        return told if schedule is None else f"{told} with {type(schedule).__qualname__}"
 
     def _by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put flat lanes together to the tensors that this rank holds."""

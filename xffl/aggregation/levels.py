@@ -117,7 +117,7 @@ class Levels(Aggregator):
             raise
         before, cells = base.cell_of(worlds[0][1]), worlds[0][0].cells
         self._neighbours = before, cells, base.cells - before - cells
-        self._taken = 0.0
+        self._taken = self._steps_taken = 0.0
         self._has_ended = False
         self._reports: list[RoundReport | None] = [None] * len(given)
 
@@ -163,6 +163,7 @@ class Levels(Aggregator):
         steps: float = 1.0,
         seconds: float = 0.0,
         least_divergence: float | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> RoundReport | None:
         """Run a round of the lowest level, and of each level above that is due then.
 
@@ -175,6 +176,7 @@ class Levels(Aggregator):
         :param steps: As there, for the lowest level; those above are told the rounds of the level below.
         :param seconds: As there.
         :param least_divergence: Must be ``None``: levels have periods.
+        :param prepare: As there, for the lowest level.
         :return: What the highest round did; ``step_seconds`` are by the state's cells, 0 for those of other facilities.
             ``None`` where all ranks of the world have finished and none had anything to give.
         :raises ConfigError: as there.
@@ -198,15 +200,18 @@ class Levels(Aggregator):
             if stage.is_over:
                 continue
             if not number:
+                # After an error above, this level has taken some of the steps that it is told again.
+                has_new = steps > self._steps_taken or not (is_finished and self._steps_taken)
                 report = self._round(
                     number,
                     None if weight is None else count,
-                    is_absent=is_absent,
+                    is_absent=is_absent or not has_new,
                     is_finished=is_finished,
-                    steps=steps,
+                    steps=steps - self._steps_taken if steps > self._steps_taken else steps,
                     seconds=seconds,
+                    prepare=prepare,
                 )
-                self._taken = asked
+                self._taken, self._steps_taken = asked, steps
                 continue
             below = self._stages[number - 1]
             if not below.is_over and stage.since < stage.every:
@@ -215,7 +220,7 @@ class Levels(Aggregator):
             report = self._round(
                 number, given, is_absent=not given, is_finished=below.is_over, steps=float(stage.since), seconds=seconds
             )
-        self._taken = 0.0
+        self._taken = self._steps_taken = 0.0
         if self._stages[-1].is_over:
             self._end()
         return None if report is None else replace(report, step_seconds=self._step_seconds())
@@ -281,7 +286,7 @@ class Levels(Aggregator):
             {"aggregator": stage.aggregator.state_dict(), "since": stage.since, "count": stage.count}
             for stage in self._stages[1:]
         ]
-        return {**super().state_dict(), "above": above, "taken": self._taken}
+        return {**super().state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
@@ -300,7 +305,7 @@ class Levels(Aggregator):
             stage.since, stage.count = int(saved["since"]), float(saved["count"])
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
-        self._taken = float(state["taken"])
+        self._taken, self._steps_taken = map(float, state["taken"])
 
 
 def _where(number: int, place: Place) -> str:

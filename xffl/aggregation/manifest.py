@@ -27,6 +27,7 @@ from xffl.aggregation.entries import (
     places,
     reshard,
     tensors_of,
+    ties_of,
 )
 from xffl.aggregation.plan import Cut, Item
 from xffl.errors import ConfigError
@@ -75,13 +76,15 @@ class Manifest:
                 raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
         entries: dict[str, Entry] = {}
         used: set[Pattern] = set()
+        ties = ties_of(model)
         for name, module, leaf, tensor in tensors_of(model):
-            match = _match(name, owners_of(model, name), policies, used)
-            policy = default_policy(module, leaf, tensor) if match is None else policies[match]
-            is_buffer = leaf in module._buffers
-            # A plain codec is for what trains; a buffer has to be named.
-            match = _match(name, (), codecs, used) if isinstance(codec, Mapping) else None if is_buffer else ""
-            written = "none" if match is None or policy != "average" else codecs[match]
+            owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
+            policy = _choose("policies", owners, policies, used) or default_policy(module, leaf, tensor)
+            if isinstance(codec, Mapping):
+                written = _choose("codecs", owners, codecs, used) or "none"
+            else:  # a plain codec is for what trains; a buffer has to be named
+                written = "none" if leaf in module._buffers else codecs[""]
+            written = written if policy == "average" else "none"
             _add(entries, name, policy, written, module, leaf, tensor)
         for what, patterns in (("policies", policies), ("codecs", codecs)):
             _check_patterns(what, [pattern for pattern in patterns if pattern], used, entries)
@@ -203,6 +206,20 @@ def _add(
     is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
     shape = tuple(tensor.shape)
     entries[name] = Entry(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
+
+
+def _choose(
+    what: str, owners: Mapping[str, Sequence[nn.Module]], patterns: Mapping[Pattern, str], used: set[Pattern]
+) -> str | None:
+    """Return what patterns say of a tensor, by whichever of its names and modules they match."""
+    matches = [_match(name, modules, patterns, used) for name, modules in owners.items()]
+    chosen = sorted({patterns[match] for match in matches if match is not None})
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{what} {', '.join(map(repr, chosen))} match one tensor under its names {', '.join(owners)}; give these "
+            "names one"
+        )
+    return chosen[0] if chosen else None
 
 
 def _match(

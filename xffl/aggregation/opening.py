@@ -28,6 +28,7 @@ def open_round(
     merging: float = AT_ONCE,
     steps: float = 1.0,
     seconds: float = 0.0,
+    prepare: Callable[[], None] | None = None,
 ) -> Opening:
     """Read the model and fill in this rank's ballot; local. What goes wrong is told to all ranks by the vote.
 
@@ -41,6 +42,7 @@ def open_round(
     :param merging: As in :class:`~xffl.aggregation.vote.Ballot`; where training goes on meanwhile, all is copied now.
     :param steps: Effective number of this cell's local steps since the last round.
     :param seconds: Seconds of a local step here.
+    :param prepare: Called before the model is read.
     :return: The ballot, and what belongs to it.
     """
     error: XfflError | None = None
@@ -48,6 +50,10 @@ def open_round(
     try:
         reshard(model)
         made.manifest.check()
+        if made.exchange.agreed is not None:
+            made.exchange.agreed.check()
+        if prepare is not None:
+            prepare()
         if made.options.privacy is not None and weight is not None:
             raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
         if not is_absent:

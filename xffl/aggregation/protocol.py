@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.combine import total_of
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.torn import TornError
@@ -135,7 +136,7 @@ class Protocol:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        norms = by_cell([ballot.norm for ballot in ballots], self._topology, lambda parts: math.sqrt(math.fsum(parts)))
+        norms = by_cell([ballot.norm for ballot in ballots], self._topology, lambda parts: math.sqrt(total_of(parts)))
         return Turnout(
             counted,
             first=next(cell for cell in range(self._topology.cells) if cell not in dropped),
@@ -286,5 +287,5 @@ def _has_one_arithmetic(ballots: list[Ballot]) -> bool:
 def _divergence(turnout: Turnout) -> float:
     """Return the root mean square of the cells' updates, weighed as they are."""
     assert turnout.norms is not None, "checked by who asks for it"
-    squares = [turnout.weights[cell] * turnout.norms[cell] ** 2 for cell in turnout.cells]
-    return math.sqrt(math.fsum(squares) / math.fsum(turnout.weights))
+    squares = [turnout.weights[cell] * turnout.norms[cell] * turnout.norms[cell] for cell in turnout.cells]
+    return math.sqrt(total_of(squares) / math.fsum(turnout.weights))

@@ -93,6 +93,11 @@ def read_recipe(
         preset.get("alpha") if alpha is None else alpha,
     )
     _check_delay(recipe, aggregator)
+    fragments = aggregator.fragments if isinstance(aggregator, Aggregator) else options.get("fragments", 1)
+    if recipe.schedule.has_threshold and fragments != 1:
+        raise ConfigError(
+            f"schedule {recipe.schedule} looks at the whole model, but fragments is {fragments}; leave one of them out"
+        )
     if recipe.client is not None and options.get("fragments", 1) != 1:
         raise ConfigError(
             f"client {recipe.client} needs rounds of the whole model, but fragments is {options['fragments']}; leave "

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from xffl.aggregation.combine import Coordinatewise, Seen, Weighed, Weighting, reduced
+from xffl.aggregation.combine import Coordinatewise, Seen, Weighed, Weighting, reduced, total_of
 from xffl.aggregation.mean import CHUNK, weighted_mean
 from xffl.errors import ConfigError
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "Krum", "MultiKrum", "NormClipping", "TrimmedMean"]
+
+FAR = 1e300
+"""Squared distance beyond which sums of some leave the range of a 64-bit float."""
 
 SETTLED = 1e-12
 """Relative change of all weights below which the geometric median has been found."""
@@ -135,7 +138,7 @@ class Krum(Weighting):
         scores = []
         for cell, row in enumerate(seen.distances):
             others = sorted(row[:cell] + row[cell + 1 :])
-            scores.append(math.fsum(others[: cells - self.faulty - 2]))
+            scores.append(total_of(others[: cells - self.faulty - 2]))
         chosen = sorted(range(cells), key=lambda cell: scores[cell])[: self._chosen(cells)]
         return Weighed(tuple(float(cell in chosen) for cell in range(cells)))
 
@@ -217,8 +220,17 @@ class GeometricMedian(Weighting):
         :return: Weights that sum to 1.
         """
         assert seen.distances is not None, "needs_distances asks for them"
-        own = _shares(list(reduced(seen.weights)))
-        products = _products(seen.distances, own)
+        near = _near(seen.distances)
+        shares = self._settle(
+            _shares(list(reduced(tuple(seen.weights[cell] for cell in near)))),
+            tuple(tuple(seen.distances[cell][other] for other in near) for cell in near),
+        )
+        found = dict(zip(near, shares, strict=True))
+        return Weighed(tuple(found.get(cell, 0.0) for cell in range(len(seen.weights))))
+
+    def _settle(self, own: list[float], distances: tuple[tuple[float, ...], ...]) -> list[float]:
+        """Return the shares with which the cells make up their geometric median."""
+        products = _products(distances, own)
         shares = own
         for _ in range(self.iterations):
             before = shares
@@ -226,11 +238,11 @@ class GeometricMedian(Weighting):
             along = [math.fsum(share * number for share, number in zip(shares, row, strict=True)) for row in products]
             middle = math.fsum(share * number for share, number in zip(shares, along, strict=True))
             squares = [row[cell] - 2.0 * along[cell] + middle for cell, row in enumerate(products)]
-            distances = [max(self.smoothing, math.sqrt(max(square, 0.0))) for square in squares]
-            shares = _shares([weight / distance for weight, distance in zip(own, distances, strict=True)])
+            lengths = [max(self.smoothing, math.sqrt(max(square, 0.0))) for square in squares]
+            shares = _shares([weight / length for weight, length in zip(own, lengths, strict=True)])
             if all(abs(new - old) <= SETTLED * old for new, old in zip(shares, before, strict=True)):
                 break
-        return Weighed(tuple(shares))
+        return shares
 
 
 @dataclass(frozen=True)
@@ -281,12 +293,15 @@ def _middle_mean(values: torch.Tensor, cut: int, out: torch.Tensor) -> None:
     scratch = values.new_empty(min(length, numel))
     for chunk, part in zip(torch.split(values, length, dim=1), torch.split(out, length), strict=True):
         rows = list(chunk.unbind())
+        first = rows[0].clone()
         spare = scratch[: part.numel()]
         for low, high in comparisons:
             torch.minimum(rows[low], rows[high], out=spare)
             torch.maximum(rows[low], rows[high], out=rows[high])
             rows[low], spare = spare, rows[low]
         weighted_mean(rows[cut : cells - cut], [1.0] * (cells - 2 * cut), part)
+        # Which of -0 and 0 counts as smaller depends on the processor: zeros get the first cell's sign, if it has one.
+        torch.where(part == 0.0, torch.where(first == 0.0, first, 0.0), part, out=part)
 
 
 def _network(rows: int) -> list[tuple[int, int]]:
@@ -303,6 +318,16 @@ def _network(rows: int) -> list[tuple[int, int]]:
             gap //= 2
         run *= 2
     return comparisons
+
+
+def _near(distances: tuple[tuple[float, ...], ...]) -> list[int]:
+    """Return the cells around the one that has most others near it: all but those so far off that squares overflow."""
+
+    def rank(row: tuple[float, ...]) -> tuple[int, float]:
+        near = [math.sqrt(square) for square in row if square <= FAR]
+        return -len(near), math.fsum(near)
+
+    return [cell for cell, square in enumerate(sorted(distances, key=rank)[0]) if square <= FAR]
 
 
 def _products(distances: tuple[tuple[float, ...], ...], weights: list[float]) -> list[list[float]]:

@@ -126,6 +126,7 @@ class FederatedScaling:
         self._effort = Effort(self._optimizers)
         self._pace = Pace(next((one.device for one in self._model.parameters()), torch.device("cpu")))
         self._since = self._target = 0
+        self._owes_start = False
 
     @property
     def aggregator(self) -> Aggregator:
@@ -161,9 +162,11 @@ class FederatedScaling:
             self._handles.pop().remove()
         if kind is None:
             with self._pace.paused():
-                self._finish()
+                rejected = self._finish()
             if self._is_own:
-                self.aggregator.close()
+                self.aggregator.close()  # with the others, whether or not one of their rounds was rejected
+            if rejected is not None:
+                raise rejected
 
     def settle(self) -> None:
         """Merge the round that is under way, if any: before a checkpoint is written in the middle of a delay.
@@ -216,6 +219,8 @@ class FederatedScaling:
         self._ledger.load_state_dict(state["ledger"])
         self._effort.load_state_dict(state["effort"])
         self._since, self._target = int(state["since"]), int(state["target"])
+        # Saved where a merge told of a round, just before the next one was to start.
+        self._owes_start = self._recipe.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])
 
     def _make_aggregator(self) -> Aggregator:
@@ -252,6 +257,10 @@ class FederatedScaling:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.aggregator.check()
+        if self._owes_start:
+            self._owes_start = False
+            with self._pace.paused():
+                self._start()
         self._effort.before_step(optimizer)
         if self._recipe.client is not None:
             check_step(optimizer, args, kwargs)
@@ -303,8 +312,8 @@ class FederatedScaling:
                 self._under_way = None
         self._took_place(claim, report)
 
-    def _finish(self) -> None:
-        """Answer the others' rounds until all have finished; raise at the end what a rejected one of them raised."""
+    def _finish(self) -> XfflError | None:
+        """Answer the others' rounds until all have finished; return what a rejected one of them raised."""
         rejected: XfflError | None = None
         is_last = False
         while not is_last:
@@ -315,14 +324,12 @@ class FederatedScaling:
                 if not self.aggregator.can_go_on:
                     raise
                 rejected = rejected or error
-        if rejected is not None:
-            raise rejected
+        return rejected
 
     def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
         """Take part in a round; tell whether it was the last."""
         fragment = self.aggregator.next_fragment
-        if self._recipe.client is not None:
-            self._recipe.client.before_round()
+        client = self._recipe.client
         report = self.aggregator.take_part(
             self._weigh(),
             is_absent=self._ledger.steps(fragment) == 0,
@@ -330,6 +337,7 @@ class FederatedScaling:
             steps=self._ledger.effort(fragment),
             seconds=self._pace.step_seconds,
             least_divergence=self._recipe.schedule.least_divergence(self.aggregator.rounds),
+            prepare=None if client is None else client.before_round,
         )
         claim = self._ledger.claim(fragment)
         if report is None:

@@ -60,5 +60,6 @@ def agree_start(
             raise ConfigError(
                 f"cells {others} start from other values of tensor {entry.name!r} than cell 0, but a server optimizer, "
                 "norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
-                "everywhere before making the Aggregator"
+                "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
+                "model, then its own state"
             )
