@@ -88,16 +88,17 @@ INNER = (2e-3, 4e-3, 8e-3)
 GRIDS: dict[str, list[Rates]] = {
     "sync": [Rates(inner) for inner in INNER],
     "fedavg": [Rates(inner) for inner in INNER],
-    "diloco": [Rates(4e-3, 0.3), Rates(4e-3, 0.5), Rates(4e-3, 0.7), Rates(2e-3, 0.5), Rates(8e-3, 0.5)],
+    "diloco": [Rates(4e-3, outer) for outer in (0.3, 0.5, 0.7)],
 }
-"""What ``choose`` tries for each algorithm, with 50 steps between rounds. Streaming DiLoCo takes DiLoCo's."""
+"""What ``choose`` tries for each algorithm, with 50 steps between rounds. DiLoCo takes over the inner rate of the other
+two, and Streaming DiLoCo the outer one of DiLoCo."""
 
 CHOSEN = {
-    "sync": Rates(8e-3),
-    "none": Rates(8e-3),
-    "fedavg": Rates(8e-3),
-    "diloco": Rates(8e-3, 0.5),
-    "streaming": Rates(8e-3, 0.5),
+    "sync": Rates(4e-3),
+    "none": Rates(4e-3),
+    "fedavg": Rates(4e-3),
+    "diloco": Rates(4e-3, 0.5),
+    "streaming": Rates(4e-3, 0.5),
 }
 """What ``choose`` found, on a part of the text that is not held out and with a seed that is not reported."""
 
