@@ -88,7 +88,7 @@ INNER = (2e-3, 4e-3, 8e-3)
 GRIDS: dict[str, list[Rates]] = {
     "sync": [Rates(inner) for inner in INNER],
     "fedavg": [Rates(inner) for inner in INNER],
-    "diloco": [Rates(4e-3, outer) for outer in (0.3, 0.5, 0.7)],
+    "diloco": [*(Rates(4e-3, outer) for outer in (0.3, 0.5, 0.7)), Rates(2e-3, 0.5)],
 }
 """What ``choose`` tries for each algorithm, with 50 steps between rounds. DiLoCo takes over the inner rate of the other
 two, and Streaming DiLoCo the outer one of DiLoCo."""
@@ -125,7 +125,7 @@ class LanguageModel(nn.Module):
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         hidden = self.layers(self.bytes(text) + self.positions, mask=self.mask, is_causal=True)
         logits: torch.Tensor = self.head(hidden)
-        return logits.transpose(1, 2)
+        return logits.transpose(1, 2).contiguous()  # FSDP2 warns of views
 
 
 def parameters() -> int:

@@ -172,7 +172,7 @@ def spoiled(rank: int, world_size: int, tried: list[Any], rounds: int) -> list[t
     return list(garbage.trainings(state, data, seed=SEED, rounds=rounds, tried=tried))
 
 
-GARBAGE_ROUNDS = 15
+GARBAGE_ROUNDS = 22
 TRIED = [
     *(garbage.Case("flip", combine) for combine in garbage.COMBINERS),
     *(garbage.Case("huge", combine) for combine in ("mean", "krum", "norm_clipping")),
