@@ -22,13 +22,18 @@ class Benchmark:
     """A run of ``wan.py``, which is told to take its namespaces down, and waited for, whatever ends the test."""
 
     def __init__(self, environ: dict[str, str], *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WAN), *options],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        # What a shell has put into the background ignores interrupts, and what it starts does, too, unless told.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, str(WAN), *options],
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def __enter__(self) -> Benchmark:
         return self
