@@ -188,7 +188,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--garbage-seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4], help="none: leave garbage out")
     parser.add_argument("--rounds", type=int, default=40, help="of the algorithms")
-    parser.add_argument("--garbage-rounds", type=int, default=90)
+    parser.add_argument("--garbage-rounds", type=int, default=180)
     return parser.parse_args()
 
 
