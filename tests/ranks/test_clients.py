@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -342,24 +343,17 @@ def stopped(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
     scaling = xffl.FederatedScaling(model, optimizer, state, weight=lambda: 1.0 + rank, **options)
     state_dict: dict[str, Any] = {}
-    try:
-        with scaling:
-            if saved is not None:
-                model.load_state_dict(saved["model"])
-                optimizer.load_state_dict(saved["optimizer"])
-                scaling.load_state_dict(saved["scaling"])
-            train(model, optimizer, rank, range(first, 13 + 4 * state.federated_rank if last is None else last))
-            state_dict = copy.deepcopy(
-                {
-                    "scaling": scaling.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "model": model.state_dict(),
-                }
-            )
-            if last is not None:
-                raise Stop
-    except Stop:
-        pass
+    with suppress(Stop), scaling:
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            scaling.load_state_dict(saved["scaling"])
+        train(model, optimizer, rank, range(first, 13 + 4 * state.federated_rank if last is None else last))
+        state_dict = copy.deepcopy(
+            {"scaling": scaling.state_dict(), "optimizer": optimizer.state_dict(), "model": model.state_dict()}
+        )
+        if last is not None:
+            raise Stop
     return state_dict, digests(model)
 
 

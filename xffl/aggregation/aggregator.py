@@ -16,7 +16,7 @@ from xffl.aggregation.codec import Codec
 from xffl.aggregation.combine import Combiner
 from xffl.aggregation.entries import reshard
 from xffl.aggregation.manifest import Manifest, Pattern
-from xffl.aggregation.opening import open_round
+from xffl.aggregation.opening import Contribution, open_round
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Privacy
@@ -184,33 +184,18 @@ class Aggregator:
         :raises ConfigError: if a weight is negative or not finite, or all are zero; on all ranks, the model unchanged.
         :raises RoundError: if the round did not take place; the message says whether the old weights stand.
         """
-        report = self.take_part(weight, steps=steps)
+        report = self.take_part(Contribution(weight, steps=steps))
         assert report is not None, "a rank that has not finished always gets a round"
         return report
 
-    def take_part(
-        self,
-        weight: float | Callable[[], float] | None = None,
-        *,
-        is_absent: bool = False,
-        is_finished: bool = False,
-        steps: float = 1.0,
-        seconds: float = 0.0,
-        least_divergence: float | None = None,
-        prepare: Callable[[], None] | None = None,
-    ) -> RoundReport | None:
+    def take_part(self, given: Contribution, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
 
         Collective over the world, together with the other ranks' :meth:`aggregate`.
 
-        :param weight: As in :meth:`aggregate`, or a function that returns it; not read where ``is_absent``.
-        :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
-        :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
-        :param steps: As in :meth:`aggregate`.
-        :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
+        :param given: What this rank gives, and what it says of itself.
         :param least_divergence: Root mean square of the cells' update norms below which nothing moves and the round
             does not count; the same on all ranks. Needs ``norms=True``.
-        :param prepare: Called before the model is read; what it raises is told to all ranks.
         :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
         :raises ConfigError: as :meth:`aggregate`.
         :raises RoundError: as :meth:`aggregate`.
@@ -219,18 +204,7 @@ class Aggregator:
         self._check_free()
         if least_divergence is not None and not self._made.options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
-        opening = open_round(
-            self._made,
-            self._model,
-            self._rounds + 1,
-            self.next_fragment,
-            weight=weight,
-            is_absent=is_absent,
-            is_finished=is_finished,
-            steps=steps,
-            seconds=seconds,
-            prepare=prepare,
-        )
+        opening = open_round(self._made, self._model, self._rounds + 1, self.next_fragment, given)
         with self._tearing():
             outcome = self._protocol.confer(opening, self.next_fragment, least_divergence)
         return None if outcome is None else self._conclude(outcome, start)
@@ -254,7 +228,7 @@ class Aggregator:
             are, ``mean + (local - copy)`` (delayed averaging), which takes one more copy of the shard. Buffers are
             replaced. The same on all ranks.
         :param steps: As in :meth:`aggregate`.
-        :param seconds: As in :meth:`take_part`.
+        :param seconds: Seconds of a local step here; 0 where nobody has measured.
         :return: The round under way.
         :raises StateError: if the aggregator was made without ``overlap``, or a round is under way.
         :raises ConfigError: if ``alpha`` is outside its range.
@@ -265,16 +239,9 @@ class Aggregator:
         self._check_free()
         start = time.perf_counter()
         fragment = self.next_fragment
-        opening = open_round(
-            self._made,
-            self._model,
-            self._rounds + 1,
-            fragment,
-            weight=weight,
-            merging=NO_ALPHA if alpha is None else alpha,
-            steps=steps,
-            seconds=seconds,
-        )
+        given = Contribution(weight, steps=steps, seconds=seconds)
+        merging = NO_ALPHA if alpha is None else alpha
+        opening = open_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
         background = Background(lambda: self._protocol.confer(opening, fragment), self._made.device)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:

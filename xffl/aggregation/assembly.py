@@ -155,20 +155,7 @@ def _assemble(
     masker: Masker | None,
     plan: str,
 ) -> Assembly:
-    """Plan a rank's lanes and prepare what walks them.
-
-    Collective over the world, as :func:`assemble`.
-
-    :param manifest: The tensors of the model.
-    :param items: Those that move, as the plan sees them.
-    :param axes: For each cell, the axis along which it cuts each of them.
-    :param options: What the aggregator was asked for.
-    :param place: Where rounds take place.
-    :param device: Where the groups' backend communicates from.
-    :param masker: The masks of a secure sum, if there is one.
-    :param plan: What lanes and buckets follow from, as text.
-    :return: What was made.
-    """
+    """Plan a rank's lanes and prepare what walks them; collective over the world."""
     topology, rank = place.topology, place.rank
     routes = routes_of(place, is_railed=options.rails, is_own=options.overlap)
     tracks = make_tracks(
@@ -191,11 +178,8 @@ def _assemble(
         rank=rank,
         routes=routes,
         device=device,
-        atomic=options.atomic,
-        combiner=options.combiner,
+        options=options,
         agreed=GlobalState(tracks, layout, options.server, device) if options.needs_agreed else None,
-        has_norms=options.has_norms,
-        privacy=options.privacy,
         masker=masker,
     )
     if exchange.agreed is not None:
@@ -206,10 +190,8 @@ def _assemble(
         topology=topology,
         rank=rank,
         device=device,
-        group=routes.world,
-        first=routes.first,
-        atomic=options.atomic,
-        drops_cells=options.nonfinite == "drop_cell",
+        routes=routes,
+        options=options,
     )
     return Assembly(
         topology,

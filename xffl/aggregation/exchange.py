@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.accountant import Accountant
-from xffl.aggregation.combine import Combiner, Weighting, total_of
+from xffl.aggregation.combine import Weighting, total_of
 from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.feedback import Memory
 from xffl.aggregation.gathered import add_distances
@@ -26,9 +26,9 @@ from xffl.aggregation.globals import GlobalState
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned, rows_of
-from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.protection import Protection
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.secure import Masker
@@ -69,11 +69,8 @@ class Exchange:
     :param rank: This rank.
     :param routes: Its process groups.
     :param device: Where buffers live: where the groups' backend communicates from.
-    :param atomic: Whether new values wait for :meth:`commit`.
-    :param combiner: What makes one value of the cells' values.
-    :param agreed: The last agreed model, where something needs it.
-    :param has_norms: Whether the norms of the cells' updates are measured; needs ``agreed``.
-    :param privacy: What clips and noises updates before they leave; needs ``agreed``.
+    :param options: What the aggregator was asked for.
+    :param agreed: The last agreed model, where the options need it.
     :param masker: The masks of a secure sum.
     """
 
@@ -87,31 +84,29 @@ class Exchange:
         rank: int,
         routes: Routes,
         device: torch.device,
-        atomic: bool,
-        combiner: Combiner,
+        options: Options,
         agreed: GlobalState | None,
-        has_norms: bool,
-        privacy: Privacy | None,
         masker: Masker | None,
     ) -> None:
         self._layout = layout
         self._tracks = tuple(tracks)
         self._crossing = crossing
         self._device = device
-        self._atomic = atomic
+        self._atomic = options.atomic
         self._topology = topology
         self._cell = topology.cell_of(rank)
         self._routes = routes
-        self.combiner = combiner
-        self._is_gathering = isinstance(combiner, Weighting) and combiner.needs_distances
+        self.combiner = options.combiner
+        self._is_gathering = isinstance(self.combiner, Weighting) and self.combiner.needs_distances
         self.agreed = agreed
-        self.has_norms = has_norms
+        self.has_norms = options.has_norms
+        privacy = options.privacy
         self._protection = None if privacy is None else Protection(privacy, routes.first + rank, masker)
         self.masker = masker
         self.turnout = Turnout((1.0,), 0)
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._homes = Pool(0, device)
-        self._staging = Staging(layout, device, atomic=atomic)
+        self._staging = Staging(layout, device, atomic=options.atomic)
         self.memory = Memory(tracks, crossing.feedback)
         self.journal = Journal()
 

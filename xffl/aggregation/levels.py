@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.opening import Contribution
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import Place, make_place
 from xffl.aggregation.units import Level, read_levels, worlds_of
@@ -154,29 +155,14 @@ class Levels(Aggregator):
         is_cut_off = any(stage.aggregator._protocol.is_cut_off for stage in self._stages)
         return not (self.is_torn or self._has_ended or is_cut_off)
 
-    def take_part(
-        self,
-        weight: float | Callable[[], float] | None = None,
-        *,
-        is_absent: bool = False,
-        is_finished: bool = False,
-        steps: float = 1.0,
-        seconds: float = 0.0,
-        least_divergence: float | None = None,
-        prepare: Callable[[], None] | None = None,
-    ) -> RoundReport | None:
+    def take_part(self, given: Contribution, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run a round of the lowest level, and of each level above that is due then.
 
         Collective over the ranks that meet. After an error give what was counted since the last call that returned: the
         levels that have taken it know.
 
-        :param weight: As in :meth:`xffl.Aggregator.take_part`.
-        :param is_absent: As there.
-        :param is_finished: As there.
-        :param steps: As there, for the lowest level; those above are told the rounds of the level below.
-        :param seconds: As there.
+        :param given: As in :meth:`xffl.Aggregator.take_part`, for the lowest level; those above count its rounds.
         :param least_divergence: Must be ``None``: levels have periods.
-        :param prepare: As there, for the lowest level.
         :return: What the highest round did; ``step_seconds`` are by the state's cells, 0 for those of other facilities.
             ``None`` where all ranks of the world have finished and none had anything to give.
         :raises ConfigError: as there.
@@ -188,48 +174,53 @@ class Levels(Aggregator):
         self._check_free()
         self._reports = [None] * len(self._stages)
         self._has_ended = False
-        asked = self._taken
+        asked, weight = self._taken, given.weight
 
         def count() -> float:
             nonlocal asked
             asked = checked_weight(weight() if callable(weight) else weight)
             return max(0.0, asked - self._taken)
 
+        # After an error above, the lowest level has taken some of what it is told again.
+        has_new = given.steps > self._steps_taken or not (given.is_finished and self._steps_taken)
+        lowest = replace(
+            given,
+            weight=None if weight is None else count,
+            is_absent=given.is_absent or not has_new,
+            steps=given.steps - self._steps_taken if given.steps > self._steps_taken else given.steps,
+        )
         report: RoundReport | None = None
         for number, stage in enumerate(self._stages):
             if stage.is_over:
                 continue
             if not number:
-                # After an error above, this level has taken some of the steps that it is told again.
-                has_new = steps > self._steps_taken or not (is_finished and self._steps_taken)
-                report = self._round(
-                    number,
-                    None if weight is None else count,
-                    is_absent=is_absent or not has_new,
-                    is_finished=is_finished,
-                    steps=steps - self._steps_taken if steps > self._steps_taken else steps,
-                    seconds=seconds,
-                    prepare=prepare,
-                )
-                self._taken, self._steps_taken = asked, steps
+                report = self._round(number, lowest)
+                self._taken, self._steps_taken = asked, given.steps
                 continue
             below = self._stages[number - 1]
             if not below.is_over and stage.since < stage.every:
                 break
-            given = 0.0 if below.is_apart else stage.count
+            own = 0.0 if below.is_apart else stage.count
             report = self._round(
-                number, given, is_absent=not given, is_finished=below.is_over, steps=float(stage.since), seconds=seconds
+                number,
+                Contribution(
+                    own,
+                    is_absent=not own,
+                    is_finished=below.is_over,
+                    steps=float(stage.since),
+                    seconds=given.seconds,
+                ),
             )
         self._taken = self._steps_taken = 0.0
         if self._stages[-1].is_over:
             self._end()
         return None if report is None else replace(report, step_seconds=self._step_seconds())
 
-    def _round(self, number: int, weight: object, **told: Any) -> RoundReport | None:
+    def _round(self, number: int, given: Contribution) -> RoundReport | None:
         """Take part in a round of one level, and note what it means for the others."""
         stage = self._stages[number]
         try:
-            report = stage.take_part(weight, **told)
+            report = stage.take_part(given)
         except XfflError as error:
             if stage.aggregator._protocol.is_over:
                 stage.is_over = stage.is_apart = True

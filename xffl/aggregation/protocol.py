@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from xffl.aggregation.combine import total_of
 from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.routes import Routes
 from xffl.aggregation.torn import TornError
 from xffl.aggregation.tracks import Turnout
 from xffl.aggregation.vote import CLOSING, Ballot, by_cell, cast, cell_weights, check_rounds
@@ -65,10 +67,8 @@ class Protocol:
     :param topology: The federation.
     :param rank: This rank.
     :param device: Where the groups' backend communicates from.
-    :param group: A group of all ranks for the votes; ``None`` for the world.
-    :param first: The rank of the world that the topology's ranks are counted from.
-    :param atomic: Whether the exchange leaves the model as it is.
-    :param drops_cells: Whether a cell with values that are not finite is left out, instead of rejecting the round.
+    :param routes: The process groups; votes go over the group of all ranks.
+    :param options: What the aggregator was asked for.
     """
 
     def __init__(
@@ -78,19 +78,16 @@ class Protocol:
         topology: Topology,
         rank: int,
         device: torch.device,
-        group: dist.ProcessGroup | None,
-        first: int,
-        atomic: bool,
-        drops_cells: bool,
+        routes: Routes,
+        options: Options,
     ) -> None:
         self._exchange = exchange
         self._topology = topology
         self._rank = rank
         self._device = device
-        self._group = group
-        self._first = first
-        self._atomic = atomic
-        self._drops_cells = drops_cells
+        self._group, self._first = routes.world, routes.first
+        self._atomic = options.atomic
+        self._drops_cells = options.nonfinite == "drop_cell"
         self.is_over = False
         self.is_cut_off = False
 

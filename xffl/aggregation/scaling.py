@@ -19,6 +19,7 @@ from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.manifest import Manifest
+from xffl.aggregation.opening import Contribution
 from xffl.aggregation.pace import Pace
 from xffl.aggregation.recipe import Recipe, read_recipe
 from xffl.aggregation.report import RoundReport
@@ -330,15 +331,16 @@ class FederatedScaling:
         """Take part in a round; tell whether it was the last."""
         fragment = self.aggregator.next_fragment
         client = self._recipe.client
-        report = self.aggregator.take_part(
+        given = Contribution(
             self._weigh(),
             is_absent=self._ledger.steps(fragment) == 0,
             is_finished=is_finishing and (gives_up or not self._ledger.has_others(fragment)),
             steps=self._ledger.effort(fragment),
             seconds=self._pace.step_seconds,
-            least_divergence=self._recipe.schedule.least_divergence(self.aggregator.rounds),
             prepare=None if client is None else client.before_round,
         )
+        least = self._recipe.schedule.least_divergence(self.aggregator.rounds)
+        report = self.aggregator.take_part(given, least_divergence=least)
         claim = self._ledger.claim(fragment)
         if report is None:
             return True

@@ -12,8 +12,6 @@ largest cells give up samples of theirs, chosen at random; where that cannot hel
 from __future__ import annotations
 
 import heapq
-import math
-import numbers
 from bisect import bisect_left
 from collections.abc import Sequence, Sized
 from itertools import pairwise
@@ -22,13 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from xffl.errors import ConfigError
-from xffl.training.draws import ORDER, PROPORTIONS, REPAIR, Draws, Floats, Indices, checked_whole, portions
+from xffl.training.arguments import (
+    check_reached,
+    checked_alpha,
+    checked_cells,
+    checked_shares,
+    checked_sizes,
+    count_of,
+    shown,
+    told,
+)
+from xffl.training.draws import ORDER, PROPORTIONS, REPAIR, Draws, Floats, Indices, portions
 from xffl.training.parts import Partition, label_codes
 
 __all__ = ["Partition", "by_key", "dirichlet", "iid", "inner_dirichlet", "quantity", "shards"]
-
-LEAST_ALPHA, MOST_ALPHA = 1e-9, 1e9
-"""Beyond these, a Dirichlet draw is one cell or the mean, to the last digit."""
 
 
 def iid(
@@ -44,10 +49,10 @@ def iid(
     :return: A partition that covers the dataset; its sizes are the shares, rounded.
     :raises ConfigError: if an argument cannot be meant, or there are too few samples for the minimum.
     """
-    count = _count(samples)
-    wanted = _checked_shares(shares, _checked_cells(cells, count, minimum))
+    count = count_of(samples)
+    wanted = checked_shares(shares, checked_cells(cells, count, minimum))
     sizes = _lift(_apportion(count, wanted), minimum)
-    return _of_owners(_deal(sizes, seed), cells, f"iid({_told(cells, seed, minimum, shares=shares)})")
+    return _of_owners(_deal(sizes, seed), cells, f"iid({told(cells, seed, minimum, shares=shares)})")
 
 
 def quantity(
@@ -72,11 +77,11 @@ def quantity(
 
     Li et al., 2021, arXiv 2102.02079 (section "quantity skew").
     """
-    count = _count(samples)
-    wanted = _checked_shares(shares, _checked_cells(cells, count, minimum))
-    drawn = portions(Draws(seed, PROPORTIONS).log_gamma(_checked_alpha(alpha) * cells * wanted))
+    count = count_of(samples)
+    wanted = checked_shares(shares, checked_cells(cells, count, minimum))
+    drawn = portions(Draws(seed, PROPORTIONS).log_gamma(checked_alpha(alpha) * cells * wanted))
     sizes = _lift(_apportion(count, drawn), minimum)
-    return _of_owners(_deal(sizes, seed), cells, f"quantity({_told(cells, seed, minimum, alpha=alpha, shares=shares)})")
+    return _of_owners(_deal(sizes, seed), cells, f"quantity({told(cells, seed, minimum, alpha=alpha, shares=shares)})")
 
 
 def dirichlet(
@@ -108,9 +113,9 @@ def dirichlet(
     :func:`inner_dirichlet`; for as many samples of each class, its alpha is the one here times the number of classes.
     """
     codes, classes = label_codes(labels, "labels")
-    wanted = _checked_shares(shares, _checked_cells(cells, len(codes), minimum))
+    wanted = checked_shares(shares, checked_cells(cells, len(codes), minimum))
     draws = Draws(seed, PROPORTIONS)
-    shapes = np.tile(_checked_alpha(alpha) * cells * wanted, (classes, 1))
+    shapes = np.tile(checked_alpha(alpha) * cells * wanted, (classes, 1))
     edges = np.cumsum(portions(draws.log_gamma(shapes)), axis=1)
     offsets = draws.uniform(classes)
     owners = np.empty(len(codes), dtype=np.int64)
@@ -121,7 +126,7 @@ def dirichlet(
         ends[-1] = len(found)
         owners[found] = np.repeat(np.arange(cells), np.diff(ends, prepend=0))
     _repair(owners, cells, minimum, seed)
-    return _of_owners(owners, cells, f"dirichlet({_told(cells, seed, minimum, alpha=alpha, shares=shares)})")
+    return _of_owners(owners, cells, f"dirichlet({told(cells, seed, minimum, alpha=alpha, shares=shares)})")
 
 
 def inner_dirichlet(
@@ -151,23 +156,23 @@ def inner_dirichlet(
     Acar et al., 2021, arXiv 2111.04263.
     """
     codes, classes = label_codes(labels, "labels")
-    _checked_cells(cells, len(codes), minimum)
-    wanted = _apportion(len(codes), np.full(cells, 1 / cells)) if sizes is None else _checked_sizes(sizes, cells)
+    checked_cells(cells, len(codes), minimum)
+    wanted = _apportion(len(codes), np.full(cells, 1 / cells)) if sizes is None else checked_sizes(sizes, cells)
     if wanted.sum() > len(codes):
         raise ConfigError(
-            f"sizes {_shown(wanted)} sum to {wanted.sum()}, but there are {len(codes)} samples; give fewer"
+            f"sizes {shown(wanted)} sum to {wanted.sum()}, but there are {len(codes)} samples; give fewer"
         )
     if wanted.min() < minimum:
-        raise ConfigError(f"sizes {_shown(wanted)} hold one below the minimum {minimum}; change one of them")
+        raise ConfigError(f"sizes {shown(wanted)} hold one below the minimum {minimum}; change one of them")
     draws = Draws(seed, PROPORTIONS)
-    logs = draws.log_gamma(np.full((cells, classes), _checked_alpha(alpha)))
+    logs = draws.log_gamma(np.full((cells, classes), checked_alpha(alpha)))
     places = np.repeat(np.arange(cells), wanted)[draws.permutation(int(wanted.sum()))]
     counts = np.bincount(codes, minlength=classes)
     picked = _pick_classes(places, logs, counts, draws)
     starts = np.cumsum(counts) - counts
     owners = np.full(len(codes), -1, dtype=np.int64)
     owners[_by_class(codes, seed)[starts[picked] + _places_in_group(picked, classes)]] = places
-    return _of_owners(owners, cells, f"inner_dirichlet({_told(cells, seed, minimum, alpha=alpha, sizes=sizes)})")
+    return _of_owners(owners, cells, f"inner_dirichlet({told(cells, seed, minimum, alpha=alpha, sizes=sizes)})")
 
 
 def shards(
@@ -189,9 +194,9 @@ def shards(
     McMahan et al., 2017, arXiv 1602.05629.
     """
     codes, _ = label_codes(labels, "labels")
-    _checked_cells(cells, len(codes), minimum)
+    checked_cells(cells, len(codes), minimum)
     is_list = isinstance(shards_per_cell, (Sequence, np.ndarray))
-    wanted = _checked_sizes(
+    wanted = checked_sizes(
         shards_per_cell if is_list else (shards_per_cell,) * cells,  # type: ignore[arg-type]
         cells,
         what="shards_per_cell",
@@ -204,8 +209,8 @@ def shards(
     lengths[: len(codes) % total] += 1
     owners = np.empty(len(codes), dtype=np.int64)
     owners[_by_class(codes, seed)] = np.repeat(holders, lengths)
-    _check_reached(owners, cells, minimum, f"{total} shards of {len(codes)} samples", "fewer shards_per_cell")
-    return _of_owners(owners, cells, f"shards({_told(cells, seed, minimum, shards_per_cell=shards_per_cell)})")
+    check_reached(owners, cells, minimum, f"{total} shards of {len(codes)} samples", "fewer shards_per_cell")
+    return _of_owners(owners, cells, f"shards({told(cells, seed, minimum, shards_per_cell=shards_per_cell)})")
 
 
 def by_key(
@@ -225,7 +230,7 @@ def by_key(
     :raises ConfigError: if an argument cannot be meant, or keys are too few or too unequal for the minimum.
     """
     codes, count = label_codes(keys, "keys")
-    wanted = _checked_shares(shares, _checked_cells(cells, len(codes), minimum))
+    wanted = checked_shares(shares, checked_cells(cells, len(codes), minimum))
     counts = np.bincount(codes, minlength=count)
     order = Draws(seed, ORDER).permutation(count)
     order = order[np.argsort(-counts[order], kind="stable")]
@@ -240,8 +245,8 @@ def by_key(
         loads[cell] += int(counts[key])
         heapq.heapreplace(queue, (loads[cell] / -share, share, cell))
     owners = holders[codes]
-    _check_reached(owners, cells, minimum, f"{count} keys of {len(codes)} samples", "more or smaller keys, fewer cells")
-    return _of_owners(owners, cells, f"by_key({_told(cells, seed, minimum, shares=shares)})")
+    check_reached(owners, cells, minimum, f"{count} keys of {len(codes)} samples", "more or smaller keys, fewer cells")
+    return _of_owners(owners, cells, f"by_key({told(cells, seed, minimum, shares=shares)})")
 
 
 # Dealing --------------------------------------------------------------------------------------------------------------
@@ -333,73 +338,3 @@ def _places_in_group(groups: Indices, count: int) -> Indices:
     places = np.empty(len(groups), dtype=np.int64)
     places[np.argsort(groups, kind="stable")] = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return places
-
-
-# Checks ---------------------------------------------------------------------------------------------------------------
-
-
-def _count(samples: int | Sized) -> int:
-    return len(samples) if isinstance(samples, Sized) else checked_whole("samples", samples, 0)
-
-
-def _checked_cells(cells: int, samples: int, minimum: int) -> int:
-    if checked_whole("cells", cells, 1) * checked_whole("minimum", minimum, 0) > samples:
-        raise ConfigError(
-            f"{samples} samples are too few for {cells} cells of at least {minimum}; lower minimum to "
-            f"{samples // cells} or less, or take fewer cells"
-        )
-    return cells
-
-
-def _checked_alpha(alpha: object) -> float:
-    is_number = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
-    if not is_number or not LEAST_ALPHA <= alpha <= MOST_ALPHA:  # type: ignore[operator]
-        raise ConfigError(f"alpha {alpha!r} is no number from {LEAST_ALPHA:g} to {MOST_ALPHA:g}; give one, such as 0.5")
-    return float(alpha)  # type: ignore[arg-type]
-
-
-def _checked_shares(shares: Sequence[float] | None, cells: int) -> Floats:
-    try:
-        given = [1.0] * cells if shares is None else [float(share) for share in shares]
-        whole = math.fsum(given)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"shares {shares!r} cannot be added up ({error}); give relative sizes, such as (2, 1)"
-        ) from error
-    if len(given) != cells:
-        raise ConfigError(f"there are {len(given)} shares for {cells} cells; give one for each cell")
-    if not all(math.isfinite(share) and share > 0 for share in given):
-        raise ConfigError(f"shares {_shown(given)} are not all positive numbers; give relative sizes, such as (2, 1)")
-    return np.array(given) / whole
-
-
-def _checked_sizes(sizes: Sequence[int], cells: int, *, what: str = "sizes", least: int = 0) -> Indices:
-    given = [checked_whole(f"{what}: entry", size, least) for size in sizes]
-    if len(given) != cells:
-        raise ConfigError(f"{what} has {len(given)} entries for {cells} cells; give one for each cell")
-    return np.array(given, dtype=np.int64)
-
-
-def _check_reached(owners: Indices, cells: int, minimum: int, what: str, knob: str) -> None:
-    sizes = np.bincount(owners, minlength=cells)
-    if sizes.min() < minimum:
-        cell = int(sizes.argmin())
-        raise ConfigError(
-            f"{what} leave cell {cell} of {cells} with {sizes[cell]}, below the minimum {minimum}; take {knob}, or a "
-            "lower minimum"
-        )
-
-
-def _shown(values: Sequence[object] | Indices) -> str:
-    shown = ", ".join(str(value) for value in values[:16])
-    return f"({shown})" if len(values) <= 16 else f"({shown}, and {len(values) - 16} more)"
-
-
-def _told(cells: int, seed: int, minimum: int, **options: object) -> str:
-    """Write the arguments of a call, as far as they tell partitions of one dataset apart."""
-    given = {name: value for name, value in options.items() if value is not None}
-    given = {"cells": cells, **given, "minimum": minimum, "seed": seed}
-    return ", ".join(
-        f"{name}={value if isinstance(value, numbers.Real) else _shown(list(value))}"  # type: ignore[call-overload]
-        for name, value in given.items()
-    )
