@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DILOCO = ROOT / "benchmarks" / "diloco.py"
-DEADLINE_S = 240
+from tests.cluster.benchmark import measure
+
 STEPS, ROUNDS = 30, 3
 
 
@@ -21,20 +16,8 @@ def measured(slow_link: None, base_environ: dict[str, str], tmp_path_factory: py
     """Give what a short run of some methods has written."""
     out = tmp_path_factory.mktemp("diloco") / "diloco.json"
     options = ["--steps", str(STEPS), "--block", "15", "--seeds", "0", "--delay-ms", "5", "--rate-mbit", "400"]
-    process = subprocess.Popen(
-        [sys.executable, str(DILOCO), "link", *options, "--methods", "none,sync,diloco_10", "--out", str(out)],
-        env=base_environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.terminate()  # it takes its namespaces down
-        process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, output
-    return json.loads(out.read_text())
+    methods = "none,sync,diloco_10"
+    return measure("diloco.py", base_environ, out, "link", *options, "--methods", methods)
 
 
 def test_bytes_on_the_link_are_those_of_rounds_and_of_gradients(measured: dict[str, Any]) -> None:

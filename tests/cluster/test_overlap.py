@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-OVERLAP = ROOT / "benchmarks" / "overlap.py"
-DEADLINE_S = 240
+from tests.cluster.benchmark import measure
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +14,7 @@ def measured(slow_link: None, base_environ: dict[str, str], tmp_path_factory: py
     """Give what a run with a small model has written; its steps wait, as where a GPU computes."""
     out = tmp_path_factory.mktemp("overlap") / "overlap.json"
     options = ["--megabytes", "8", "--rate-mbit", "400", "--delay-ms", "5", "--blocks", "3", "--modes", "wait"]
-    process = subprocess.Popen(
-        [sys.executable, str(OVERLAP), *options, "--contenders", "sync,overlap", "--out", str(out)],
-        env=base_environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.terminate()  # it takes its namespaces down
-        process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, output
-    return json.loads(out.read_text())
+    return measure("overlap.py", base_environ, out, *options, "--contenders", "sync,overlap")
 
 
 def test_a_round_that_is_waited_for_costs_its_time(measured: dict[str, Any]) -> None:

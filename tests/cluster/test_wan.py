@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-WAN = ROOT / "benchmarks" / "wan.py"
-DEADLINE_S = 240
+from tests.cluster.benchmark import Benchmark, measure
+
 REPEATS = 3
 CONTENDERS = ("tcp", "round", "one_replica", "every_replica", "all_reduce", "hsdp_step")
-
-
-class Benchmark:
-    """A run of ``wan.py``, which is told to take its namespaces down, and waited for, whatever ends the test."""
-
-    def __init__(self, environ: dict[str, str], *options: str) -> None:
-        # What a shell has put into the background ignores interrupts, and what it starts does, too, unless told.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, str(WAN), *options],
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def __enter__(self) -> Benchmark:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.terminate()
-        self.process.communicate(timeout=DEADLINE_S)
-
-    def output(self) -> str:
-        output, _ = self.process.communicate(timeout=DEADLINE_S)
-        return output
 
 
 def namespaces() -> set[str]:
@@ -58,10 +25,7 @@ def measured(slow_link: None, base_environ: dict[str, str], tmp_path_factory: py
     """Give what a run with a small model has written."""
     out = tmp_path_factory.mktemp("wan") / "wan.json"
     size = ("--megabytes", "16", "--rate-mbit", "400", "--repeats", str(REPEATS))
-    with Benchmark(base_environ, *size, "--contenders", ",".join(CONTENDERS), "--out", str(out)) as benchmark:
-        output = benchmark.output()
-        assert benchmark.process.returncode == 0, output
-    return json.loads(out.read_text())
+    return measure("wan.py", base_environ, out, *size, "--contenders", ",".join(CONTENDERS))
 
 
 def test_a_round_sends_what_a_raw_transfer_sends(measured: dict[str, Any]) -> None:
@@ -102,7 +66,7 @@ def test_reports_agree_with_the_counters(measured: dict[str, Any]) -> None:
 def test_what_is_stopped_leaves_nothing_behind(
     number: signal.Signals, stage: str, slow_link: None, base_environ: dict[str, str]
 ) -> None:
-    with Benchmark(base_environ, "--megabytes", "1", "--repeats", "1000") as benchmark:
+    with Benchmark("wan.py", base_environ, "--megabytes", "1", "--repeats", "1000") as benchmark:
         assert benchmark.process.stdout is not None
         first = line = benchmark.process.stdout.readline()
         mine = {name for name in namespaces() if name.startswith(first.split()[1])}
