@@ -158,15 +158,7 @@ def _assemble(
     """Plan a rank's lanes and prepare what walks them; collective over the world."""
     topology, rank = place.topology, place.rank
     routes = routes_of(place, is_railed=options.rails, is_own=options.overlap)
-    tracks = make_tracks(
-        plan_lanes(items, topology, rank),
-        topology=topology,
-        rank=rank,
-        routes=routes,
-        bucket_bytes=options.bucket_bytes,
-        form=options.form_of_lanes,
-        codecs=manifest.codecs,
-    )
+    tracks = _tracks(manifest, items, options, place, routes)
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
     layout = Layout(manifest.moving, items, axes, at, is_written_in_place=not options.atomic)
@@ -208,4 +200,18 @@ def _assemble(
         layout=layout,
         tracks=tracks,
         feedback=crossing.feedback,
+    )
+
+
+def _tracks(
+    manifest: Manifest, items: Sequence[Item], options: Options, place: Place, routes: Routes
+) -> tuple[Track, ...]:
+    return make_tracks(
+        plan_lanes(items, place.topology, place.rank),
+        topology=place.topology,
+        rank=place.rank,
+        routes=routes,
+        bucket_bytes=options.bucket_bytes,
+        form=options.form_of_lanes,
+        codecs=manifest.codecs,
     )
