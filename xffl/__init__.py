@@ -22,7 +22,9 @@ from xffl.topology import Topology
 if TYPE_CHECKING:
     from xffl.aggregation import Aggregator, FederatedScaling, RoundReport
     from xffl.distributed.distributed_state import DistributedState
+    from xffl.distributed.parameters import DeviceParameters
     from xffl.distributed.session import session
+    from xffl.distributed.world import DistributedWorld
     from xffl.parallel.shard import shard
 
 __version__ = "0.1.0"
@@ -31,7 +33,9 @@ __all__ = [
     "Aggregator",
     "CheckpointError",
     "ConfigError",
+    "DeviceParameters",
     "DistributedState",
+    "DistributedWorld",
     "FederatedScaling",
     "LaunchError",
     "RoundError",
@@ -46,7 +50,9 @@ __all__ = [
 
 _HOMES = {
     "Aggregator": "xffl.aggregation",
+    "DeviceParameters": "xffl.distributed",
     "DistributedState": "xffl.distributed",
+    "DistributedWorld": "xffl.distributed",
     "FederatedScaling": "xffl.aggregation",
     "RoundReport": "xffl.aggregation",
     "session": "xffl.distributed",

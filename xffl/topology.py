@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from xffl.errors import TopologyError
 
-__all__ = ["Coordinates", "RankGroup", "Topology"]
+__all__ = ["REPLICATE_AXIS", "Coordinates", "RankGroup", "Topology"]
 
 REPLICATE_AXIS = "dp_replicate"
 """The axis of a cell's shape that counts replicas; all other axes cut the model."""

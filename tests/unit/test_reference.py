@@ -43,7 +43,10 @@ def parts(kind: Any) -> frozenset[Any]:
 def check_signature(function: Any, promise: dict[str, Any]) -> None:
     signature = inspect.signature(function)
     have = [name for name in signature.parameters if name != "self"]
-    assert have == [parameter["name"] for parameter in promise["parameters"]]
+    promised = [parameter["name"] for parameter in promise["parameters"]]
+    assert have[: len(promised)] == promised
+    # More may follow what was promised, if nobody has to give them.
+    assert all(signature.parameters[name].default is not inspect.Parameter.empty for name in have[len(promised) :])
     hints = typing.get_type_hints(function)
     for parameter in promise["parameters"]:
         default = signature.parameters[parameter["name"]].default

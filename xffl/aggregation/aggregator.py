@@ -46,7 +46,13 @@ class Aggregator:
     non-persistent buffers stay local. The optimizer's state is left alone. The attributes ``fragments`` and
     ``overlaps`` say what it was made with.
 
-    :param model: The model that trains: plain, DDP, or FSDP2/HSDP over the state's meshes.
+    With a mesh inside the cells (tensor, context and pipeline parallelism), a rank gives what it really holds: any part
+    of a DTensor, or the tensors of its stage of a pipeline. The state must know the ``cell_shape`` then, all cells must
+    spread the model alike, and a stage's tensors must have the names that they have in the whole model. What several
+    ranks of a replica hold alike (a norm beside tensor-parallel layers, a weight tied over two stages) counts and
+    crosses once, and is handed round to all of them; buffers become the mean over the ranks that hold them.
+
+    :param model: The model that trains: plain, DDP, FSDP2/HSDP over the state's meshes, or spread over a mesh.
     :param state: The state that describes the federation; without one the world is a single cell.
     :param policies: ``average``, ``local`` or ``first`` for tensors by name pattern (:mod:`fnmatch`) or by the type of
         a module that they lie in (``{nn.BatchNorm2d: "local"}`` is FedBN), the first match wins.
@@ -263,9 +269,10 @@ class Aggregator:
         return self._pending
 
     def close(self) -> None:
-        """Give the process groups of ``overlap`` back; the aggregator cannot be used afterwards.
+        """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
-        Collective over the world, with no round under way. Without ``overlap`` there is nothing to give back.
+        Collective over the world, with no round under way. Without ``overlap``, and without parts of the model that
+        several but not all ranks of a replica hold, there is nothing to give back.
         """
         self._check_free()
         if not self._made.routes.own:

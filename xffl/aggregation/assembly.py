@@ -10,6 +10,7 @@ from torch import nn
 
 from xffl.aggregation.axes import gather_axes
 from xffl.aggregation.crossing import Crossing
+from xffl.aggregation.entries import Facts
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.feedback import Feedback
 from xffl.aggregation.globals import GlobalState
@@ -17,6 +18,7 @@ from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest, describe_difference
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import Options
+from xffl.aggregation.placement import Holding, Spread, holding_of, spread_of
 from xffl.aggregation.plan import Item, digest, plan_lanes
 from xffl.aggregation.protocol import Protocol
 from xffl.aggregation.routes import Place, Routes, communication_device, routes_of
@@ -86,7 +88,8 @@ def assemble(
 ) -> Assembly:
     """Compare the ranks' models and options, and prepare rounds.
 
-    Collective over the world: a few bytes a rank, and groups of its own where rounds overlap training.
+    Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors;
+    and groups of its own where rounds overlap training, or where several shards but not all hold the same elements.
 
     :param model: The model.
     :param state: The state that describes the federation, or a part of the world, each rank its own at the same time.
@@ -96,7 +99,8 @@ def assemble(
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
     error: XfflError | None = None
-    text = ""
+    text, holding = "", None
+    axes: tuple[int, ...] = ()
     try:
         place = state if isinstance(state, Place) else Place(state, state.topology)
         topology, rank = place.topology, place.rank
@@ -104,17 +108,26 @@ def assemble(
         check()
         options, manifest = read()
         options.combiner.check(topology.cells)
-        axes = manifest.axes(topology, topology.coordinates(rank))
+        at = topology.coordinates(rank)
+        text = f"(options)\t{options}\n"
+        if topology.cell_shape is None:
+            manifest.check_patterns()
+            axes = manifest.axes(topology, at)
+            text += str(manifest)
+        else:
+            holding = holding_of(manifest.entries, manifest.is_used, topology, at, place.first)
         _check_protected(options, manifest)
-        text = f"(options)\t{options}\n{manifest}"
     except XfflError as wrong:
         error = wrong
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
         error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
     agree("models", text, error=error, describe=describe_difference)
     world = place.world
-    axes_of_cells = gather_axes(axes, topology, world)
-    items = manifest.items(topology, axes_of_cells, least_bytes=options.bucket_bytes, fragments=options.fragments)
+    spread = None if holding is None else _agreed_spread(holding, manifest, place)
+    axes_of_cells = gather_axes(axes, topology, world) if spread is None else (spread.axes,) * topology.cells
+    items = manifest.items(
+        topology, axes_of_cells, least_bytes=options.bucket_bytes, fragments=options.fragments, spread=spread
+    )
     plan = (
         f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form}, rails={options.rails}"
     )
@@ -122,7 +135,25 @@ def assemble(
     masker = None
     if options.secure is not None:
         masker = make_masker(options.secure, rank, topology, context=plan, group=world)
-    return _assemble(manifest, items, axes_of_cells, options, place=place, device=device, masker=masker, plan=plan)
+    return _assemble(
+        manifest, items, axes_of_cells, options, place=place, device=device, masker=masker, plan=plan, spread=spread
+    )
+
+
+def _agreed_spread(holding: Holding, manifest: Manifest, place: Place) -> Spread:
+    """Put together what the shards hold, and compare it over all replicas and cells; collective over the world."""
+    error: XfflError | None = None
+    spread = None
+    mesh = place.state.hsdp_mesh
+    assert mesh is not None, "a state with a cell shape has replicas"
+    try:
+        spread = spread_of(holding, mesh.get_group(1))
+        manifest.check_patterns(spread)
+    except XfflError as wrong:
+        error = wrong
+    agree("models", "" if spread is None else spread.text, error=error, describe=describe_difference)
+    assert spread is not None, "the ranks agree on errors only by raising one"
+    return spread
 
 
 def _check_protected(options: Options, manifest: Manifest) -> None:
@@ -154,14 +185,19 @@ def _assemble(
     device: torch.device,
     masker: Masker | None,
     plan: str,
+    spread: Spread | None,
 ) -> Assembly:
     """Plan a rank's lanes and prepare what walks them; collective over the world."""
     topology, rank = place.topology, place.rank
-    routes = routes_of(place, is_railed=options.rails, is_own=options.overlap)
+    holders = () if spread is None else spread.holders
+    routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
     tracks = _tracks(manifest, items, options, place, routes)
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
-    layout = Layout(manifest.moving, items, axes, at, is_written_in_place=not options.atomic)
+    here = {entry.name: entry for entry in manifest.moving}
+    tensors: Sequence[Facts] = manifest.moving if spread is None else spread.moving
+    entries = [here.get(tensor.name) for tensor in tensors]
+    layout = Layout(entries, items, axes, at, is_written_in_place=not options.atomic)
     exchange = Exchange(
         layout,
         tracks,
@@ -176,7 +212,7 @@ def _assemble(
     )
     if exchange.agreed is not None:
         exchange.agreed.take()
-        agree_start(manifest.moving, exchange, topology, rank, device, routes.world)
+        agree_start(tensors, exchange, topology, rank, device, routes.world)
     protocol = Protocol(
         exchange,
         topology=topology,

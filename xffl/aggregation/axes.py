@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from math import prod
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from xffl.aggregation.entries import Entry
+from xffl.aggregation.entries import Entry, Facts
 from xffl.aggregation.plan import Cut
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
-__all__ = ["REPLICATED", "axis_of", "canonical_axis", "gather_axes"]
+__all__ = ["BY_PARTS", "REPLICATED", "axis_of", "canonical_axis", "cuts_of", "gather_axes"]
 
 REPLICATED = -1
 """In a list of axes: every rank of the cell holds the whole tensor."""
 
+BY_PARTS = -2
+"""In a list of axes: shards hold parts that no cut along one axis makes, or not all of them hold one."""
 
-def canonical_axis(entry: Entry, axes: Sequence[int]) -> int:
+
+def canonical_axis(entry: Facts, axes: Sequence[int]) -> int:
     """Return the one axis along which the cells cut a tensor; 0 where none does.
 
     :param entry: The tensor.
@@ -64,14 +67,19 @@ def gather_axes(
     return tuple(cells)
 
 
+def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
+    """Return the mesh dimensions along which a tensor is not the same everywhere, and its placements there."""
+    cuts = [(dim, place) for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
+
+
 def axis_of(entry: Entry, shards: int, at: Coordinates) -> int:
     """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
     tensor = entry.tensor()
     if not isinstance(tensor, DTensor):
         return REPLICATED
-    knob = "shard it with xffl.shard, or over the state's own mesh"
-    cuts = [(dim, place) for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
-    cuts = [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
+    knob = "shard it with xffl.shard, or over the state's own mesh, or tell the state the cell_shape"
+    cuts = cuts_of(tensor)
     if not cuts:
         return REPLICATED
     dim, place = cuts[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from xffl.errors import ConfigError
 __all__ = [
     "WRAPPERS",
     "Entry",
+    "Facts",
     "check_tensor",
     "default_policy",
     "held",
@@ -30,8 +31,8 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor: its name without wrappers, what happens to it, how it is written on its way, and where it is kept.
+class Facts:
+    """One tensor: its name without wrappers, what happens to it, and how it is written on its way.
 
     ``is_stepped`` tells what training changes: averaged parameters that are not frozen. Server optimizers, norms and
     distances are about these.
@@ -44,8 +45,6 @@ class Entry:
     dtype: torch.dtype
     is_buffer: bool
     is_stepped: bool
-    module: nn.Module = field(repr=False, compare=False)
-    leaf: str = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         kind = "buffer" if self.is_buffer else "parameter"
@@ -61,6 +60,19 @@ class Entry:
     def real_dtype(self) -> torch.dtype:
         """The data type with complex numbers as pairs of real ones."""
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
+
+
+@dataclass(frozen=True)
+class Entry(Facts):
+    """One tensor of this rank's model, and where it is kept."""
+
+    module: nn.Module = field(repr=False, compare=False)
+    leaf: str = field(repr=False, compare=False)
+
+    @property
+    def facts(self) -> Facts:
+        """What there is to say of the tensor without the model."""
+        return Facts(*(getattr(self, one.name) for one in fields(Facts)))
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor as the model holds it now.

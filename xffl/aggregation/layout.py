@@ -23,7 +23,7 @@ class Layout:
 
     Views are kept from round to round while the model keeps its tensors where they are.
 
-    :param entries: The moving tensors, in the plan's order.
+    :param entries: The moving tensors, in the plan's order; ``None`` for one that this rank does not hold.
     :param items: The same tensors as the plan sees them.
     :param axes: For each cell, the axis along which it cuts each tensor.
     :param at: This rank's place in the federation.
@@ -32,7 +32,7 @@ class Layout:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[Entry | None],
         items: Sequence[Item],
         axes: Sequence[Sequence[int]],
         at: Coordinates,
@@ -41,11 +41,13 @@ class Layout:
     ) -> None:
         self._is_written_in_place = is_written_in_place
         self._entries = tuple(entries)
-        self._slots = [entry.slot for entry in entries]
-        self._axis = tuple(canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries))
+        self._slots = [entry.slot for entry in entries if entry is not None]
+        self._axis = tuple(
+            0 if entry is None else canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries)
+        )
         # Where this rank's part of each tensor begins, in canonical order.
         cuts = [item.cuts[at.cell] for item in items]
-        held = [cut.bounds(at.shard) if cut.is_held_by_part else (0, cut.numel) for cut in cuts]
+        held = [cut.held(at.shard) for cut in cuts]
         self._origin = tuple(start for start, _ in held)
         self._held = tuple(stop - start for start, stop in held)
         self._found: list[list[object]] = []
@@ -61,7 +63,9 @@ class Layout:
         :param item: Its place in the plan.
         :return: The name, without wrappers.
         """
-        return self._entries[item].name
+        entry = self._entries[item]
+        assert entry is not None, "lanes hold only what this rank holds"
+        return entry.name
 
     def held(self, item: int) -> tuple[int, int]:
         """Return where this rank's part of a tensor begins in canonical order, and its elements.
@@ -79,9 +83,12 @@ class Layout:
         found = _places([held.get(leaf) for held, leaf in self._slots])
         if found == self._found:
             return
-        views = [entry.elements(axis) for entry, axis in zip(self._entries, self._axis, strict=True)]
+        views = [
+            torch.empty(0) if entry is None else entry.elements(axis)
+            for entry, axis in zip(self._entries, self._axis, strict=True)
+        ]
         for entry, view, held in zip(self._entries, views, self._held, strict=True):
-            if view.numel() != held:
+            if entry is not None and view.numel() != held:
                 raise ConfigError(
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
                     "Aggregator was made; make a new Aggregator after sharding the model"

@@ -8,6 +8,7 @@ cells are replicas of the same shards, so each shard leaves it once, however man
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -264,9 +265,9 @@ class Levels(Aggregator):
         self._destroy()
 
     def _destroy(self) -> None:
-        for place in self._places:
-            for group in place.own:
-                destroy_group(group)
+        own = [*(stage.aggregator._made.routes.own for stage in self._stages), *(place.own for place in self._places)]
+        for group in itertools.chain.from_iterable(own):
+            destroy_group(group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, of all levels; local, each rank saves its own.

@@ -15,11 +15,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from xffl.aggregation.axes import REPLICATED, axis_of, canonical_axis
+from xffl.aggregation.axes import BY_PARTS, REPLICATED, axis_of, canonical_axis
 from xffl.aggregation.codec import Codec, codec_of
 from xffl.aggregation.entries import (
     WRAPPERS,
     Entry,
+    Facts,
     check_tensor,
     default_policy,
     held,
@@ -29,7 +30,8 @@ from xffl.aggregation.entries import (
     tensors_of,
     ties_of,
 )
-from xffl.aggregation.plan import Cut, Item
+from xffl.aggregation.placement import Spread
+from xffl.aggregation.plan import Cut, Item, MeshCut
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
@@ -86,8 +88,11 @@ class Manifest:
                 written = "none" if leaf in module._buffers else codecs[""]
             written = written if policy == "average" else "none"
             _add(entries, name, policy, written, module, leaf, tensor)
-        for what, patterns in (("policies", policies), ("codecs", codecs)):
-            _check_patterns(what, [pattern for pattern in patterns if pattern], used, entries)
+        self._patterns = [
+            (what, pattern) for what, given in (("policies", policies), ("codecs", codecs)) for pattern in given
+        ]
+        # On a stage of a pipeline a pattern may be for tensors of another one, so this is judged later.
+        self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
             _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
         self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
@@ -100,6 +105,18 @@ class Manifest:
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.entries)
+
+    def check_patterns(self, spread: Spread | None = None) -> None:
+        """Raise where a pattern was given for nothing; local.
+
+        :param spread: What all shards hold, where they hold different tensors.
+        :raises ConfigError: if a pattern matches no tensor, or comes after one that matches the same.
+        """
+        is_used = self.is_used if spread is None else spread.is_used
+        names = [entry.name for entry in self.entries] if spread is None else spread.names
+        for what in ("policies", "codecs"):
+            patterns = zip(self._patterns, is_used, strict=True)
+            _check_patterns(what, [pattern for (kind, pattern), used in patterns if kind == what and not used], names)
 
     def check(self) -> None:
         """Raise where the model no longer has the tensors it had; local.
@@ -135,7 +152,13 @@ class Manifest:
         return tuple(axis_of(entry, topology.shards(at.cell), at) for entry in self.moving)
 
     def items(
-        self, topology: Topology, axes: Sequence[Sequence[int]], *, least_bytes: int = 1, fragments: int = 1
+        self,
+        topology: Topology,
+        axes: Sequence[Sequence[int]],
+        *,
+        least_bytes: int = 1,
+        fragments: int = 1,
+        spread: Spread | None = None,
     ) -> tuple[Item, ...]:
         """Return the moving tensors as the plan sees them.
 
@@ -143,24 +166,26 @@ class Manifest:
         :param axes: For each cell, the axis of each moving tensor.
         :param least_bytes: What a sender gets of a replicated tensor at least, where it is shared out.
         :param fragments: Parts of about the same size that the tensors are dealt into.
-        :return: The items, in the order of :attr:`moving`.
+        :param spread: What all shards hold, where a mesh inside the cells cuts the model; its tensors count then.
+        :return: The items, in the order of the moving tensors.
         :raises ConfigError: if two cells cut a tensor along different axes.
         """
         items = []
-        dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in self.moving], fragments)
-        for index, entry in enumerate(self.moving):
+        tensors: Sequence[Facts] = self.moving if spread is None else spread.moving
+        dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
+        for index, entry in enumerate(tensors):
             by_cell = [cell[index] for cell in axes]
-            canonical_axis(entry, by_cell)
-            shape = entry.real_shape
-            numel = prod(shape)
+            axis = canonical_axis(entry, by_cell)
+            numel = prod(entry.real_shape)
             least = max(1, least_bytes // entry.real_dtype.itemsize)
-            cuts = tuple(
-                # What is taken from one cell is taken from one rank, so that it stays of one piece.
-                Cut.of_copy(numel, 1 if entry.policy == "first" else topology.shards(cell), least)
-                if axis == REPLICATED
-                else Cut.of_axis(shape[axis], numel // max(1, shape[axis]), topology.shards(cell))
-                for cell, axis in enumerate(by_cell)
-            )
+            # What is taken from one cell is taken from one rank, so that it stays of one piece.
+            least = max(least, numel) if entry.policy == "first" else least
+            cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
+            if axis == BY_PARTS:
+                assert spread is not None, "only a spread has parts"
+                cuts = (MeshCut.of_parts(spread.parts[index], least),) * topology.cells
+            else:
+                cuts = tuple(_cut_of(entry, axis, topology.shards(cell), least) for cell, axis in enumerate(by_cell))
             dtype = str(entry.real_dtype).removeprefix("torch.")
             is_mean_at_home = entry.is_buffer and entry.policy == "average"
             items.append(
@@ -184,6 +209,14 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
             shown = "; ".join(f"{what} on ranks {', '.join(map(str, ranks))}" for what, ranks in said.items())
             return ConfigError(f"{name!r} differs: {shown}; give every rank the same model, policies and options")
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
+
+
+def _cut_of(entry: Facts, axis: int, shards: int, least: int) -> Cut:
+    shape = entry.real_shape
+    numel = prod(shape)
+    if axis == REPLICATED:
+        return Cut.of_copy(numel, shards, least)
+    return Cut.of_axis(shape[axis], numel // max(1, shape[axis]), shards)
 
 
 def _add(
@@ -237,15 +270,14 @@ def _match(
     return None
 
 
-def _check_patterns(what: str, patterns: Sequence[Pattern], used: set[Pattern], names: Mapping[str, object]) -> None:
-    unused = [pattern for pattern in patterns if pattern not in used]
+def _check_patterns(what: str, unused: Sequence[Pattern], names: Sequence[str]) -> None:
     if not unused:
         return
     shown = sorted(pattern if isinstance(pattern, str) else pattern.__name__ for pattern in unused)
     texts = [pattern for pattern in unused if isinstance(pattern, str)]
     if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in texts):
         raise ConfigError(f"{what} {shown} come after patterns that match the same; put the narrower first")
-    raise ConfigError(f"{what} {shown} match no tensor; names look like {list(names)[:3]}")
+    raise ConfigError(f"{what} {shown} match no tensor; names look like {names[:3]}")
 
 
 def _deal(sizes: Sequence[int], fragments: int) -> list[int]:

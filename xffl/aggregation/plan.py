@@ -5,6 +5,9 @@ into parts of equal length, one for each shard; the *common refinement* of all c
 with exactly one owner in each cell. Intervals with the same owners form a *lane*; a lane is walked in *buckets* of
 bounded size. Equal cuts give one interval for each shard, unequal cuts more and shorter ones; there is no other path.
 
+Where a mesh inside the cells cuts a tensor along several dimensions, or a pipeline gives it to some shards only, the
+order is that of the parts that shards hold, one after the other; all cells cut it alike then.
+
 Deadlock freedom: all ranks walk their lanes in the order of :attr:`Lane.key`, bucket by bucket, and every participant
 of a lane sees the same buckets. Lanes that follow each other with the same :attr:`Lane.participants` may overlap;
 others wait for the ones before to land.
@@ -13,16 +16,24 @@ others wait for the ones before to land.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from xffl.topology import Topology
 
-__all__ = ["FORMS", "Bucket", "Cut", "Item", "Lane", "Piece", "digest", "form_of", "plan_lanes"]
+__all__ = ["FORMS", "Bucket", "Cut", "Item", "Lane", "MeshCut", "Part", "Piece", "digest", "form_of", "plan_lanes"]
 
 FORMS = ("auto", "all_gather", "two_hop")
 """How a bucket's values reach all cells: every cell sends all of them to every other, or each combines one part."""
+
+_Key = tuple[
+    tuple[int, tuple[bool, ...], tuple[int, ...], tuple[int, ...]],
+    tuple[str, str, bool, str, bool],
+]
+"""Who takes part in a lane, and what it moves: see :class:`Lane`."""
 
 TINY_LANE = 2**18
 """Bytes below which a lane is not worth the second latency of two hops."""
@@ -47,6 +58,14 @@ class Cut(NamedTuple):
         """Return the part that an element belongs to."""
         return element // self.chunk
 
+    def held(self, shard: int) -> tuple[int, int]:
+        """Return the first element that the ranks of a shard hold, and the first one after these."""
+        return self.bounds(shard) if self.is_held_by_part else (0, self.numel)
+
+    def holders(self, element: int) -> tuple[int, ...]:
+        """Return the shards that hold an element, where these are neither one nor all of the cell."""
+        return ()
+
     @classmethod
     def of_axis(cls, length: int, inner: int, parts: int) -> Cut:
         """Cut an axis of ``length`` entries of ``inner`` elements into shards, as ``torch.chunk`` and FSDP2 do."""
@@ -56,6 +75,69 @@ class Cut(NamedTuple):
     def of_copy(cls, numel: int, parts: int, least: int = 1) -> Cut:
         """Share out a tensor that every rank holds over the senders of its cell, ``least`` elements or more to each."""
         return cls(numel, max(1, least, -(-numel // parts)), False)
+
+
+class Part(NamedTuple):
+    """Elements of a tensor that some shards hold, each all of them."""
+
+    numel: int
+    holders: tuple[int, ...]
+
+
+class MeshCut(NamedTuple):
+    """How every cell cuts a tensor of which shards hold parts of any size: an order of the parts, one after the other.
+
+    Where several shards hold the same part, they share out the carrying, ``least`` elements or more to each.
+    """
+
+    parts: tuple[Part, ...]
+    ends: tuple[int, ...]
+    least: int
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Part], least: int) -> MeshCut:
+        """Put parts that are not empty one after the other."""
+        return cls(tuple(parts), tuple(accumulate(part.numel for part in parts)), least)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all parts."""
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def is_held_by_part(self) -> bool:
+        """Whether ranks hold their part only."""
+        return True
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """Return the first element that a shard carries and the first one after these."""
+        for (numel, holders), end in zip(self.parts, self.ends, strict=True):
+            if part in holders:
+                chunk = self._chunk(numel, holders)
+                first = min(holders.index(part) * chunk, numel)
+                return end - numel + first, end - numel + min(first + chunk, numel)
+        return 0, 0
+
+    def part_of(self, element: int) -> int:
+        """Return the shard that carries an element."""
+        index = bisect_right(self.ends, element)
+        numel, holders = self.parts[index]
+        return holders[(element - self.ends[index] + numel) // self._chunk(numel, holders)]
+
+    def held(self, shard: int) -> tuple[int, int]:
+        """Return the first element that the ranks of a shard hold, and the first one after these."""
+        for (numel, holders), end in zip(self.parts, self.ends, strict=True):
+            if shard in holders:
+                return end - numel, end
+        return 0, 0
+
+    def holders(self, element: int) -> tuple[int, ...]:
+        """Return the shards that hold an element, where they are several."""
+        holders = self.parts[bisect_right(self.ends, element)].holders
+        return holders if len(holders) > 1 else ()
+
+    def _chunk(self, numel: int, holders: tuple[int, ...]) -> int:
+        return max(1, self.least, -(-numel // len(holders)))
 
 
 class Item(NamedTuple):
@@ -70,7 +152,7 @@ class Item(NamedTuple):
     dtype: str
     rule: str
     is_mean_at_home: bool
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
     codec: str = "none"
     fragment: int = 0
     is_stepped: bool = False
@@ -112,6 +194,7 @@ class Lane:
     :param codec: How values are written on the slow link.
     :param is_stepped: Whether they are what training changes: parameters that are averaged and not frozen.
     :param pieces: The intervals, by tensor.
+    :param holders: The shards that hold the lane's elements, all of them, where they are several but not all.
     """
 
     fragment: int
@@ -123,6 +206,7 @@ class Lane:
     codec: str
     is_stepped: bool
     pieces: tuple[Piece, ...]
+    holders: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -132,7 +216,7 @@ class Lane:
     @property
     def participants(self) -> tuple[object, ...]:
         """What decides which ranks take part in the lane."""
-        return (self.fragment, self.held_by_part, self.owners)
+        return (self.fragment, self.held_by_part, self.owners, self.holders)
 
     @property
     def numel(self) -> int:
@@ -195,24 +279,23 @@ def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[La
     :return: The lanes, by :attr:`Lane.key`.
     """
     at = topology.coordinates(rank)
-    lanes: dict[tuple[int, tuple[bool, ...], tuple[int, ...], str, str, bool, str, bool], list[Piece]] = {}
+    lanes: dict[_Key, list[Piece]] = {}
     for item in items:
         mine = item.cuts[at.cell]
-        start, end = mine.bounds(at.shard) if mine.is_held_by_part else (0, mine.numel)
+        start, end = mine.held(at.shard)
         held = tuple(cut.is_held_by_part for cut in item.cuts)
         for owners, piece in _refine(item, start, end):
             key = (
-                item.fragment,
-                held,
-                owners,
-                item.dtype,
-                item.rule,
-                item.is_mean_at_home,
-                item.codec,
-                item.is_stepped,
+                (item.fragment, held, owners, mine.holders(piece.start)),
+                (item.dtype, item.rule, item.is_mean_at_home, item.codec, item.is_stepped),
             )
             lanes.setdefault(key, []).append(piece)
-    return tuple(Lane(*key, tuple(pieces)) for key, pieces in sorted(lanes.items()))
+    return tuple(
+        Lane(fragment, held, owners, dtype, rule, is_mean, codec, is_stepped, tuple(pieces), holders)
+        for ((fragment, held, owners, holders), (dtype, rule, is_mean, codec, is_stepped)), pieces in sorted(
+            lanes.items()
+        )
+    )
 
 
 def digest(items: Sequence[Item], topology: Topology) -> str:
@@ -222,13 +305,15 @@ def digest(items: Sequence[Item], topology: Topology) -> str:
     :param topology: The federation.
     :return: Hexadecimal digits.
     """
-    facts = (topology.sizes, topology.replica_size, [tuple(item) for item in items])
+    shape = () if topology.cell_shape is None else (topology.cell_shape,)
+    facts = (topology.sizes, topology.replica_size, *shape, [tuple(item) for item in items])
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _refine(item: Item, start: int, end: int) -> Iterator[tuple[tuple[int, ...], Piece]]:
     while start < end:
-        owners = tuple(cut.part_of(start) for cut in item.cuts)
-        stop = min(end, *(cut.bounds(owner)[1] for cut, owner in zip(item.cuts, owners, strict=True)))
+        cuts: tuple[Cut | MeshCut, ...] = item.cuts
+        owners = tuple(cut.part_of(start) for cut in cuts)
+        stop = min(end, *(cut.bounds(owner)[1] for cut, owner in zip(cuts, owners, strict=True)))
         yield owners, Piece(item.position, start, stop)
         start = stop

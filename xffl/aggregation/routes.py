@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ class Routes:
     :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
     :param own: Groups that were made for this alone, placeholders too.
     :param first: The rank of the world that the topology's ranks are counted from.
+    :param holders: By the shards that hold the same elements, where they are several but not all, the ranks of the cell
+        that hold one of these.
     """
 
     world: dist.ProcessGroup | None
@@ -67,6 +69,7 @@ class Routes:
     is_railed: bool = False
     own: tuple[dist.ProcessGroup, ...] = ()
     first: int = 0
+    holders: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
 def communication_device(state: DistributedState) -> torch.device:
@@ -96,13 +99,14 @@ def make_place(state: DistributedState, topology: Topology, first: int) -> Place
     return Place(state, topology, first, groups, tuple(made))
 
 
-def routes_of(place: Place, *, is_railed: bool, is_own: bool) -> Routes:
+def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()) -> Routes:
     """Pick the groups of a round; groups of one rank are left out.
 
     :param place: Where rounds take place.
     :param is_railed: Whether replicas take turns: then any rank may meet any other.
     :param is_own: Make groups that nobody else uses, collectively over the world, instead of taking the state's: for
         rounds beside which the caller's own collectives go on.
+    :param holders: Shards that hold the same elements, for each of which a group is made; the same on all ranks.
     :return: The groups.
     """
     state, groups, world = place.state, place.groups, place.world
@@ -125,7 +129,34 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool) -> Routes:
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    return Routes(world, world if is_railed else across, replica, cell, is_railed, tuple(made), place.first)
+    shared = _holder_groups(_recorded(state, made, place.first), place, holders)
+    return Routes(world, world if is_railed else across, replica, cell, is_railed, tuple(made), place.first, shared)
+
+
+def _holder_groups(
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], place: Place, holders: Collection[tuple[int, ...]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
+
+    Sets without a common shard are made together, so that ranks make few placeholders.
+    """
+    together: list[list[tuple[int, ...]]] = []
+    for shards in sorted(holders):
+        free = next((sets for sets in together if not set(shards) & {shard for one in sets for shard in one}), None)
+        if free is None:
+            together.append(free := [])
+        free.append(shards)
+    at, topology = place.topology.coordinates(place.rank), place.topology
+    made = {}
+    for sets in together:
+        mine = next((shards for shards in sets if at.shard in shards), None)
+        if mine is None:
+            create((place.rank,), "xffl_holders_placeholder")
+            continue
+        replicas = range(topology.replicas(at.cell))
+        ranks = (topology.rank_of(at.cell, replica, shard) for replica in replicas for shard in mine)
+        made[mine] = create(tuple(sorted(ranks)), "xffl_holders")
+    return made
 
 
 def _recorded(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.entries import Entry
+from xffl.aggregation.entries import Facts
 from xffl.aggregation.exchange import Exchange
 from xffl.errors import ConfigError
 from xffl.topology import Topology
@@ -25,7 +25,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def agree_start(
-    entries: Sequence[Entry],
+    entries: Sequence[Facts],
     exchange: Exchange,
     topology: Topology,
     rank: int,

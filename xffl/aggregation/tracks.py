@@ -129,12 +129,15 @@ def make_tracks(
         if lane.is_mean_at_home:
             # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
             homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
-            limit //= max(replicas if is_part else size for is_part, replicas, size in homes)
+            holders = max(1, len(lane.holders))
+            limit //= max(replicas * holders if is_part else size for is_part, replicas, size in homes)
         if routes.is_railed:
             limit = min(limit, -(-lane.numel // (IN_FLIGHT * max(topology.replica_counts))))  # all have some to carry
         buckets = tuple(lane.buckets(max(1, limit)))
         is_two_hop = form_of(lane, topology.cells, dtype.itemsize, form) == "two_hop"
         home = routes.replica if lane.held_by_part[cell] else routes.cell
+        if lane.holders:
+            home = routes.holders[lane.holders]
         codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home))
     return tuple(tracks)

@@ -9,7 +9,7 @@ from typing import Any
 
 from xffl.aggregation.codec import Codec
 from xffl.errors import ConfigError
-from xffl.topology import Topology
+from xffl.topology import REPLICATE_AXIS, Topology
 
 __all__ = ["Level", "read_levels", "worlds_of"]
 
@@ -59,7 +59,7 @@ def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: in
             )
         ends = [below.offsets[end] for end in accumulate(sizes, initial=0)]
         joined = tuple(stop - start for start, stop in pairwise(ends))
-        units.append(Topology(base.world_size, joined, shards))
+        units.append(Topology(base.world_size, joined, shards, _joined_shape(base)))
     worlds = []
     for level, topology in enumerate(units):
         if level + 1 == len(units):
@@ -69,8 +69,24 @@ def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: in
         ranks = above.federation(above.cell_of(rank))
         first = topology.cell_of(ranks[0])
         sizes = topology.sizes[first : topology.cell_of(ranks[-1]) + 1]
-        worlds.append((Topology(len(ranks), sizes, topology.replica_size), ranks[0]))
+        worlds.append((Topology(len(ranks), sizes, topology.replica_size, topology.cell_shape), ranks[0]))
     return worlds
+
+
+def _joined_shape(base: Topology) -> tuple[tuple[str, int], ...] | None:
+    """Return the shape of units of several cells: replicas lie outermost, one cell's after the other's."""
+    if base.cell_shape is None:
+        return None
+    sizes = dict(base.cell_shape)
+    axes = list(sizes)
+    outer = {axis: sizes[axis] for axis in axes[: axes.index(REPLICATE_AXIS)] if sizes[axis] > 1}
+    if outer and max(base.replica_counts) > 1:
+        raise ConfigError(
+            f"cells of shape {sizes} have {max(base.replica_counts)} replicas inside of {', '.join(outer)}, which do "
+            f"not line up with other cells' in a larger unit; give a cell_shape with {REPLICATE_AXIS} outermost, or a "
+            "single level"
+        )
+    return ((REPLICATE_AXIS, -1), *((axis, size) for axis, size in sizes.items() if axis != REPLICATE_AXIS))
 
 
 def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[Level, ...]:

@@ -182,8 +182,13 @@ def check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
     return members
 
 
-def check_replicas(shard: object, size: object, replica: object, counts: object, place: tuple[int, int]) -> Topology:
-    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told."""
+def check_replicas(
+    shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
+) -> Topology:
+    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told.
+
+    The order of the ranks in a cell is that of ``inside``, if any: its shape.
+    """
     rank, world_size = place
     knob = "give the replicas of each federated group, (n,) without federation"
     if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
@@ -195,7 +200,8 @@ def check_replicas(shard: object, size: object, replica: object, counts: object,
             f"{tuple(numbers)} replicas of {ranks} ranks need {sum(numbers) * ranks} ranks, but the world has "
             f"{world_size}; {knob}"
         )
-    topology = Topology(world_size, tuple(number * ranks for number in numbers), ranks)
+    shape = None if inside is None else inside.cell_shape
+    topology = Topology(world_size, tuple(number * ranks for number in numbers), ranks, shape)
     at = topology.coordinates(rank)
     if (at.shard, at.replica) != (shard, replica):
         raise TopologyError(

@@ -7,7 +7,7 @@ a layer over the one before: it counts only once all ranks have made their group
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -94,25 +94,27 @@ class DistributedState(ProcessState):
         self.hsdp_mesh = cell_mesh(self.topology, rank, groups, self._device_kind())
         return self.hsdp_mesh
 
-    def set_hsdp(self, hsdp: int) -> None:
+    def set_hsdp(self, hsdp: int, cell_shape: Mapping[str, int] | None = None) -> None:
         """Enable global PyTorch's HSDP functionality; it replaces a global FSDP until :meth:`unset_hsdp`.
 
         Collective over the world: every rank makes a group of its replica and, for each stream, one of its shard.
 
         :param hsdp: Size of an HSDP replica, a divisor of the world's size.
-        :raises TopologyError: if replicas of that size do not fill the world.
+        :param cell_shape: As in :meth:`set_federated_scaling`; the world is the cell.
+        :raises TopologyError: if replicas of that size do not fill the world, or the shape has others.
         :raises StateError: if HSDP or a federation is set up, or torch.distributed is not initialized.
         """
 
-        def check() -> int:
+        def check() -> Topology:
             self._check_order("set_hsdp")
             size = checks.whole_number("replica size (hsdp)", hsdp, "give the ranks that hold one copy of the model")
-            Topology(self._place()[1], None, size)
-            return size
+            return Topology(self._place()[1], None, size, cell_shape)
 
-        size = self._agreed("arguments of set_hsdp", check)
+        topology = self._agreed("arguments of set_hsdp", check, lambda it: f"{it.replica_size}{_shape_text(it)}")
         with laid(self, "set_hsdp"):
-            self._partial_hsdp_setup(size)
+            self._topology = topology
+            assert topology.replica_size is not None
+            self._partial_hsdp_setup(topology.replica_size)
             self._set_global_hsdp_mesh()
 
     def _partial_hsdp_setup(self, hsdp: int) -> None:
@@ -125,9 +127,9 @@ class DistributedState(ProcessState):
         :raises StateError: if HSDP is set up.
         """
         rank, world_size = self._place()
-        sizes = None if self._topology is None else self._topology.sizes
+        sizes, shape = (None, None) if self._topology is None else (self._topology.sizes, self._topology.cell_shape)
         size = checks.whole_number("replica size (hsdp)", hsdp, "give the ranks that hold one copy of the model")
-        topology = Topology(world_size, sizes, size)
+        topology = Topology(world_size, sizes, size, shape)
         at = topology.coordinates(rank)
         self._partial_hsdp_setup_manual(at.shard, topology.shards(at.cell), at.replica, topology.replica_counts)
 
@@ -148,7 +150,7 @@ class DistributedState(ProcessState):
         if self.is_hsdp_setup():
             raise StateError(f"HSDP with replicas of {self.replica_local_size} is set up; call unset_hsdp() first")
         shard, size, replica = replica_local_rank, replica_local_size, replica_rank
-        topology = checks.check_replicas(shard, size, replica, replica_world_size, self._place())
+        topology = checks.check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
         with laid(self, "set_hsdp"):
             self._topology = topology
             self.replica_local_rank, self.replica_local_size = shard, size
@@ -172,32 +174,43 @@ class DistributedState(ProcessState):
 
     # Federated scaling ------------------------------------------------------------------------------------------------
 
-    def set_federated_scaling(self, federated_group_size: tuple[int, ...] | int, hsdp: int | None = None) -> None:
+    def set_federated_scaling(
+        self,
+        federated_group_size: tuple[int, ...] | int,
+        hsdp: int | None = None,
+        cell_shape: Mapping[str, int] | None = None,
+    ) -> None:
         """Cut the world into federated groups that average their models from time to time.
 
         Collective over the world: every rank makes a group of its cell, with HSDP also of its replica and its shard,
         and one of the senders of its shard (of itself where it sends nothing). It replaces a global FSDP, or a global
-        HSDP where ``hsdp`` is given, until :meth:`unset_federated_scaling`.
+        HSDP where ``hsdp`` or ``cell_shape`` is given, until :meth:`unset_federated_scaling`.
 
         :param federated_group_size: Ranks of each federated group, in rank order, which sum to the world's size; one
             number means equal groups of that size.
         :param hsdp: Size of an HSDP replica, a divisor of every group's size; None means that each group is one
             replica, sharded with FSDP.
-        :raises TopologyError: if groups or replicas of these sizes do not fill the world.
-        :raises StateError: if a federation is set up, or a global HSDP where ``hsdp`` is None, or torch.distributed is
-            not initialized.
+        :param cell_shape: Sizes of the axes of the mesh inside a group, outermost first, for groups with tensor,
+            context or pipeline parallelism, such as ``{"pp": 2, "dp_replicate": -1, "dp_shard": 2, "tp": 2}``. Replicas
+            are counted along ``dp_replicate``, where -1 stands for what a group's size leaves; a rank's shard is its
+            place along all other axes. It says the size of a replica, so ``hsdp`` may be left out.
+        :raises TopologyError: if groups, replicas or axes of these sizes do not fill the world.
+        :raises StateError: if a federation is set up, or a global HSDP where ``hsdp`` and ``cell_shape`` are None, or
+            torch.distributed is not initialized.
         """
 
         def check() -> Topology:
-            self._check_order("set_federated_scaling", replaces_hsdp=hsdp is not None)
+            self._check_order("set_federated_scaling", replaces_hsdp=(hsdp, cell_shape) != (None, None))
             if federated_group_size is None:
                 raise TopologyError("federated sizes None name no cell; give the ranks of each, or call set_fsdp()")
-            return Topology(self._place()[1], federated_group_size, hsdp)
+            return Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
 
         topology = self._agreed(
             "arguments of set_federated_scaling",
             check,
-            lambda it: f"federated sizes {it.sizes}, hsdp={it.replica_size}, {self._handles()} streams",
+            lambda it: (
+                f"federated sizes {it.sizes}, hsdp={it.replica_size}{_shape_text(it)}, {self._handles()} streams"
+            ),
         )
         with laid(self, "set_federated_scaling"):
             self._topology = topology
@@ -237,7 +250,8 @@ class DistributedState(ProcessState):
         """Return the topology of a federation that is being set up; the replicas' size stands in the state."""
         if not self._layers or not self._layers[-1].is_open:
             raise StateError("this is a step of set_federated_scaling; call that instead")
-        return Topology(self._place()[1], sizes, self.replica_local_size)
+        shape = None if self._topology is None else self._topology.cell_shape
+        return Topology(self._place()[1], sizes, self.replica_local_size, shape)
 
     def _federate(self, topology: Topology) -> None:
         """Fill the fields of a federation, and make its groups and the cell's mesh."""
@@ -303,6 +317,10 @@ class DistributedState(ProcessState):
             )
         if self.is_hsdp_setup() and not replaces_hsdp:
             raise StateError(f"{call} cannot follow set_hsdp({self.replica_local_size}); call unset_hsdp() first")
+
+
+def _shape_text(topology: Topology) -> str:
+    return "" if topology.cell_shape is None else f", cell_shape={dict(topology.cell_shape)}"
 
 
 def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:

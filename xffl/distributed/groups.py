@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from xffl.errors import StateError
 from xffl.topology import Topology
 
-__all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "make_groups", "make_round_groups"]
+__all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "fresh_suffix", "make_groups", "make_round_groups"]
 
 logger = logging.getLogger("xffl")
 
@@ -101,18 +101,24 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
     """
     cell = topology.cell_of(rank)
     ranks = torch.tensor([topology.shard_group(cell, replica) for replica in range(topology.replicas(cell))])
-    key = (device_type, topology.federation(cell))
-    _meshes_made[key] += 1
-    suffix = "" if _meshes_made[key] == 1 else f"_{_meshes_made[key]}"
+    suffix = fresh_suffix(device_type, topology.federation(cell))
+    names = tuple(f"{axis}{suffix}" for axis in (("replica", "shard") if topology.is_hsdp else ("shard",)))
     if not topology.is_hsdp:
         (federation,) = _members(groups, "federation")
-        return DeviceMesh.from_group(federation, device_type, mesh_dim_names=(f"shard{suffix}",))
+        return DeviceMesh.from_group(federation, device_type, mesh_dim_names=names)
     return DeviceMesh.from_group(
-        [_members(groups, "replica")[0], _members(groups, "shard")[0]],
-        device_type,
-        mesh=ranks,
-        mesh_dim_names=(f"replica{suffix}", f"shard{suffix}"),
+        [_members(groups, "replica")[0], _members(groups, "shard")[0]], device_type, mesh=ranks, mesh_dim_names=names
     )
+
+
+def fresh_suffix(*key: object) -> str:
+    """Return what to end the names of a mesh's dimensions with, so that this process has not used them before.
+
+    :param key: What tells meshes apart that may have the same names.
+    :return: Nothing the first time, then ``_2`` and so on.
+    """
+    _meshes_made[key] += 1
+    return "" if _meshes_made[key] == 1 else f"_{_meshes_made[key]}"
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

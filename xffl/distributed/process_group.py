@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,9 +20,11 @@ from xffl.distributed import checks
 from xffl.distributed.agreement import agree_on_store
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
+from xffl.topology import Topology
 
-__all__ = ["cleanup_distributed_process_group", "setup_distributed_process_group"]
+__all__ = ["cleanup_distributed_process_group", "set_up_cells", "setup_distributed_process_group"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,14 @@ class _Request:
     hsdp: int | None
     streams: int | None
     timeout_s: float
+    parameters: DeviceParameters | None = None
+    cell_shape: dict[str, int] | None = None
 
     def __str__(self) -> str:
+        inside = "" if self.parameters is None else f", {self.parameters}"
         return (
             f"backend={self.backend!r}, device={self.device.type!r}, federated={self.federated!r}, hsdp={self.hsdp!r}, "
-            f"streams={self.streams!r}, timeout_s={self.timeout_s:g}"
+            f"streams={self.streams!r}, timeout_s={self.timeout_s:g}{inside}"
         )
 
 
@@ -60,6 +65,8 @@ def setup_distributed_process_group(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     ifname: str | None = None,
+    device_parameters: DeviceParameters | None = None,
+    join_timeout_s: float | None = None,
 ) -> DistributedState:
     """Find out where this process stands, join the others, and return the state that describes it all.
 
@@ -83,6 +90,8 @@ def setup_distributed_process_group(
     :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
     :param timeout_s: Seconds after which a collective over the world gives up; over smaller groups it is half of that.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
+    :param device_parameters: The mesh inside each cell, in place of ``hsdp``. Its timeouts are not read here.
+    :param join_timeout_s: Seconds to wait for all ranks to come; by default ``timeout_s``.
     :return: The state, ready for use.
     :raises StateError: if torch.distributed is initialized already.
     :raises LaunchError: if the processes cannot be found or joined.
@@ -95,8 +104,9 @@ def setup_distributed_process_group(
     try:
         use_interface(ifname)
         timeout_s = _checked_timeout(timeout_s)
+        join_timeout_s = timeout_s if join_timeout_s is None else _checked_timeout(join_timeout_s)
     except XfflError as wrong:  # told to the others as soon as the ranks meet
-        error, timeout_s = wrong, DEFAULT_TIMEOUT_S
+        error, timeout_s, join_timeout_s = wrong, DEFAULT_TIMEOUT_S, DEFAULT_TIMEOUT_S
     place = detect_environment(
         rank=rank,
         world_size=world_size,
@@ -107,13 +117,14 @@ def setup_distributed_process_group(
         master_addr=master_addr,
         master_port=master_port,
     )
-    meeting = _meet(place, timeout_s, is_own_address=master_addr is not None or master_port is not None)
+    meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
     request: _Request | None = None
     try:
-        request = None if error is not None else _request(place, backend, device, federated, hsdp, streams, timeout_s)
+        if error is None:
+            request = _request(place, backend, device, federated, hsdp, streams, timeout_s, device_parameters)
     except XfflError as wrong:
         error = wrong
-    agree_on_store(meeting, place.rank, place.world_size, str(request), error, timeout_s)
+    agree_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
     assert request is not None, "the ranks agree on errors only by raising one"
     _join(meeting, place, request)
     try:
@@ -230,6 +241,7 @@ def _request(
     hsdp: int | None,
     streams: int | None,
     timeout_s: float,
+    parameters: DeviceParameters | None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
     chosen = checks.check_device("device", device if device is not None else _default_kind())
@@ -242,7 +254,16 @@ def _request(
     count = checks.check_streams(streams, chosen)
     asked_sizes, asked_hsdp = requested_federation()
     sizes = asked_sizes if federated is None else federated
-    return _Request(kind, chosen, sizes, asked_hsdp if hsdp is None else hsdp, count, timeout_s)
+    hsdp = asked_hsdp if hsdp is None else hsdp
+    if parameters is None:
+        return _Request(kind, chosen, sizes, hsdp, count, timeout_s)
+    mesh = parameters.resolve(Topology(place.world_size, sizes).sizes)
+    if hsdp not in (None, mesh.replica_size):
+        raise ConfigError(
+            f"hsdp={hsdp} was asked for, but the device parameters make replicas of {mesh.replica_size} ranks (None: "
+            "the whole cell); leave hsdp and XFFL_HSDP out"
+        )
+    return _Request(kind, chosen, sizes, mesh.replica_size, count, timeout_s, parameters, mesh.cell_shape)
 
 
 def _default_kind() -> str:
@@ -283,10 +304,26 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     state.set_node(place.node_local_rank, place.node_local_size, place.node_rank, place.node_world_size)
     state.set_exec_device(request.device, request.streams)
     state.set_init_device(None)
-    if request.federated is not None:
-        state.set_federated_scaling(request.federated, request.hsdp)
-    elif request.hsdp is not None:
-        state.set_hsdp(request.hsdp)
+    set_up_cells(state, request.federated, request.hsdp, request.cell_shape)
+    return state
+
+
+def set_up_cells(
+    state: DistributedState,
+    federated: int | tuple[int, ...] | None,
+    hsdp: int | None,
+    cell_shape: Mapping[str, int] | None = None,
+) -> None:
+    """Call the setter for what is asked for; collective over the world.
+
+    :param state: A state that knows its place in a world that is joined.
+    :param federated: Sizes of the federated groups; ``None`` for none.
+    :param hsdp: Size of a replica; ``None`` for FSDP.
+    :param cell_shape: Sizes of the axes of the mesh inside a cell, where there is one.
+    """
+    if federated is not None:
+        state.set_federated_scaling(federated, hsdp, cell_shape)
+    elif hsdp is not None:
+        state.set_hsdp(hsdp, cell_shape)
     else:
         state.set_fsdp()
-    return state

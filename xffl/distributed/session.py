@@ -10,6 +10,7 @@ import torch
 from xffl.cluster.failure import note_failure
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
 
 __all__ = ["session"]
@@ -25,6 +26,7 @@ def session(
     streams: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     ifname: str | None = None,
+    device_parameters: DeviceParameters | None = None,
 ) -> Iterator[DistributedState]:
     """Join the other processes, yield the state, and leave again.
 
@@ -44,6 +46,7 @@ def session(
     :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
     :param timeout_s: Seconds after which a collective over the world gives up.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
+    :param device_parameters: The mesh inside each cell, in place of ``hsdp``; :class:`xffl.DistributedWorld` has more.
     :yield: The state.
     """
     state = setup_distributed_process_group(
@@ -54,6 +57,7 @@ def session(
         streams=streams,
         timeout_s=timeout_s,
         ifname=ifname,
+        device_parameters=device_parameters,
     )
     try:
         yield state

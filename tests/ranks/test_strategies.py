@@ -1,0 +1,196 @@
+"""Every strategy trains like one process with the whole batch, and its rounds are weighted means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xffl
+from tests.decoder import Block, Decoder, loss_of, text_batch
+from tests.worlds import run_world
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.parameters import DeviceParameters
+from xffl.parallel import DDPConfig, DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
+
+STEPS = 20
+Arguments = dict[str, Any]
+
+CASES: dict[str, tuple[int, str, Arguments, Arguments]] = {
+    "single": (1, "single", {}, {}),
+    "ddp": (2, "ddp", {"dp_replicate": "auto"}, {}),
+    "ddp, static": (2, "ddp", {"dp_replicate": 2}, {"ddp": DDPConfig(static_graph=True, bucket_cap_mb=0.01)}),
+    "fsdp": (4, "fsdp", {"dp_shard": "auto"}, {}),
+    "fsdp, layers": (2, "fsdp", {"dp_shard": 2, "fsdp_forward_prefetch": True}, {"wrap": (Block,)}),
+    "fsdp, recomputed": (2, "fsdp", {"dp_shard": 2, "activation_checkpointing": "full"}, {"wrap": (Block,)}),
+    "fsdp, selective": (2, "fsdp", {"dp_shard": 2, "activation_checkpointing": "selective"}, {"wrap": (Block,)}),
+    "fsdp, kept whole": (2, "fsdp", {"dp_shard": 2, "reshard_after_forward": False}, {"wrap": (Block,)}),
+    "fsdp, offloaded": (2, "fsdp", {"dp_shard": 2, "cpu_offload": True}, {"wrap": (Block,)}),
+    "hsdp": (4, "hsdp", {"dp_shard": 2, "dp_replicate": "auto"}, {"wrap": (Block,)}),
+    "tensor": (2, "fsdp", {"tp": 2}, {}),
+    "tensor, whole activations": (2, "fsdp", {"tp": 2, "sequence_parallel": False}, {}),
+    "tensor, cut loss": (2, "fsdp", {"tp": 2, "loss_parallel": True}, {}),
+    "fsdp and tensor": (4, "fsdp", {"dp_shard": "auto", "tp": 2}, {"wrap": (Block,)}),
+    "replicas and tensor": (4, "hsdp", {"dp_replicate": 2, "tp": 2}, {"wrap": (Block,)}),
+    "context": (2, "fsdp", {"cp": 2}, {"wrap": (Block,)}),
+    "fsdp and context": (4, "fsdp", {"dp_shard": 2, "cp": 2}, {"wrap": (Block,)}),
+    "pipeline": (2, "fsdp", {"pp": 2}, {}),
+    "pipeline, gpipe": (2, "fsdp", {"pp": 2, "pp_schedule": "gpipe", "pp_micro_batches": 4}, {}),
+    "pipeline and fsdp": (4, "fsdp", {"pp": 2, "dp_shard": 2}, {"wrap": (Block,)}),
+    "pipeline and ddp": (4, "hsdp", {"pp": 2, "dp_replicate": 2}, {}),
+    "pipeline and tensor": (4, "fsdp", {"pp": 2, "tp": 2}, {}),
+    "hsdp and tensor": (8, "hsdp", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"wrap": (Block,)}),
+    "pipeline, fsdp and tensor": (8, "fsdp", {"pp": 2, "dp_shard": 2, "tp": 2}, {"wrap": (Block,)}),
+    "hsdp, uneven cut": (3, "fsdp", {"dp_shard": 3}, {"wrap": (Block,)}),
+}
+
+
+def configure(strategy: str, mesh: Arguments, options: Arguments, **training: Any) -> StrategyConfig:
+    return StrategyConfig(
+        distributed=DistributedConfig(strategy=strategy, device_parameters=DeviceParameters(**mesh), **options),
+        training=TrainingConfig(**training),
+    )
+
+
+def joined(rank: int, world_size: int) -> DistributedState:
+    """The state of a world that the test has joined."""
+    state = DistributedState()
+    state.set_global("gloo", "cpu", None, None, rank, world_size)
+    state.set_node(rank, world_size, 0, 1)
+    return state
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter by its bare name, whole."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        found[name.replace("module.", "")] = whole.detach().clone()
+    return found
+
+
+def train_alone(steps: int = STEPS, seed: int = 0) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with one process and the whole batch, by hand."""
+    torch.manual_seed(seed)
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    losses = []
+    for step in range(steps):
+        tokens, targets = text_batch(step, batch=24)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_weights(model)
+
+
+def train(rank: int, world_size: int, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with a strategy, each rank with its part of the batch."""
+    _, strategy_name, mesh, options = CASES[name]
+    strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(rank)  # only rank 0's weights count
+    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    losses = []
+    world = strategy.world
+    for step in range(STEPS):
+        tokens, targets = (part.chunk(world.dp_size)[world.dp_rank] for part in text_batch(step, batch=24))
+        tokens, targets = strategy.split_sequence(tokens, targets)
+        loss = strategy.forward_backward(model, tokens, target=targets)
+        assert strategy.step(optimizer)
+        losses.append(world.all_reduce(loss, "mean", "dp_cp").item())
+    weights = full_weights(model)
+    strategy.teardown()
+    return losses, weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_strategy_trains_like_one_process(name: str) -> None:
+    losses, weights = train_alone()
+    ranks = run_world(CASES[name][0], train, name)
+    assert set().union(*(held for _, held in ranks)) == set(weights)
+    for found, held in ranks:
+        assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-5
+        assert held and set(held) <= set(weights)
+        assert max((held[key] - weights[key]).abs().max().item() for key in held) < 1e-5
+    assert losses[-1] < losses[0] - 0.3
+
+
+ROUNDS, BETWEEN = 3, 3
+WEIGHTS = (1.0, 3.0)
+FEDERATED = {name: case for name, case in CASES.items() if name not in ("ddp, static", "fsdp, selective")}
+FEDERATED = {name: case for name, case in FEDERATED.items() if case[0] <= 4}
+
+
+def round_batch(cell: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each cell has text of its own."""
+    return text_batch(20 * cell + step, batch=24)
+
+
+def average_alone() -> list[dict[str, torch.Tensor]]:
+    """Train two models by hand, and average them from time to time; their weights after each round."""
+    torch.manual_seed(0)
+    cells = [Decoder(), Decoder()]
+    cells[1].load_state_dict(cells[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=5e-4) for model in cells]
+    found = []
+    for number in range(ROUNDS):
+        for cell, (model, optimizer) in enumerate(zip(cells, optimizers, strict=True)):
+            for step in range(BETWEEN):
+                tokens, targets = round_batch(cell, BETWEEN * number + step)
+                loss_of(model(tokens), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            for one, other in zip(*(model.parameters() for model in cells), strict=True):
+                mean = (WEIGHTS[0] * one.double() + WEIGHTS[1] * other.double()) / sum(WEIGHTS)
+                one.copy_(mean)
+                other.copy_(mean)
+        found.append(full_weights(cells[0]))
+    return found
+
+
+def federate(rank: int, world_size: int, name: str) -> list[dict[str, torch.Tensor]]:
+    """Train two cells with a strategy, and average them from time to time; the weights after each round."""
+    size, strategy_name, mesh, options = CASES[name]
+    config = configure(strategy_name, mesh, {**options, "federated": (size, size)})
+    strategy = DistributedStrategy.from_config(config)
+    strategy.setup(joined(rank, world_size))
+    world = strategy.world
+    torch.manual_seed(rank)
+    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    cell = strategy.state.topology.cell_of(rank)
+    aggregator = xffl.Aggregator(model, strategy.state)
+    found = []
+    for number in range(ROUNDS):
+        for step in range(BETWEEN):
+            parts = (part.chunk(world.dp_size)[world.dp_rank] for part in round_batch(cell, BETWEEN * number + step))
+            tokens, targets = strategy.split_sequence(*parts)
+            strategy.forward_backward(model, tokens, target=targets)
+            strategy.step(optimizer)
+        # A rank's own count: the cells' sums are 1 to 3.
+        report = aggregator.aggregate(weight=WEIGHTS[cell] / size)
+        assert report.weights == pytest.approx(WEIGHTS)
+        found.append(full_weights(model))
+    strategy.teardown()
+    return found
+
+
+@pytest.mark.parametrize("name", FEDERATED)
+def test_rounds_of_a_strategy_are_weighted_means(name: str) -> None:
+    dense = average_alone()
+    ranks = run_world(2 * CASES[name][0], federate, name)
+    for number, weights in enumerate(dense):
+        assert set().union(*(rounds[number] for rounds in ranks)) == set(weights)
+        for rounds in ranks:
+            held = rounds[number]
+            assert max((held[key] - weights[key]).abs().max().item() for key in held) < 1e-5
+        # What two ranks hold is the same to the bit, in the same cell and in the other.
+        for key in weights:
+            holders = [rounds[number][key] for rounds in ranks if key in rounds[number]]
+            assert all(torch.equal(holders[0], other) for other in holders[1:])

@@ -1,0 +1,224 @@
+"""What a strategy does beside the plain step: windows of micro-batches, float16, gradient compression, meta weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.decoder import Block, Decoder, loss_of, text_batch
+from tests.ranks.test_strategies import configure, full_weights, joined
+from tests.worlds import run_world
+from xffl.errors import ConfigError
+from xffl.parallel import DDPConfig, DistributedStrategy
+
+ACCUMULATIONS = (1, 3, 4)
+BATCHES = 10
+"""So that the last window is incomplete for 3 and for 4."""
+
+MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "single": (1, "single", {}, {}),
+    "ddp": (2, "ddp", {"dp_replicate": 2}, {}),
+    "fsdp": (2, "fsdp", {"dp_shard": 2}, {"wrap": (Block,)}),
+    "hsdp": (4, "hsdp", {"dp_shard": 2, "dp_replicate": 2}, {"wrap": (Block,)}),
+}
+
+
+def train_large_batches(accumulation: int) -> dict[str, torch.Tensor]:
+    """Train by hand with the batches of each window as one."""
+    torch.manual_seed(0)
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [text_batch(step, batch=4) for step in range(BATCHES)]
+    for start in range(0, BATCHES, accumulation):
+        tokens, targets = (torch.cat(parts) for parts in zip(*batches[start : start + accumulation], strict=True))
+        loss_of(model(tokens), targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+def train_windows(rank: int, world_size: int, name: str) -> list[tuple[dict[str, torch.Tensor], int, int]]:
+    _, strategy_name, mesh, options = MESHES[name]
+    state = joined(rank, world_size)
+    found = []
+    for accumulation in ACCUMULATIONS:
+        config = configure(strategy_name, mesh, options, gradient_accumulation=accumulation, batch_size=4)
+        strategy = DistributedStrategy.from_config(config)
+        strategy.setup(state)
+        world = strategy.world
+        torch.manual_seed(0)
+        model = strategy.wrap_model(Decoder())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batches = [
+            {"x": x.chunk(world.dp_size)[world.dp_rank], "y": y.chunk(world.dp_size)[world.dp_rank]}
+            for x, y in (text_batch(step, batch=4) for step in range(BATCHES))
+        ]
+        steps = 0
+        for batch in strategy.micro_batches(batches, model):
+            strategy.backward(loss_of(model(batch["x"]), batch["y"]))
+            if not strategy.is_accumulating_gradients:
+                strategy.clip_grad_norm(model, 0.5)
+                steps += strategy.step(optimizer)
+        found.append((full_weights(model), steps, strategy.effective_batch_size))
+        strategy.teardown()
+    return found
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_windows_equal_large_batches(name: str) -> None:
+    expected = [train_large_batches(accumulation) for accumulation in ACCUMULATIONS]
+    size = MESHES[name][0]
+    for found in run_world(size, train_windows, name):
+        for accumulation, (weights, steps, batch), dense in zip(ACCUMULATIONS, found, expected, strict=True):
+            assert max((weights[key] - dense[key]).abs().max().item() for key in dense) < 1e-5
+            assert steps == -(-BATCHES // accumulation)
+            assert batch == 4 * accumulation * size
+
+
+def overflow(rank: int, world_size: int, name: str) -> list[Any]:
+    """Let a gradient overflow on the last rank alone, then go on."""
+    _, strategy_name, mesh, options = MESHES[name]
+    strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options, mixed_precision="fp16"))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(0)
+    model = strategy.wrap_model(Decoder())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    told: list[Any] = []
+    for step in range(4):
+        tokens, targets = text_batch(step, batch=4)
+        before = full_weights(model)
+        with strategy.train_context():
+            loss = loss_of(model(tokens), targets)
+        strategy.backward(loss)
+        last = [parameter for parameter in model.parameters() if parameter.grad is not None][-1]
+        assert last.grad is not None
+        local = last.grad.to_local() if hasattr(last.grad, "to_local") else last.grad
+        if step == 1 and rank == world_size - 1:
+            local.view(-1)[0] = torch.inf
+        norm = strategy.clip_grad_norm(model, 1e6) if step % 2 else None
+        has_stepped = strategy.step(optimizer)
+        after = full_weights(model)
+        moved = max((after[key] - before[key]).abs().max().item() for key in after)
+        told.append((has_stepped, moved > 0, None if norm is None else norm.item(), strategy._own_values()))
+    told.append(full_weights(model))
+    strategy.teardown()
+    return told
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "hsdp"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str) -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in (0, 2, 3):
+        tokens, targets = text_batch(step, batch=4)
+        loss_of(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dense = full_weights(model)
+    for *steps, weights in run_world(MESHES[name][0], overflow, name):
+        assert [has_stepped for has_stepped, *_ in steps] == [True, False, True, True]
+        assert [has_moved for _, has_moved, *_ in steps] == [True, False, True, True]
+        assert steps[1][2] == torch.inf and 0 < steps[3][2] < 1e3
+        scales = [own["loss_scale"]["scale"] for *_, own in steps]
+        assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+        # float16 has 11 bits, so that steps of 0.5 times the gradient differ a little from float32's.
+        assert max((weights[key] - dense[key]).abs().max().item() for key in dense) < 0.01
+
+
+def compressed(rank: int, world_size: int, hook: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], float]:
+    options = {"ddp": DDPConfig(communication_hook=hook, powersgd_start=2)}
+    strategy = DistributedStrategy.from_config(configure("ddp", {"dp_replicate": 2}, options))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(0)
+    model = strategy.wrap_model(Decoder())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    gradients: list[torch.Tensor] = []
+    for step in range(12):
+        tokens, targets = (part.chunk(2)[rank] for part in text_batch(step % 3, batch=8))
+        loss = loss_of(model(tokens), targets)
+        strategy.backward(loss)
+        if step in (0, 11):
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        strategy.step(optimizer)
+    strategy.teardown()
+    return gradients, full_weights(model), loss.item()
+
+
+@pytest.mark.parametrize(("hook", "error"), [("none", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("powersgd", 1e-6)])
+def test_communication_hooks(hook: str, error: float) -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    tokens, targets = text_batch(0, batch=8)
+    loss_of(model(tokens), targets).backward()
+    dense = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    first, second = run_world(2, compressed, hook)
+    # PowerSGD's first steps are whole.
+    assert (first[0][0] - dense).norm() <= error * dense.norm()
+    if hook in ("fp16", "bf16"):
+        assert (first[0][0] - dense).norm() > 0
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
+    assert first[2] < 4.0
+    if hook == "powersgd":  # of rank 1 from then on: a matrix has one singular value
+        sizes = [p.numel() for p in model.parameters()]
+        names = [name for name, _ in model.named_parameters()]
+        head = torch.split(first[0][1], sizes)[names.index("lm_head.weight")].view(256, 32)
+        values = torch.linalg.svdvals(head)
+        assert values[1] < 1e-3 * values[0]
+
+
+class Custom(nn.Module):
+    """A module whose parameters nothing initializes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def build_on_meta(
+    rank: int, world_size: int, name: str
+) -> tuple[dict[str, torch.Tensor], bool, dict[str, torch.Tensor]]:
+    _, strategy_name, mesh, options = MESHES[name]
+    strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        bare = Decoder()
+    model = strategy.wrap_model(bare)
+    made = full_weights(model)
+    own = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
+
+    def ones(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(float(parameter.numel()))
+
+    with torch.device("meta"):
+        bare = Decoder()
+    counted = full_weights(strategy.wrap_model(bare, init_weights=ones))
+    with torch.device("meta"):
+        custom = Custom()
+    with pytest.raises(ConfigError, match=r"module 'model' \(Custom\) .* init_weights"):
+        strategy.wrap_model(custom)
+    mixed = Decoder()
+    mixed.norm = nn.RMSNorm(32, device="meta")
+    with pytest.raises(ConfigError, match=r"tensor 'norm.weight' is on the meta device and .* is not"):
+        strategy.wrap_model(mixed)
+    strategy.teardown()
+    return made, own, counted
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_weights_made_part_by_part_are_those_of_the_whole_model(name: str) -> None:
+    torch.manual_seed(0)
+    eager = full_weights(Decoder())
+    for made, keeps_generator, counted in run_world(MESHES[name][0], build_on_meta, name):
+        assert set(made) == set(eager)
+        for key, values in eager.items():
+            assert torch.equal(made[key], values), key
+            assert torch.equal(counted[key], torch.full_like(values, values.numel())), key
+        assert keeps_generator

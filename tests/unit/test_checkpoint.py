@@ -1,0 +1,377 @@
+"""Checkpoints of one process: what comes back, what is refused, and what a kill at any moment leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import xffl
+from xffl.checkpoint import CheckpointManager, auto_resume, find_latest_checkpoint, load_checkpoint, save_checkpoint
+from xffl.checkpoint.plain import from_plain, tensors_named, to_plain
+from xffl.distributed.distributed_state import DistributedState
+
+ALONE = DistributedState(rank=0, world_size=1)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.sampled_from(["__tuple__", "__tensor__", "__float__"]), inner)
+        | st.dictionaries(st.integers() | st.tuples(st.integers(), st.text()), inner)
+        | st.dictionaries(st.integers(), st.integers()).map(Counter)
+    ),
+    max_leaves=20,
+)
+
+
+class Own:
+    """A part of any value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+
+
+# Plain values ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    text = json.dumps(to_plain(value, "it"), allow_nan=False)
+    found = from_plain(json.loads(text), {})
+    assert found == value and repr(found) == repr(value)  # 1, 1.0 and True are equal, but not the same
+
+
+def test_what_json_has_not_comes_back_too() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    one, other = torch.ones(2), torch.zeros(())
+    plain = to_plain({"a": [one, math.inf], "b": {3: (other, -0.0)}, "nan": math.nan}, "part", tensors)
+    assert list(tensors_named(plain)) == list(tensors) == ["part/a/0", "part/b/3/0"]
+    found = from_plain(json.loads(json.dumps(plain, allow_nan=False)), tensors)
+    assert found["a"][0] is one and found["a"][1] == math.inf and found["b"][3][0] is other and math.isnan(found["nan"])
+    assert math.copysign(1, found["b"][3][1]) == -1
+    for wrong in (object(), {1}, b"x", 1j, lambda: 0, torch.float32):
+        with pytest.raises(xffl.ConfigError, match="it/0 is .*no pickled code"):
+            to_plain([wrong], "it")
+    with pytest.raises(xffl.ConfigError, match="give tensors as a part"):
+        to_plain({"x": one}, "values")
+    with pytest.raises(xffl.ConfigError, match="two tensors are called 'it/1'"):
+        to_plain({1: one, "1": other}, "it", {})
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_needs_no_process_group_and_no_file_is_a_pickle(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    stepped(model, optimizer)
+    own = Own({"tensor": torch.arange(6).view(2, 3)[:, 1:], "twice": [torch.tensor(2.5), 3]})
+    save_checkpoint(str(tmp_path / "it"), {"model": model, "optimizer": optimizer, "own": own}, ALONE, values={"x": 1})
+    weight, momentum = model.weight.detach().clone(), optimizer.state[model.weight]["momentum_buffer"].clone()
+    stepped(model, optimizer, 7.0)
+    optimizer.param_groups[0]["lr"] = 9
+    fresh = Own(None)
+    parts = {"own": fresh, "model": model, "optimizer": optimizer}
+    assert load_checkpoint(tmp_path / "it", parts, ALONE) == {"x": 1}
+    assert torch.equal(model.weight, weight) and optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], momentum)
+    assert torch.equal(fresh.value["tensor"], torch.tensor([[1, 2], [4, 5]])) and fresh.value["twice"][1] == 3
+    files = sorted(str(file.relative_to(tmp_path / "it")) for file in (tmp_path / "it").rglob("*") if file.is_file())
+    assert files == ["cell_0/__0_0.distcp", "cell_0/index.json", "checkpoint.json"]
+    for name in files[1:]:
+        json.loads((tmp_path / "it" / name).read_text())
+
+
+def test_only_checkpoints_and_empty_folders_are_replaced(tmp_path: Path) -> None:
+    parts = {"own": Own(1)}
+    (tmp_path / "empty").mkdir()
+    save_checkpoint(tmp_path / "empty", parts, ALONE)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    for name in ("file", "folder"):
+        with pytest.raises(xffl.CheckpointError, match="is no checkpoint that could be replaced"):
+            save_checkpoint(tmp_path / name, parts, ALONE)
+    with pytest.raises(xffl.CheckpointError, match=r"preparing failed: (NotADirectory|FileExists)Error"):
+        save_checkpoint(tmp_path / "file" / "it", parts, ALONE)
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "folder"]
+    assert load_checkpoint(tmp_path / "empty", parts, ALONE) == {}
+
+
+def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    home = tmp_path / "it" / "cell_0"
+    (home / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    file = home / "__0_0.distcp"
+    size = file.stat().st_size
+    torch.save(Bomb(), file)
+    file.write_bytes(file.read_bytes()[:size].ljust(size, b"\0"))
+    with pytest.raises(xffl.CheckpointError, match=r"reading failed.*load another checkpoint"):
+        load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    model, path = nn.Linear(2, 2), tmp_path / "it"
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    sparse, meta = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    sparse.register_buffer("s", torch.eye(2).to_sparse())
+    for parts, match in (
+        ({}, "mapping"),
+        ([model], "mapping"),
+        ({"a/b": model}, "without '/'"),
+        ({"": model}, "without '/'"),
+        ({"model": 3}, "is int"),
+        ({"optimizer": torch.optim.SGD(model.parameters())}, "no model among the parts"),
+        ({"model": model, "optimizer": other}, "after the model is sharded"),
+        ({"model": sparse}, "sparse"),
+        ({"model": meta}, "meta device"),
+    ):
+        with pytest.raises(xffl.ConfigError, match=match):
+            save_checkpoint(path, parts, ALONE)  # type: ignore[arg-type]
+    for values, match in (([1], "mapping"), ({1: 1}, "names are strings"), ({"x": torch.ones(1)}, "tensors as a part")):
+        with pytest.raises(xffl.ConfigError, match=match):
+            save_checkpoint(path, {"model": model}, ALONE, values=values)  # type: ignore[arg-type]
+    for wrong in ("/", tmp_path / ".hidden", "", 3):
+        with pytest.raises(xffl.ConfigError):
+            save_checkpoint(wrong, {"model": model}, ALONE)  # type: ignore[arg-type]
+        with pytest.raises(xffl.ConfigError):
+            load_checkpoint(wrong, {"model": model}, ALONE)  # type: ignore[arg-type]
+    with pytest.raises(xffl.StateError, match="set_global"):
+        save_checkpoint(path, {"model": model}, DistributedState())
+    with pytest.raises(xffl.StateError, match="rank 1 of 2"):
+        save_checkpoint(path, {"model": model}, DistributedState(rank=1, world_size=2))
+    assert not os.listdir(tmp_path)
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(saved.parameters())
+    stepped(saved, optimizer)
+    save_checkpoint(tmp_path / "it", {"model": saved, "optimizer": optimizer}, ALONE)
+
+    def told(model: nn.Module, groups: list[Any] | None = None) -> str:
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        its = torch.optim.Adam(groups or model.parameters())
+        with pytest.raises(xffl.CheckpointError) as error:
+            load_checkpoint(tmp_path / "it", {"model": model, "optimizer": its}, ALONE)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        return str(error.value)
+
+    assert "'model/0.weight' is (2, 2) torch.float32 in it, but (2, 3)" in told(
+        nn.Sequential(nn.Linear(3, 2), saved[1])
+    )
+    assert "but (2, 2) torch.float64 here" in told(nn.Sequential(nn.Linear(2, 2).double(), saved[1]))
+    assert "'model/2.weight' is missing in it" in told(nn.Sequential(*saved, nn.Linear(2, 2)))
+    assert "'model/1.num_batches_tracked' has no place here" in told(nn.Sequential(saved[0]))
+    assert "'optimizer' of 'model/" not in told(nn.Sequential(saved[0]))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert "'optimizer/state/model/1.bias' has no place here" in told(model, list(model[0].parameters()))
+    # Groups cut otherwise fit while their options are the same.
+    again = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=9)
+    load_checkpoint(tmp_path / "it", {"model": model, "optimizer": again}, ALONE)
+    assert [group["lr"] for group in again.param_groups] == [0.001, 0.001]
+    again.param_groups[1]["lr"] = 5
+    save_checkpoint(tmp_path / "two", {"model": model, "optimizer": again}, ALONE)
+    with pytest.raises(xffl.CheckpointError, match="groups with other options"):
+        load_checkpoint(tmp_path / "two", {"model": saved, "optimizer": optimizer}, ALONE)
+
+
+def test_one_optimizer_may_serve_two_models_compiled_ones_too(tmp_path: Path) -> None:
+    models = {"one": nn.Linear(2, 2), "two": nn.Sequential(nn.Linear(2, 1))}
+    optimizer = torch.optim.Adam([p for model in models.values() for p in model.parameters()])
+    for model in models.values():
+        stepped(model, optimizer)
+    save_checkpoint(tmp_path / "it", {**models, "optimizer": optimizer}, ALONE)
+    other = {"one": nn.Linear(2, 2), "two": torch.compile(nn.Sequential(nn.Linear(2, 1)))}
+    again = torch.optim.Adam([p for model in reversed(other.values()) for p in model.parameters()])
+    load_checkpoint(tmp_path / "it", {**other, "optimizer": again}, ALONE)
+    assert torch.equal(other["one"].weight, models["one"].weight)
+    assert torch.equal(other["two"]._orig_mod[0].bias, models["two"][0].bias)
+    for mine, its in (
+        (other["one"].bias, models["one"].bias),
+        (other["two"]._orig_mod[0].weight, models["two"][0].weight),
+    ):
+        assert torch.equal(again.state[mine]["exp_avg"], optimizer.state[its]["exp_avg"])
+
+
+# Damage and kills -----------------------------------------------------------------------------------------------------
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    save_checkpoint(tmp_path / "good", {"model": model}, ALONE)
+
+    def told(name: str, change: Any) -> str:
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+        change(tmp_path / name)
+        with pytest.raises(xffl.CheckpointError) as error:
+            load_checkpoint(tmp_path / name, {"model": model}, ALONE)
+        assert name in str(error.value)
+        return str(error.value)
+
+    def edit(**fields: Any) -> Any:
+        def change(path: Path) -> None:
+            record = json.loads((path / "checkpoint.json").read_text())
+            (path / "checkpoint.json").write_text(json.dumps({**record, **fields}))
+
+        return change
+
+    assert "__0_0.distcp has" in told("cut", lambda path: os.truncate(path / "cell_0" / "__0_0.distcp", 100))
+    assert "__0_0.distcp is missing" in told("lost", lambda path: (path / "cell_0" / "__0_0.distcp").unlink())
+    assert "lacks the index" in told("no_index", lambda path: (path / "cell_0" / "index.json").unlink())
+    assert "checksum" in told("other_index", lambda path: (path / "cell_0" / "index.json").write_text("{}"))
+    assert "unfinished" in told("no_record", lambda path: (path / "checkpoint.json").unlink())
+    assert "cannot be read" in told("bad_record", lambda path: (path / "checkpoint.json").write_text("{"))
+    assert "not of xffl" in told("foreign", edit(format="other"))
+    assert "format version 2" in told("newer", edit(version=2))
+    assert "lacks fields" in told("lacking", edit(cells=None))
+
+
+class Killed(BaseException):
+    """Stands in for a kill: nothing of the save goes on after it."""
+
+
+def deadly(act: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
+    """Let what changes the file system die when none of the moments is left."""
+
+    def change(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return act(*args, **kwargs)
+
+    return change
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die before each change of the file system in turn: what is found is the old one or the new one, never nothing."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and nothing here cuts the power
+    model = nn.Linear(2, 2)
+    changes = [(Path, "rename"), (Path, "open"), (Path, "mkdir"), (shutil, "rmtree"), (os, "fsync"), (os, "rmdir")]
+    found = []
+    for moment in range(100):
+        folder = tmp_path / str(moment) / "checkpoints"
+        path = folder / "step_1"
+        save_checkpoint(path, {"model": model}, ALONE, values={"turn": 0})
+        # What another kill may have left.
+        shutil.copytree(path, folder / ".step_1.partial")
+        shutil.copytree(path, folder / ".step_1.old")
+        left = [moment]
+        with monkeypatch.context() as patch:
+            for home, name in changes:
+                patch.setattr(home, name, deadly(getattr(home, name), left))
+            try:
+                save_checkpoint(path, {"model": model}, ALONE, values={"turn": 1})
+                is_whole = True
+            except (Killed, xffl.CheckpointError):
+                is_whole = False
+        latest = find_latest_checkpoint(tmp_path / str(moment))
+        assert latest == path, moment
+        values = load_checkpoint(latest, {"model": model}, ALONE)
+        found.append(values["turn"])
+        save_checkpoint(path, {"model": model}, ALONE, values={"turn": 2})
+        assert load_checkpoint(path, {"model": model}, ALONE) == {"turn": 2}
+        assert os.listdir(folder) == ["step_1"]
+        if is_whole:
+            break
+    assert is_whole and found == sorted(found) and {0, 1} == set(found) and len(found) > 10
+
+
+# Rotation -------------------------------------------------------------------------------------------------------------
+
+
+class Strategy:
+    """What a manager saves through."""
+
+    def __init__(self) -> None:
+        self.loaded: Path | None = None
+
+    def save_checkpoint(self, path: Path, **kwargs: Any) -> None:
+        save_checkpoint(path, {"own": Own(1)}, ALONE, **kwargs)
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.loaded = path
+
+
+def test_rotation_keeps_the_newest_the_final_and_what_is_not_ours(tmp_path: Path) -> None:
+    strategy = Strategy()
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    strategy.save_checkpoint(manager.output_dir / "final")
+    strategy.save_checkpoint(manager.output_dir / "best")
+    (manager.output_dir / "step_0").mkdir()  # foreign
+    (manager.output_dir / ".step_50.partial").mkdir()
+    (manager.output_dir / ".step_2.removed").mkdir()
+    for step in (2, 9, 10, 100):
+        manager.save(strategy, step, values={"step": step})
+    kept = {".step_50.partial", "best", "final", "step_0", "step_10", "step_100"}
+    assert set(os.listdir(manager.output_dir)) == kept
+    shutil.copytree(manager.output_dir / "step_10", manager.output_dir / ".step_10.old")  # left by a kill
+    manager.save(strategy, 101)
+    assert set(os.listdir(manager.output_dir)) == kept - {"step_10"} | {"step_101"}
+    for wrong in (0, -1, 1.5, True, None):
+        with pytest.raises(xffl.ConfigError, match="keep_last"):
+            CheckpointManager(tmp_path, keep_last=wrong)  # type: ignore[arg-type]
+    with pytest.raises(xffl.ConfigError, match="output_dir"):
+        CheckpointManager(3)  # type: ignore[arg-type]
+    with pytest.raises(xffl.ConfigError, match="step -1"):
+        manager.save(strategy, -1)
+
+
+def test_the_latest_is_found(tmp_path: Path) -> None:
+    strategy, folder = Strategy(), tmp_path / "checkpoints"
+    config = SimpleNamespace(experiment=SimpleNamespace(output_dir=tmp_path))
+    assert find_latest_checkpoint(tmp_path) is None and not auto_resume(config, strategy)
+    folder.mkdir()
+    (folder / "step_900").mkdir()
+    (folder / ".step_800.partial").mkdir()
+    assert find_latest_checkpoint(str(tmp_path)) is None and strategy.loaded is None
+    strategy.save_checkpoint(folder / "final", values={"step": 20})
+    assert find_latest_checkpoint(tmp_path) == folder / "final"
+    strategy.save_checkpoint(folder / "step_100")
+    strategy.save_checkpoint(folder / "step_9")
+    strategy.save_checkpoint(folder / "best_200")
+    assert find_latest_checkpoint(tmp_path) == folder / "step_100"
+    assert auto_resume(config, strategy) and strategy.loaded == folder / "step_100"
+    strategy.save_checkpoint(folder / "final", values={"step": 100})
+    assert find_latest_checkpoint(tmp_path) == folder / "final"
+    strategy.save_checkpoint(folder / "final")
+    assert find_latest_checkpoint(tmp_path) == folder / "final"  # it says no step, but is younger
+    strategy.save_checkpoint(folder / "step_100")
+    assert find_latest_checkpoint(tmp_path) == folder / "step_100"
+    (folder / "step_100").rename(folder / ".step_100.old")  # a kill between two renames
+    assert find_latest_checkpoint(tmp_path) == folder / "step_100"
+    load_checkpoint(folder / "step_100", {"own": Own(2)}, ALONE)

@@ -1,0 +1,173 @@
+"""What device parameters and strategies' configurations accept, and what they say of what they do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xffl.distributed.parameters import AXES, CommParameters, DeviceParameters
+from xffl.errors import ConfigError
+from xffl.parallel import (
+    STRATEGIES,
+    DDPStrategy,
+    DistributedStrategy,
+    FSDPStrategy,
+    HSDPStrategy,
+    SingleGPUStrategy,
+    SingleStrategy,
+    read_config,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"tp": 0}, "tp 0 is less than 1"),
+        ({"pp": -1}, "pp -1 is less than 1"),
+        ({"cp": 1.5}, "cp 1.5 is no whole number"),
+        ({"dp_shard": True}, "dp_shard True is no whole number"),
+        ({"dp_shard": "all"}, "dp_shard 'all' is no whole number; give at least 1, or auto"),
+        ({"dp_shard": "auto", "dp_replicate": "auto"}, "dp_replicate and dp_shard are all 'auto'"),
+        ({"param_dtype": "int8"}, "param_dtype 'int8' is none of float32, bfloat16, float16"),
+        ({"reduce_dtype": None}, "reduce_dtype None is none of"),
+        ({"activation_checkpointing": "all"}, "activation_checkpointing 'all' is none of none, selective, full"),
+        ({"pp": 2, "pp_schedule": "zb"}, "pp_schedule 'zb' is none of 1f1b, gpipe"),
+        ({"compile": "yes"}, "compile 'yes' is no truth value"),
+        ({"pp_micro_batches": 4}, "pp_micro_batches 4 are a pipeline's, but pp is 1"),
+        ({"pp": 2, "pp_micro_batches": 0}, "pp_micro_batches 0 is less than 1; give at least 1"),
+        ({"cpu_offload": True}, "cpu_offload is FSDP's"),
+        ({"loss_parallel": True}, "loss_parallel cuts logits over tp, which is 1"),
+        ({"pp": 2, "param_dtype": "float16"}, "param_dtype 'float16' needs a gradient scaler"),
+        ({"comm": 600}, "comm 600 holds no timeouts"),
+    ],
+)
+def test_parameters_that_cannot_be_meant(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DeviceParameters(**asked)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "10", None, True])
+def test_timeouts(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"comm\.init_timeout_seconds .* is no positive number of seconds"):
+        CommParameters(init_timeout_seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cells", "said"),
+    [
+        ({"dp_shard": 3}, (4,), r"dp_shard=3 multiply to 3, but the world has 4 ranks; .* or one 'auto'"),
+        ({"tp": 3, "dp_shard": "auto"}, (4,), "the world has 4 ranks, which 3 does not divide"),
+        ({}, (4,), "all sizes 1 multiply to 1, but the world has 4 ranks"),
+        ({"dp_shard": 2}, (2, 4), "multiply to 2, but cell 1 has 4 ranks"),
+        ({"dp_shard": "auto", "tp": 2}, (4, 8), "meshes that differ in more than their replicas"),
+        ({"dp_shard": "auto", "dp_replicate": 2}, (4, 8), "meshes that differ in more than their replicas"),
+        ({"pp": "auto"}, (2, 4), "meshes that differ in more than their replicas"),
+    ],
+)
+def test_sizes_that_do_not_fit(asked: dict[str, Any], cells: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DeviceParameters(**asked).resolve(cells)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=5, max_size=5),
+    auto=st.sampled_from([None, *AXES]),
+    cells=st.integers(1, 4),
+)
+def test_sizes_that_fit(sizes: list[int], auto: str | None, cells: int) -> None:
+    asked = dict(zip(AXES, sizes, strict=True))
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    mesh = DeviceParameters(**{**asked, **({auto: "auto"} if auto else {})}).resolve((ranks,) * cells)
+    assert mesh.axes == asked
+    is_data_parallel = asked["pp"] == asked["cp"] == asked["tp"] == 1
+    if is_data_parallel and asked["dp_replicate"] == 1 and auto != "dp_replicate":
+        assert mesh.replica_size is None
+    else:
+        assert mesh.replica_size == ranks // asked["dp_replicate"]
+    assert mesh.cell_shape == (None if is_data_parallel else asked)
+
+
+def test_presets_and_their_strategies() -> None:
+    assert DeviceParameters.SINGLE_DEVICE().strategy == "single"
+    assert DeviceParameters.DDP().strategy == "ddp"
+    assert DeviceParameters.FSDP(tp=2).strategy == "fsdp"
+    assert DeviceParameters.HSDP(dp_shard=4).strategy == "hsdp"
+    assert DeviceParameters.HSDP(dp_shard=4).resolve((8, 4)).axes["dp_replicate"] == -1
+    assert DeviceParameters.HSDP(dp_shard=4).resolve((8, 4)).replica_size == 4
+    assert DeviceParameters.FSDP().resolve((8, 4)).replica_size is None
+    assert DeviceParameters(cp=2).strategy == "fsdp"
+    assert DeviceParameters(tp=2).strategy == "fsdp"
+    assert DeviceParameters(pp=2, dp_replicate=2).strategy == "hsdp"
+
+
+def test_strategies_by_name() -> None:
+    expected = {"single": SingleStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    for name, kind in expected.items():
+        assert type(DistributedStrategy.from_config({"distributed": {"strategy": name}})) is kind
+    hsdp = {"strategy": "hsdp", "device_parameters": {"dp_shard": 2, "dp_replicate": "auto"}}
+    assert type(DistributedStrategy.from_config({"distributed": hsdp})) is HSDPStrategy
+    assert SingleGPUStrategy is SingleStrategy
+    assert {"single", "ddp", "fsdp", "hsdp"} <= set(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"distributed": {"strategy": "fdsp"}}, "strategy 'fdsp' is none of .*; did you mean 'fsdp'?"),
+        ({"distributed": {"strategy": None}}, "strategy None is none of"),
+        ({"distributed": {"stategy": "fsdp"}}, "distributed option 'stategy' .* did you mean 'strategy'?"),
+        ({"training": {}}, "says nothing of 'distributed'"),
+        ({"distributed": {"strategy": "hsdp"}}, "needs to know the ranks of a replica"),
+        (
+            {"distributed": {"strategy": "ddp", "device_parameters": {"dp_shard": 2}}},
+            r"strategy 'ddp' does not do what the device parameters ask for \(fsdp\)",
+        ),
+        ({"distributed": {"device_parameters": {"tq": 2}}}, "device_parameters option 'tq' .* did you mean 'tp'?"),
+        ({"distributed": {"ddp": {"communication_hook": "bf17"}}}, "communication_hook 'bf17' .* mean 'bf16'?"),
+        ({"distributed": {"ddp": {"powersgd_rank": 0}}}, "powersgd_rank 0 is less than 1"),
+        ({"distributed": {"ddp": {"powersgd_start": 1}}}, "powersgd_start 1 is less than 2"),
+        ({"distributed": {"zero_stage": 4}}, "zero_stage 4 is none of 0, 1, 2, 3"),
+        ({"distributed": {}, "training": {"batch_size": 0}}, "training.batch_size 0"),
+        ({"distributed": {}, "training": {"gradient_accumulation": 2.0}}, "training.gradient_accumulation 2.0"),
+        ({"distributed": {}, "training": {"mixed_precision": "fp8"}}, "mixed_precision 'fp8' is none of no, bf16"),
+        ({"distributed": {}, "training": {"max_grad_norm": -1.0}}, "max_grad_norm -1.0 is no norm"),
+        (
+            {
+                "distributed": {"device_parameters": {"param_dtype": "float16"}},
+                "training": {"mixed_precision": "bf16"},
+            },
+            "mixed_precision 'bf16' and param_dtype 'float16' differ",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_meant(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DistributedStrategy.from_config(config)
+
+
+def test_configurations_of_other_makes() -> None:
+    @dataclass
+    class Training:
+        batch_size: int = 8
+        gradient_accumulation: int = 2
+        learning_rate: float = 0.1
+        mixed_precision: str = "bf16"
+
+    @dataclass
+    class Mine:
+        training: Training = field(default_factory=Training)
+        distributed: Any = field(default_factory=lambda: SimpleNamespace(strategy="fsdp", zero_stage=3))
+        seed: int = 0
+
+    found = read_config(Mine())
+    assert (found.training.batch_size, found.training.gradient_accumulation) == (8, 2)
+    assert (found.distributed.strategy, found.distributed.zero_stage) == ("fsdp", 3)
+    assert read_config(found) is found
+    assert DistributedStrategy.from_config(Mine()).device_parameters.param_dtype == "bfloat16"

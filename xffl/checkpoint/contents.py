@@ -1,0 +1,159 @@
+"""What the parts of a checkpoint hold: tensors and plain values under names that do not depend on the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from xffl.checkpoint.plain import Plain, to_plain
+from xffl.errors import ConfigError
+
+__all__ = ["Contents", "Part", "check_parts", "collect", "parameter_names", "saved_options"]
+
+Part = nn.Module | torch.optim.Optimizer | Stateful
+"""What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
+``load_state_dict`` (a scheduler, a sampler)."""
+
+UNNAMED = ("params", "param_names")
+"""Entries of a parameter group that list its parameters, which are named otherwise here."""
+
+
+@dataclass
+class Contents:
+    """The tensors and values of all parts, by name."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Plain] = field(default_factory=dict)
+
+
+def check_parts(parts: Mapping[str, Part]) -> None:
+    """Refuse parts that cannot be kept.
+
+    :param parts: Parts by name.
+    :raises ConfigError: if a name or a part cannot be meant.
+    """
+    if not isinstance(parts, Mapping) or not parts:
+        raise ConfigError(f"parts is {type(parts).__name__} of nothing; give a mapping such as {{'model': model}}")
+    for name, part in parts.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(f"part name {name!r} is no name without '/'; call it such as 'model'")
+        if not isinstance(part, (nn.Module, torch.optim.Optimizer, Stateful)):
+            raise ConfigError(
+                f"part {name!r} is {type(part).__name__}; give a module, an optimizer or an object with state_dict and "
+                "load_state_dict, and plain values as values"
+            )
+
+
+def collect(parts: Mapping[str, Part]) -> Contents:
+    """Take what the parts hold now. Nothing moves and nothing is copied.
+
+    A model's tensor is ``part/layers.0.weight``, whatever wraps the model; an optimizer's names its parameter by the
+    model's part. An optimizer that has not stepped yet stays as it is.
+
+    :param parts: Parts by name.
+    :return: Their tensors, which the parts go on to use, and values.
+    :raises ConfigError: if something cannot be kept.
+    """
+    contents = Contents()
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for key, value in get_model_state_dict(part).items():
+                plain = to_plain(value, f"{name}/{key}", contents.tensors)
+                if not isinstance(value, torch.Tensor):
+                    contents.values[f"{name}/{key}"] = plain
+        elif isinstance(part, torch.optim.Optimizer):
+            _collect_optimizer(name, part, parameter_names(name, part, parts), contents)
+        else:
+            contents.values[name] = to_plain(part.state_dict(), name, contents.tensors)
+    for name, tensor in contents.tensors.items():
+        _check_tensor(name, tensor)
+    return contents
+
+
+def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> list[list[str]]:
+    """Name an optimizer's parameters by the models that hold them, group by group.
+
+    :param name: The optimizer's part, for messages.
+    :param optimizer: The optimizer.
+    :param parts: All parts.
+    :return: Names such as ``model/layers.0.weight`` for each parameter group.
+    :raises ConfigError: if a parameter is of no model among the parts.
+    """
+    names: dict[int, str] = {}
+    for home, model in parts.items():
+        if not isinstance(model, nn.Module):
+            continue
+        held = {id(parameter) for parameter in model.parameters()}
+        own = [
+            parameter for parameter in _parameters(optimizer) if id(parameter) in held and id(parameter) not in names
+        ]
+        if not own:
+            continue
+        # torch names what an optimizer holds, and fills one without state by stepping it: this one has a state and is
+        # thrown away, so that the user's is left alone.
+        probe = torch.optim.Optimizer(own, {})
+        probe.state[own[0]] = {}
+        groups: Any = get_optimizer_state_dict(model, probe)["param_groups"]
+        names |= {id(parameter): f"{home}/{key}" for parameter, key in zip(own, groups[0]["params"], strict=True)}
+    for parameter in _parameters(optimizer):
+        if id(parameter) not in names:
+            raise ConfigError(
+                f"optimizer {name!r} holds a parameter of shape {tuple(parameter.shape)} that no model among the parts "
+                f"{sorted(parts)} has; give its model as a part, too, and make the optimizer after the model is sharded"
+            )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def saved_options(name: str, values: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return the options of an optimizer's parameters.
+
+    :param name: The optimizer's part.
+    :param values: The values of a checkpoint, or of :func:`collect`.
+    :return: Options, as :func:`xffl.checkpoint.plain.to_plain` wrote them, by parameter.
+    """
+    options: dict[str, Plain] = {}
+    for key, group in values.items():
+        if key.startswith(f"{name}/group/") and isinstance(group, dict):
+            options |= dict.fromkeys(group["params"], group["options"])
+    return options
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], contents: Contents) -> None:
+    state = optimizer.state_dict()
+    flat = [parameter for group in names for parameter in group]
+    if unknown := [
+        *(set(state) - {"state", "param_groups"}),
+        *(key for key in state["state"] if key not in range(len(flat))),
+    ]:
+        raise ConfigError(
+            f"optimizer {name!r} ({type(optimizer).__name__}) keeps {unknown[0]!r} beside its parameters' state, which "
+            "cannot be cut anew for other ranks; keep that in a part of its own"
+        )
+    for group, members in zip(state["param_groups"], names, strict=True):
+        if members:  # an empty group has no name, and its options touch nothing
+            options = {key: value for key, value in group.items() if key not in UNNAMED}
+            key = f"{name}/group/{members[0]}"
+            contents.values[key] = {"params": members, "options": to_plain(options, key, contents.tensors)}
+    for number, kept in state["state"].items():
+        key = f"{name}/state/{flat[number]}"
+        contents.values[key] = to_plain(kept, key, contents.tensors)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"tensor {name!r} is {tensor.layout}; a checkpoint keeps strided ones, make it dense")
+    if tensor.is_meta:
+        raise ConfigError(f"tensor {name!r} is on the meta device and has no values; initialize the model first")
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise ConfigError(f"tensor {name!r} is a partial sum; redistribute it before it is kept")

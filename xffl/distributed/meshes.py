@@ -1,0 +1,195 @@
+"""The named meshes and groups inside a cell: pipeline, context, replica, shard and tensor axes, and what joins them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import fresh_suffix
+from xffl.distributed.parameters import AXES, MeshSizes
+from xffl.errors import ConfigError
+from xffl.topology import Topology
+
+__all__ = ["JOINED", "CellMeshes", "Place", "make_cell_meshes"]
+
+JOINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("cp", "dp_shard"),
+    "dp_cp": ("cp", "dp_replicate", "dp_shard"),
+}
+"""Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ."""
+
+MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
+"""The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the mesh of its cell.
+
+    :param sizes: Ranks along each axis.
+    :param at: The rank's coordinate along each axis.
+    """
+
+    sizes: dict[str, int]
+    at: dict[str, int]
+
+    @classmethod
+    def of(cls, mesh: MeshSizes, topology: Topology, rank: int) -> Place:
+        """Return a rank's place; pure.
+
+        :param mesh: The axes; the one of varying size takes what the rank's cell has.
+        :param topology: The federation.
+        :param rank: The rank.
+        :return: Its place.
+        """
+        cell = topology.cell_of(rank)
+        ranks = topology.sizes[cell]
+        known = prod(size for size in mesh.axes.values() if size != -1)
+        sizes = {axis: ranks // known if size == -1 else size for axis, size in mesh.axes.items()}
+        rest = rank - topology.offsets[cell]
+        at = {}
+        for axis in reversed(AXES):
+            rest, at[axis] = divmod(rest, sizes[axis])
+        return cls(sizes, at)
+
+    def size(self, name: str) -> int:
+        """Return the ranks along an axis or along axes that count as one."""
+        return prod(self.sizes[axis] for axis in JOINED.get(name, (name,)))
+
+    def rank(self, name: str) -> int:
+        """Return the coordinate along an axis or along axes that count as one, the outermost counting most."""
+        rank = 0
+        for axis in JOINED.get(name, (name,)):
+            rank = rank * self.sizes[axis] + self.at[axis]
+        return rank
+
+    def peers(self, axes: Sequence[str], first: int) -> tuple[int, ...]:
+        """Return the ranks that differ from this one along some axes only, in order.
+
+        :param axes: The axes, outermost first.
+        :param first: The first rank of the cell.
+        :return: Global ranks.
+        """
+        steps = {axis: prod(self.sizes[inner] for inner in AXES[AXES.index(axis) + 1 :]) for axis in AXES}
+        own = first + sum(self.at[axis] * steps[axis] for axis in AXES if axis not in axes)
+        ranges = [range(0, self.sizes[axis] * steps[axis], steps[axis]) for axis in axes]
+        return tuple(own + sum(offsets) for offsets in itertools.product(*ranges))
+
+
+@dataclass(frozen=True)
+class CellMeshes:
+    """The meshes and groups of a rank, complete once made.
+
+    :param place: Where the rank stands.
+    :param world_mesh: The mesh of :data:`xffl.distributed.parameters.AXES` over the cell.
+    :param model_mesh: The mesh of :data:`MODEL_AXES` over the ranks of one pipeline stage.
+    :param by_name: A mesh of one dimension for each name.
+    :param groups: The group of each name.
+    """
+
+    place: Place
+    world_mesh: DeviceMesh
+    model_mesh: DeviceMesh
+    by_name: dict[str, DeviceMesh]
+    groups: dict[str, dist.ProcessGroup]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Return the group of a name.
+
+        :param name: An axis, joined axes, ``cell``, ``world`` or ``federated``.
+        :return: The group.
+        :raises ConfigError: if there is none of that name.
+        """
+        if name not in self.groups:
+            raise ConfigError(f"mesh {name!r} is none of {', '.join(self.groups)}{_why_not(name)}")
+        return self.groups[name]
+
+    def mesh(self, name: str) -> DeviceMesh:
+        """Return the mesh of one dimension of a name; errors as :meth:`group`."""
+        self.group(name)
+        if name not in self.by_name:
+            raise ConfigError(f"mesh {name!r} is a group of ranks without coordinates; give one of {[*self.by_name]}")
+        return self.by_name[name]
+
+
+def make_cell_meshes(
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup],
+    mesh: MeshSizes,
+    state: DistributedState,
+    device_type: str,
+) -> CellMeshes:
+    """Make the groups and meshes of a rank.
+
+    Collective over the world: every rank makes a group for each set of axes of which one has more than one rank
+    anywhere, one of itself, and with cells of equal size one of the ranks at the same place in all cells.
+
+    :param create: Makes one group of ranks with a description; the same number of times on every rank.
+    :param mesh: The axes.
+    :param state: The state of this rank, joined and set up.
+    :param device_type: Kind of device.
+    :return: The meshes.
+    """
+    topology, rank = state.topology, dist.get_rank()
+    cell = state.federation if state.federation is not None else dist.group.WORLD
+    assert cell is not None and dist.group.WORLD is not None, "the state has joined the world"
+    place = Place.of(mesh, topology, rank)
+    first = topology.offsets[topology.cell_of(rank)]
+    is_wide = {axis: size != 1 for axis, size in mesh.axes.items()}
+    wide = tuple(axis for axis in AXES if is_wide[axis])
+    made: dict[tuple[str, ...], dist.ProcessGroup] = {(): create((rank,), "xffl_self"), wide: cell}
+    if not wide:
+        made[()] = cell
+    named = {axis: (axis,) for axis in AXES} | JOINED
+    groups = {}
+    for name, axes in named.items():
+        key = tuple(axis for axis in axes if is_wide[axis])
+        if key not in made:
+            made[key] = create(place.peers(key, first), f"xffl_{name}")
+        groups[name] = made[key]
+    groups |= {"cell": cell, "world": dist.group.WORLD}
+    if min(topology.sizes) == max(topology.sizes):
+        here = rank - first
+        groups["federated"] = create(tuple(offset + here for offset in topology.offsets[:-1]), "xffl_all_cells")
+    cell_ranks = topology.federation(topology.cell_of(rank))
+    # The parts of a mesh are meshes, too, and may hold the ranks of one that another world had.
+    suffix = fresh_suffix("DistributedWorld", device_type)
+    world_mesh = DeviceMesh.from_group(
+        [groups[axis] for axis in AXES],
+        device_type,
+        mesh=torch.tensor(cell_ranks).view([place.sizes[axis] for axis in AXES]),
+        mesh_dim_names=tuple(f"{axis}{suffix}" for axis in AXES),
+    )
+    stage = place.peers(("dp_replicate", "cp", "dp_shard", "tp"), first)
+    model_mesh = DeviceMesh.from_group(
+        [groups[axis] for axis in MODEL_AXES],
+        device_type,
+        mesh=torch.tensor(stage).view([place.size(axis) for axis in MODEL_AXES]),
+        mesh_dim_names=tuple(f"{axis}{suffix}" for axis in MODEL_AXES),
+    )
+    by_name = _by_name(world_mesh, model_mesh)
+    for name in ("dp", "dp_cp", "federated"):
+        if name in groups:
+            by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(f"{name}{suffix}",))
+    return CellMeshes(place, world_mesh, model_mesh, by_name, groups)
+
+
+def _by_name(world_mesh: DeviceMesh, model_mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return the parts of both meshes along one axis; FSDP's and tensor parallelism's are parts of the model's."""
+    found: dict[str, DeviceMesh] = {}
+    for names, mesh in ((AXES, world_mesh), (MODEL_AXES, model_mesh)):
+        assert mesh.mesh_dim_names is not None, "made with names"
+        for name, shown in zip(names, mesh.mesh_dim_names, strict=True):
+            found[name] = mesh[shown]
+    return found
+
+
+def _why_not(name: str) -> str:
+    return ": it needs cells of equal size" if name == "federated" else ""

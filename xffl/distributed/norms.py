@@ -1,0 +1,84 @@
+"""The norm of gradients that are spread over the ranks of a cell, each element counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from xffl.distributed.meshes import JOINED, Place
+from xffl.distributed.parameters import AXES
+from xffl.errors import ConfigError
+
+__all__ = ["total_norm"]
+
+HELD = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
+"""Axes that the dimensions of a state's own meshes stand for."""
+
+
+def total_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float, place: Place, cell: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of the gradients of all ranks of a cell.
+
+    Collective over the cell: one all-reduce of one number. What several ranks hold is counted on one of them: the one
+    whose coordinate is 0 along every axis that does not cut the tensor; stages of a pipeline hold different tensors.
+
+    :param parameters: This rank's parameters.
+    :param norm_type: Order of the norm, above 0.
+    :param place: Where this rank stands in its cell.
+    :param cell: The ranks of the cell.
+    :param device: Where this rank computes.
+    :return: One fp32 number.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    held = [_whole(gradient) for gradient in gradients]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in held]
+    if math.isinf(norm_type):
+        largest = [part.abs().max().float() for part in local if part.numel()]
+        found = torch.stack([part.to(device) for part in largest]).max() if largest else torch.zeros((), device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=cell)
+        return found
+    counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, place)]
+    powers = [torch.linalg.vector_norm(part, norm_type, dtype=_wide(part)).double() ** norm_type for part in counted]
+    total = torch.stack([power.to(device) for power in powers]).sum() if powers else torch.zeros((), device=device)
+    total = total.double()
+    dist.all_reduce(total, group=cell)
+    return (total ** (1.0 / norm_type)).float()
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whose parts are values, not summands that are still to be added up."""
+    if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
+
+
+def _counts_here(gradient: torch.Tensor, place: Place) -> bool:
+    cut = {"pp"}
+    if isinstance(gradient, DTensor):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, gradient.placements, strict=True):
+            if not placement.is_replicate():
+                cut.update(_axes(name))
+        if not names:
+            raise ConfigError(
+                f"a gradient lies on {gradient.device_mesh}, whose dimensions have no names; shard over world.get_mesh"
+            )
+    return all(axis in cut or place.at[axis] == 0 for axis in AXES)
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """Return the axes of the cell that a dimension of a mesh stands for; names may end in a number."""
+    stem = name.rstrip("0123456789").removesuffix("_")
+    known = {axis: (axis,) for axis in AXES} | JOINED | HELD
+    if stem not in known:
+        raise ConfigError(f"a gradient is cut along {name!r}, which is no axis of the world; shard over world.get_mesh")
+    return known[stem]
+
+
+def _wide(part: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(part.dtype, torch.float32)

@@ -1,0 +1,250 @@
+"""What is asked of the ranks inside a cell: the sizes of its mesh, data types, memory savers and timeouts. No torch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, SupportsIndex
+
+from xffl.errors import ConfigError
+
+__all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "MeshSizes"]
+
+AUTO: Literal["auto"] = "auto"
+"""As a size: what the others leave of the cell's ranks."""
+
+AXES = ("pp", "cp", "dp_replicate", "dp_shard", "tp")
+"""The axes of the mesh inside a cell, outermost first: pipeline stages, parts of a sequence, replicas, FSDP's shards,
+parts of a layer."""
+
+Size = int | Literal["auto"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+CHECKPOINTING = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """The mesh inside each cell, in numbers.
+
+    :param axes: Ranks along each of :data:`AXES`. Of ``dp_replicate`` and ``dp_shard`` one may be -1 where cells of
+        unequal size have different numbers of ranks along it.
+    :param replica_size: Ranks that together hold one copy of the model (``hsdp``); ``None`` where a cell is one
+        replica, sharded with FSDP alone.
+    :param cell_shape: What :class:`xffl.topology.Topology` needs to know of the axes; ``None`` where ``replica_size``
+        says all.
+    """
+
+    axes: dict[str, int]
+    replica_size: int | None
+    cell_shape: dict[str, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommParameters:
+    """How long ranks wait for each other, in seconds.
+
+    :param init_timeout_seconds: For all ranks to have joined.
+    :param train_timeout_seconds: For a collective over the world; over smaller groups half of it.
+    """
+
+    init_timeout_seconds: float = 600.0
+    train_timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("init_timeout_seconds", "train_timeout_seconds"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"comm.{name} {value!r} is no positive number of seconds; give one, such as 600")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceParameters:
+    """How the ranks of a cell share the work on one model; checked before any process group exists.
+
+    :param pp: Stages of a pipeline.
+    :param dp_replicate: Replicas of the model in a cell.
+    :param dp_shard: Ranks that FSDP cuts the model over.
+    :param cp: Ranks that share a sequence (context parallel).
+    :param tp: Ranks that share a layer (tensor parallel).
+    :param param_dtype: What computation is done in: ``float32``, ``bfloat16`` or ``float16``; weights are kept in their
+        own data type.
+    :param reduce_dtype: What gradients are added up in by FSDP.
+    :param cpu_offload: Whether FSDP keeps shards, gradients and the optimizer's state in the host's memory.
+    :param activation_checkpointing: What is computed again in the backward pass instead of being kept, for each wrapped
+        layer: ``none`` of it, ``full``: all, ``selective``: all but products of matrices and attention.
+    :param compile: Whether each wrapped layer is compiled.
+    :param sequence_parallel: With ``tp``, whether norms work on a part of the sequence each.
+    :param loss_parallel: With ``tp``, whether logits stay cut along the vocabulary for the loss.
+    :param reshard_after_forward: Whether FSDP frees gathered weights between the forward and the backward pass.
+    :param fsdp_forward_prefetch: Whether FSDP gathers the next wrapped layer's weights while one computes.
+    :param pp_schedule: Order of a pipeline's micro-batches: ``1f1b`` or ``gpipe``.
+    :param pp_micro_batches: Micro-batches of a pipeline's step; ``None`` means one for each stage.
+    :param comm: Timeouts.
+    :raises ConfigError: if a value cannot be meant, or more than one size is ``auto``.
+    """
+
+    pp: Size = 1
+    dp_replicate: Size = 1
+    dp_shard: Size = 1
+    cp: Size = 1
+    tp: Size = 1
+    param_dtype: str = "float32"
+    reduce_dtype: str = "float32"
+    cpu_offload: bool = False
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    reshard_after_forward: bool = True
+    fsdp_forward_prefetch: bool = False
+    pp_schedule: str = "1f1b"
+    pp_micro_batches: int | None = None
+    comm: CommParameters = field(default_factory=CommParameters)
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            object.__setattr__(self, axis, _size(axis, getattr(self, axis)))
+        autos = [axis for axis in AXES if getattr(self, axis) == AUTO]
+        if len(autos) > 1:
+            raise ConfigError(f"{' and '.join(autos)} are all 'auto'; give the sizes of all but one of them")
+        _check_choice("param_dtype", self.param_dtype, DTYPES)
+        _check_choice("reduce_dtype", self.reduce_dtype, DTYPES)
+        _check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        _check_choice("pp_schedule", self.pp_schedule, SCHEDULES)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is no truth value; give True or False")
+        if self.pp_micro_batches is not None:
+            object.__setattr__(self, "pp_micro_batches", _size("pp_micro_batches", self.pp_micro_batches, AUTO))
+        if not isinstance(self.comm, CommParameters):
+            raise ConfigError(f"comm {self.comm!r} holds no timeouts; give a CommParameters")
+        self._check_together()
+
+    @classmethod
+    def SINGLE_DEVICE(cls, **options: Any) -> DeviceParameters:
+        """Return parameters for cells of one rank.
+
+        :param options: Any other field.
+        :return: The parameters.
+        """
+        return cls(**options)
+
+    @classmethod
+    def DDP(cls, *, dp_replicate: Size = AUTO, **options: Any) -> DeviceParameters:
+        """Return parameters for a whole copy of the model on each rank.
+
+        :param dp_replicate: Copies in a cell; by default as many as it has ranks.
+        :param options: Any other field.
+        :return: The parameters.
+        """
+        return cls(dp_replicate=dp_replicate, **options)
+
+    @classmethod
+    def FSDP(cls, *, dp_shard: Size = AUTO, **options: Any) -> DeviceParameters:
+        """Return parameters for one copy of the model in a cell, cut over its ranks.
+
+        :param dp_shard: Ranks that the model is cut over; by default what the other axes leave.
+        :param options: Any other field.
+        :return: The parameters.
+        """
+        return cls(dp_shard=dp_shard, **options)
+
+    @classmethod
+    def HSDP(cls, *, dp_shard: Size, dp_replicate: Size = AUTO, **options: Any) -> DeviceParameters:
+        """Return parameters for several copies of the model in a cell, each cut over some ranks.
+
+        :param dp_shard: Ranks that each copy is cut over.
+        :param dp_replicate: Copies; by default as many as the cell has room for.
+        :param options: Any other field.
+        :return: The parameters.
+        """
+        return cls(dp_shard=dp_shard, dp_replicate=dp_replicate, **options)
+
+    def resolve(self, cell_sizes: Sequence[int]) -> MeshSizes:
+        """Fit the sizes to cells of given sizes; pure.
+
+        :param cell_sizes: Ranks of each cell; without federation the world is the only one.
+        :return: The sizes.
+        :raises ConfigError: if they do not multiply to the size of each cell.
+        """
+        asked = {axis: getattr(self, axis) for axis in AXES}
+        known = prod(size for size in asked.values() if size != AUTO)
+        found = [dict(asked) for _ in cell_sizes]
+        for cell, (sizes, ranks) in enumerate(zip(found, cell_sizes, strict=True)):
+            auto = next((axis for axis in AXES if asked[axis] == AUTO), None)
+            if ranks % known or (auto is None and ranks != known):
+                raise ConfigError(self._misfit(cell, ranks, known, auto, is_alone=len(cell_sizes) == 1))
+            if auto is not None:
+                sizes[auto] = ranks // known
+        axes = {axis: found[0][axis] if len({s[axis] for s in found}) == 1 else -1 for axis in AXES}
+        varying = [axis for axis, size in axes.items() if size == -1]
+        is_data_parallel = all(axes[axis] == 1 for axis in ("pp", "cp", "tp"))
+        is_one_replica = asked["dp_replicate"] == 1
+        if is_data_parallel and is_one_replica:
+            return MeshSizes(axes, None, None)
+        if varying not in ([], ["dp_replicate"]):
+            raise ConfigError(
+                f"{varying[0]}='auto' gives cells of {tuple(cell_sizes)} ranks meshes that differ in more than their "
+                "replicas; give its size and leave dp_replicate 'auto'"
+            )
+        replica = prod(size for axis, size in axes.items() if axis != "dp_replicate")
+        return MeshSizes(axes, replica, None if is_data_parallel else axes)
+
+    @property
+    def strategy(self) -> str:
+        """The plainest strategy that can do this: ``single``, ``ddp``, ``fsdp`` or ``hsdp``."""
+        is_one_device = all(getattr(self, axis) == 1 for axis in AXES if axis != "dp_replicate")
+        if self.dp_replicate == 1:
+            return "single" if is_one_device else "fsdp"
+        return "ddp" if is_one_device else "hsdp"
+
+    def _check_together(self) -> None:
+        if self.param_dtype == "float16" and self.pp != 1:
+            raise ConfigError("param_dtype 'float16' needs a gradient scaler, which no pipeline has; give 'bfloat16'")
+        if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
+            raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
+        if self.loss_parallel and self.tp == 1:
+            raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
+        if self.pp_micro_batches is not None and self.pp == 1:
+            raise ConfigError(f"pp_micro_batches {self.pp_micro_batches} are a pipeline's, but pp is 1; give pp")
+
+    def _misfit(self, cell: int, ranks: int, known: int, auto: str | None, *, is_alone: bool) -> str:
+        shown = ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1) or "all sizes 1"
+        where = f"the world has {ranks} ranks" if is_alone else f"cell {cell} has {ranks} ranks"
+        if auto is not None:
+            return f"{shown}: {where}, which {known} does not divide; give sizes that multiply to a divisor of {ranks}"
+        return f"{shown} multiply to {known}, but {where}; give sizes that multiply to {ranks}, or one 'auto'"
+
+
+_FLAGS = (
+    "cpu_offload",
+    "compile",
+    "sequence_parallel",
+    "loss_parallel",
+    "reshard_after_forward",
+    "fsdp_forward_prefetch",
+)
+
+
+def _size(name: str, value: object, other: str = "") -> Any:
+    """Return a size as an int, or ``auto`` where an axis may be that."""
+    if value == AUTO and not other:
+        return AUTO
+    knob = f"give at least 1{'' if other else ', or auto'}"
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ConfigError(f"{name} {value!r} is no whole number; {knob}")
+    number = operator.index(value)
+    if number < 1:
+        raise ConfigError(f"{name} {number} is less than 1; {knob}")
+    return number
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is none of {', '.join(choices)}")

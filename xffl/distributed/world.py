@@ -1,0 +1,411 @@
+"""The world as a training script sees it: who is where, which ranks share what, and collectives by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from xffl.cluster.failure import note_failure
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import destroy_group
+from xffl.distributed.meshes import make_cell_meshes
+from xffl.distributed.norms import total_norm
+from xffl.distributed.parameters import DeviceParameters, MeshSizes
+from xffl.distributed.process_group import (
+    cleanup_distributed_process_group,
+    set_up_cells,
+    setup_distributed_process_group,
+)
+from xffl.distributed.standing import Standing, dtype_of
+from xffl.errors import ConfigError, StateError
+from xffl.topology import Topology
+
+__all__ = ["DistributedWorld"]
+
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class DistributedWorld(Standing):
+    """The ranks, the mesh inside each cell, and what is done over its axes.
+
+    .. code-block:: python
+
+       with xffl.DistributedWorld(DeviceParameters.HSDP(dp_shard=4), federated=(8, 8)) as world:
+           total = world.all_reduce(tensor, op="sum", mesh="dp")
+
+    All facts about ranks are those of :attr:`state`.
+
+    :param device_parameters: What is asked of the ranks inside a cell.
+    :param federated: Sizes of the federated groups, or one size for equal ones; by default what ``XFFL_FEDERATED``
+        says, else no federation: the world is the only cell.
+    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
+    :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
+    """
+
+    def __init__(
+        self,
+        device_parameters: DeviceParameters,
+        federated: int | tuple[int, ...] | None = None,
+        *,
+        backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        streams: int | None = None,
+    ) -> None:
+        if not isinstance(device_parameters, DeviceParameters):
+            raise ConfigError(
+                f"device parameters {device_parameters!r} are none; give a DeviceParameters, such as "
+                "DeviceParameters.FSDP()"
+            )
+        super().__init__(device_parameters)
+        self._asked: dict[str, Any] = {"federated": federated, "backend": backend, "device": device, "streams": streams}
+        self._is_joined_here = self._is_laid_here = False
+        self._groups: list[dist.ProcessGroup] = []
+
+    def setup(self, state: DistributedState | None = None) -> DistributedState:
+        """Join the other processes and make the meshes.
+
+        Collective over the world: every rank makes the same groups (see
+        :func:`xffl.distributed.meshes.make_cell_meshes`).
+
+        :param state: A state of a world that is joined already, with replicas as the device parameters ask for, or
+            with no set-up yet; by default the world is joined, and left again by :meth:`teardown`.
+        :return: The state.
+        :raises StateError: if the world is set up already.
+        :raises ConfigError: if the sizes do not multiply to the cells'.
+        """
+        if self._state is not None:
+            raise StateError("this world is set up already; call teardown() first, or make another")
+        comm = self.device_parameters.comm
+        if state is None:
+            made = setup_distributed_process_group(
+                **self._asked,
+                device_parameters=self.device_parameters,
+                timeout_s=comm.train_timeout_seconds,
+                join_timeout_s=comm.init_timeout_seconds,
+            )
+            self._is_joined_here = True
+        else:
+            made = state
+        self._state = made
+        try:
+            mesh = self._mesh_of(made)
+            self._meshes = make_cell_meshes(self._create, mesh, made, self.device.type)
+        except BaseException as error:
+            note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+            self.teardown(synchronize=False)
+            raise
+        return made
+
+    def teardown(self, *, synchronize: bool = True) -> None:
+        """Leave the other processes, if :meth:`setup` joined them.
+
+        Collective over the world with ``synchronize``; after an exception give ``synchronize=False``: nothing moves.
+
+        :param synchronize: Whether the ranks wait for each other first.
+        """
+        state, self._state, self._meshes = self._state, None, None
+        groups, self._groups = self._groups, []
+        if state is None:
+            return
+        if self._is_joined_here:
+            self._is_joined_here = False
+            cleanup_distributed_process_group(state, synchronize=synchronize)
+            return
+        if synchronize:
+            dist.barrier()
+        for group in reversed(groups):
+            destroy_group(group)
+        if self._is_laid_here:
+            self._is_laid_here = False
+            state._forget()
+
+    def __enter__(self) -> DistributedWorld:
+        if self._state is None:
+            self.setup()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+        self.teardown(synchronize=error is None)
+
+    # Meshes -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def world_mesh(self) -> DeviceMesh:
+        """The mesh of all axes over this rank's cell: ``pp, cp, dp_replicate, dp_shard, tp``.
+
+        The federated axis stands outside it, since cells may have different sizes. From the second world of a process
+        on, the names of its dimensions end in a number.
+        """
+        return self._made.world_mesh
+
+    def get_mesh(self, name: str) -> DeviceMesh:
+        """Return the mesh along one axis, or along some that count as one; nothing moves.
+
+        :param name: ``pp``, ``cp``, ``dp_replicate``, ``dp_shard``, ``tp``; ``dp`` (ranks with data of their own),
+            ``dp_shard_cp`` (what FSDP cuts a replica over), ``dp_cp`` (ranks whose losses differ); ``fsdp`` (what FSDP
+            takes: replicas and shards, or shards alone); ``federated`` (the ranks at the same place of all cells, where
+            cells are of equal size).
+        :return: The mesh.
+        :raises ConfigError: if there is none of that name.
+        """
+        if name == "fsdp":
+            return self._fsdp_mesh()
+        return self._made.mesh(name)
+
+    def get_group(self, name: str) -> dist.ProcessGroup:
+        """Return the process group of a mesh; nothing moves.
+
+        :param name: ``world`` (all ranks), ``cell``, or a name that :meth:`get_mesh` knows.
+        :return: The group.
+        :raises ConfigError: if there is none of that name.
+        """
+        return self._made.group(name)
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """The ranks with data of their own."""
+        return self.get_mesh("dp")
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """The ranks that share a layer."""
+        return self.get_mesh("tp")
+
+    @property
+    def pp_mesh(self) -> DeviceMesh:
+        """The stages of the pipeline."""
+        return self.get_mesh("pp")
+
+    # Collectives ------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
+        """Combine a tensor of each rank, element by element.
+
+        Collective over the ranks of the mesh; each sends and receives about twice the tensor's bytes.
+
+        :param tensor: This rank's values, of the same shape and data type on all ranks; left as it is.
+        :param op: ``sum``, ``mean``, ``max`` or ``min``.
+        :param mesh: ``world`` (all ranks, across the slow link), ``cell``, or a name that :meth:`get_mesh` knows.
+        :return: The same values on all of them.
+        :raises ConfigError: if the operation, the mesh or the tensor cannot be meant.
+        """
+        if op not in OPERATIONS:
+            raise ConfigError(f"op {op!r} is none of {', '.join(OPERATIONS)}")
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
+        group = self._made.group(mesh)
+        result = _own_values(tensor).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=OPERATIONS[op], group=group)
+        return result.div_(group.size()) if op == "mean" else result
+
+    def all_gather(self, tensor: torch.Tensor, mesh: str = "world") -> torch.Tensor:
+        """Collect a tensor of each rank.
+
+        Collective over the ranks of the mesh; each receives the tensors of all others.
+
+        :param tensor: This rank's values, of the same shape and data type on all ranks.
+        :param mesh: As in :meth:`all_reduce`.
+        :return: The tensors stacked by rank, shape ``(ranks, *tensor.shape)``, the same on all of them.
+        """
+        group = self._made.group(mesh)
+        values = _own_values(tensor).contiguous()
+        gathered = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(gathered, values, group=group)
+        return torch.stack(gathered)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
+        """Give a tensor of one rank to the others.
+
+        Collective over the ranks of the mesh.
+
+        :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
+        :param src: The rank that sends, counted along the mesh.
+        :param mesh: As in :meth:`all_reduce`.
+        :return: The same values on all ranks.
+        :raises ConfigError: if there is no such rank.
+        """
+        group = self._made.group(mesh)
+        if not 0 <= src < group.size():
+            raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
+        result = _own_values(tensor).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(result, group=group, group_src=src)
+        return result
+
+    def barrier(self, mesh: str = "world") -> None:
+        """Wait until all ranks of the mesh have come here.
+
+        :param mesh: As in :meth:`all_reduce`.
+        """
+        dist.barrier(group=self._made.group(mesh))
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def get_total_norm(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Return the norm of the gradients of the whole model, of all pipeline stages.
+
+        Collective over the cell: one all-reduce of a number. Parts that several ranks hold count once.
+
+        :param parameters: This rank's parameters; those without a gradient count nothing.
+        :param norm_type: Order of the norm, above 0; ``inf`` for the largest absolute value.
+        :param error_if_nonfinite: Whether to raise where the norm is not finite.
+        :return: One number, on this rank's device, the same on all ranks of the cell.
+        :raises ConfigError: if the order cannot be meant.
+        :raises StateError: if the norm is not finite and that is to be an error; on all ranks of the cell.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not norm_type > 0:
+            raise ConfigError(f"norm_type {norm_type} is no order of a norm; give a number above 0, or inf")
+        found = total_norm(given, norm_type, self.place, self._made.group("cell"), self.device)
+        if error_if_nonfinite and not math.isfinite(found.item()):
+            raise StateError(
+                f"the gradients' norm is {found.item()}; lower the learning rate, or look for what blew up"
+            )
+        return found
+
+    def clip_grad_norm(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the gradients of the whole model down to a norm; collective over the cell, as :meth:`get_total_norm`.
+
+        :param parameters: This rank's parameters.
+        :param max_norm: The largest norm that stays, above 0.
+        :param norm_type: Order of the norm.
+        :param error_if_nonfinite: Whether to raise where the norm is not finite.
+        :return: The norm before.
+        """
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm {max_norm} is no norm; give a number above 0")
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.get_total_norm(given, norm_type, error_if_nonfinite)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in given:
+            if parameter.grad is not None:
+                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                local.mul_(factor.to(local.device))
+        return norm
+
+    # Contexts and policies --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def train_context(self) -> Iterator[None]:
+        """Compute the forward pass and the loss as the parameters ask: data type, and logits that stay cut; local.
+
+        With ``loss_parallel`` the backward pass belongs inside, too.
+
+        :yield: Nothing.
+        """
+        with ExitStack() as stack:
+            if self.mixed_precision_enabled and not self.fsdp_enabled:  # FSDP casts by itself
+                stack.enter_context(torch.autocast(self.device.type, dtype=self.mixed_precision_dtype))
+            stack.enter_context(self.loss_parallel())
+            yield
+
+    @contextmanager
+    def loss_parallel(self) -> Iterator[None]:
+        """Compute a cross-entropy, forward and backward, of logits that are cut along the vocabulary.
+
+        Without tensor parallelism, or where logits are whole, the block is as any other.
+
+        :yield: Nothing.
+        """
+        with loss_parallel() if self.loss_parallel_enabled else nullcontext():
+            yield
+
+    def get_fsdp_mp_policy(self) -> MixedPrecisionPolicy:
+        """Return FSDP's mixed-precision policy: computation in ``param_dtype``, sums in ``reduce_dtype``."""
+        if not self.mixed_precision_enabled and self.device_parameters.reduce_dtype == "float32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=self.mixed_precision_dtype, reduce_dtype=dtype_of(self.device_parameters.reduce_dtype)
+        )
+
+    def get_fsdp_config(self) -> dict[str, Any]:
+        """Return what :func:`torch.distributed.fsdp.fully_shard` is to be called with.
+
+        :return: ``mesh``, ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
+        """
+        # gloo's ranks need no pinned memory, which a machine without GPUs cannot give.
+        is_offloaded = self.device_parameters.cpu_offload
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_offloaded else OffloadPolicy()
+        return {
+            "mesh": self._fsdp_mesh(),
+            "mp_policy": self.get_fsdp_mp_policy(),
+            "reshard_after_forward": self.device_parameters.reshard_after_forward,
+            "offload_policy": offload,
+        }
+
+    # What the parts share ---------------------------------------------------------------------------------------------
+
+    def _mesh_of(self, state: DistributedState) -> MeshSizes:
+        """Fit the device parameters to a state, which is set up by them where it is not yet."""
+        if state.is_fsdp_setup() or state.is_hsdp_setup():
+            mesh = self.device_parameters.resolve(state.topology.sizes)
+            _check_state(state.topology, mesh)
+            return mesh
+        federated = self._asked["federated"]
+        mesh = self.device_parameters.resolve(Topology(state.topology.world_size, federated).sizes)
+        self._is_laid_here = True
+        set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape)
+        return mesh
+
+    def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
+        """Make a group that goes with this world."""
+        group = self.state.create_process_group(ranks, group_desc)
+        self._groups.append(group)
+        return group
+
+    def _fsdp_mesh(self) -> DeviceMesh:
+        """Return the mesh that FSDP cuts over: the state's own, or with a mesh inside the cell the part of it."""
+        state = self.state
+        if not self.tp_enabled and not self.pp_enabled:
+            mesh = state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
+            assert mesh is not None, "the state was set up with one of them"
+            return mesh
+        model = self._made.model_mesh
+        assert model.mesh_dim_names is not None, "made with names"
+        replicas, shards, _ = model.mesh_dim_names
+        return model[replicas, shards] if self.dp_replicate_enabled else model[shards]
+
+
+def _check_state(topology: Topology, mesh: MeshSizes) -> None:
+    shape = None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
+    if topology.replica_size != mesh.replica_size or topology.cell_shape != shape:
+        raise ConfigError(
+            f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, the device "
+            f"parameters ask for {mesh.replica_size} and {shape}; set the state up with device_parameters"
+        )
+
+
+def _own_values(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        raise ConfigError(
+            f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
+        )
+    return tensor.detach()

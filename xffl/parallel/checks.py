@@ -1,0 +1,89 @@
+"""What can be spread over the ranks of a cell: local checks that every rank makes of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from xffl.errors import ConfigError
+from xffl.parallel.options import SpreadOptions
+
+__all__ = ["check_model", "named_tensors"]
+
+
+def check_model(model: nn.Module, forms: Sequence[str], options: SpreadOptions, *, is_meta: bool) -> None:
+    """Raise where a model cannot be spread as asked, on the ranks of all cells alike; local.
+
+    :param model: The whole model.
+    :param forms: How each cell holds its model: ``plain``, ``ddp`` or ``fsdp``.
+    :param options: What is asked for.
+    :param is_meta: Whether its tensors have no values yet.
+    :raises ConfigError: if a tensor, a layer class or a policy cannot be meant.
+    """
+    wrap = options.layers
+    for layer in wrap:
+        if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+            raise ConfigError(f"wrap holds {layer!r}; give classes of layers, such as nn.TransformerEncoderLayer")
+        if not any(isinstance(module, layer) for module in model.modules()):
+            raise ConfigError(f"wrap names {layer.__name__}, but the model has no such layer; leave it out")
+    for name, tensor in named_tensors(model):
+        if isinstance(tensor, DTensor):
+            raise ConfigError(f"tensor {name!r} is sharded already; give the whole model, once")
+        if tensor.layout != torch.strided:
+            raise ConfigError(f"tensor {name!r} is {tensor.layout}; only strided tensors can be spread, make it dense")
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ConfigError(f"tensor {name!r} is expanded: several of its elements are one in memory; clone() it")
+    _check_ties(model, wrap)
+    if "fsdp" in forms:
+        _check_for_fsdp(model, wrap, is_meta=is_meta)
+    for cell, form in enumerate(forms) if options.mp_policy is not None else ():
+        if form != "fsdp":
+            raise ConfigError(
+                f"cell {cell} is {form}, which follows no FSDP2 mp_policy; use torch.autocast, or leave mp_policy out"
+            )
+
+
+def _check_for_fsdp(model: nn.Module, wrap: tuple[type[nn.Module], ...], *, is_meta: bool) -> None:
+    """Refuse, on the ranks of all cells, what FSDP2 would refuse on those of some."""
+    for layer in wrap:
+        if issubclass(layer, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"wrap names {layer.__name__}, which has no forward pass to gather for; wrap what it holds"
+            )
+    memory: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(f"parameter {name!r} is a scalar, which FSDP cannot cut; give it the shape (1,)")
+        if not parameter.is_contiguous():
+            raise ConfigError(f"parameter {name!r} is not contiguous, which FSDP cannot cut; make it so")
+        other = memory.setdefault(parameter.data_ptr(), name) if parameter.numel() and not is_meta else name
+        if other != name:
+            raise ConfigError(
+                f"parameters {other!r} and {name!r} share memory but are two objects, which FSDP would part; tie "
+                "them by assigning one Parameter to both modules"
+            )
+
+
+def _check_ties(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> None:
+    """Refuse to cut one parameter in two: FSDP2 gives each of its units a copy of its own."""
+    homes: dict[int, tuple[str, int]] = {}
+    paths = dict(model.named_modules(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parents = name.split(".")[:-1]
+        holders = (paths[".".join(parents[:depth])] for depth in range(len(parents), 0, -1))
+        unit = next((id(holder) for holder in holders if wrap and isinstance(holder, wrap)), 0)
+        other, where = homes.setdefault(id(parameter), (name, unit))
+        if where != unit:
+            raise ConfigError(
+                f"{other!r} and {name!r} are one tied parameter, but wrap puts them into two units; wrap a layer that "
+                "holds both, or neither"
+            )
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters, then all buffers, with their names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

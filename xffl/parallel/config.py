@@ -1,0 +1,182 @@
+"""What a strategy is asked for: its name, the mesh, and what of the training it has to know."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from xffl.distributed.parameters import DeviceParameters
+from xffl.errors import ConfigError
+
+__all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "check_name", "read_config"]
+
+HOOKS = ("none", "fp16", "bf16", "powersgd")
+PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+ZERO_STAGES = (0, 1, 2, 3)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """How replicas of whole models add their gradients up.
+
+    :param find_unused_parameters: Whether parameters may go without a gradient in a step.
+    :param gradient_as_bucket_view: Whether gradients lie in the buckets that are sent, which saves a copy of them.
+    :param static_graph: Whether every step uses the same parameters in the same way.
+    :param bucket_cap_mb: Size of a bucket, in MiB; ``None`` means torch's.
+    :param communication_hook: How gradients are written on their way: ``none`` as they are, ``fp16`` or ``bf16``
+        rounded, ``powersgd`` as products of thin matrices (Vogels et al. 2019, arXiv:1905.13727).
+    :param powersgd_rank: Columns of these matrices.
+    :param powersgd_start: Steps with whole gradients before the first with matrices.
+    """
+
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    communication_hook: str = "none"
+    powersgd_rank: int = 1
+    powersgd_start: int = 1000
+
+    def __post_init__(self) -> None:
+        check_name("communication_hook", self.communication_hook, HOOKS)
+        if self.powersgd_rank < 1:
+            raise ConfigError(f"powersgd_rank {self.powersgd_rank} is less than 1; give the columns of a matrix")
+        if self.powersgd_start < 2:
+            raise ConfigError(
+                f"powersgd_start {self.powersgd_start} is less than 2, which DDP needs to settle its buckets"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Which strategy, and on what mesh.
+
+    :param strategy: ``single``, ``ddp``, ``fsdp``, ``hsdp`` or ``deepspeed``.
+    :param device_parameters: The mesh inside a cell; by default the strategy's preset.
+    :param federated: Sizes of the federated groups, as :func:`xffl.session` takes them.
+    :param wrap: Layer classes that are gathered, computed again or compiled one at a time.
+    :param ddp: What DDP is asked for.
+    :param zero_stage: What DeepSpeed cuts: 1 the optimizer's state, 2 the gradients, too, 3 the weights, too.
+    :param offload: Whether DeepSpeed keeps the optimizer's state in the host's memory.
+    """
+
+    strategy: str = "single"
+    device_parameters: DeviceParameters | None = None
+    federated: int | tuple[int, ...] | None = None
+    wrap: tuple[type, ...] = ()
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    zero_stage: int = 2
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in ZERO_STAGES:
+            raise ConfigError(f"zero_stage {self.zero_stage!r} is none of {', '.join(map(str, ZERO_STAGES))}")
+        object.__setattr__(self, "wrap", tuple(self.wrap))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What a strategy has to know of the training.
+
+    :param batch_size: Examples in a micro-batch of a rank.
+    :param gradient_accumulation: Micro-batches of an optimizer step.
+    :param mixed_precision: What computation is done in: ``no`` (float32), ``bf16`` or ``fp16``; ``None`` means what the
+        device parameters say.
+    :param max_grad_norm: Norm that gradients are clipped to before each step; ``None`` for no clipping. Only DeepSpeed
+        reads it: elsewhere call ``clip_grad_norm``.
+    """
+
+    batch_size: int = 1
+    gradient_accumulation: int = 1
+    mixed_precision: str | None = None
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "gradient_accumulation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"training.{name} {value!r} is no whole number of at least 1")
+        if self.mixed_precision is not None:
+            check_name("mixed_precision", self.mixed_precision, PRECISIONS)
+        if self.max_grad_norm is not None and not (math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ConfigError(f"max_grad_norm {self.max_grad_norm} is no norm; give a number above 0, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """Both parts together.
+
+    :param distributed: Which strategy.
+    :param training: What it has to know of the training.
+    """
+
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+def read_config(config: object) -> StrategyConfig:
+    """Return what a configuration of any make says of a strategy; pure.
+
+    :param config: A :class:`StrategyConfig`, or a mapping or an object with ``distributed`` and, maybe, ``training``;
+        an object may have fields that are not for strategies, a mapping given by ``distributed`` may not.
+    :return: The configuration.
+    :raises ConfigError: if a value cannot be meant, or a name is unknown.
+    """
+    if isinstance(config, StrategyConfig):
+        return config
+    parts = {name: _get(config, name) for name in ("distributed", "training")}
+    if parts["distributed"] is None:
+        raise ConfigError(f"configuration {config!r} says nothing of 'distributed'; give distributed.strategy")
+    return StrategyConfig(
+        distributed=_read(DistributedConfig, parts["distributed"], "distributed", is_strict=True),
+        training=_read(TrainingConfig, parts["training"], "training", is_strict=False),
+    )
+
+
+def check_name(what: str, name: object, known: Iterable[str]) -> None:
+    """Raise where a name is unknown, with the nearest one.
+
+    :param what: What is named.
+    :param name: The name.
+    :param known: Those that there are.
+    :raises ConfigError: if it is none of them.
+    """
+    names = list(known)
+    if name in names:
+        return
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    raise ConfigError(
+        f"{what} {name!r} is none of {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+def _get(config: object, name: str) -> object:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _read(kind: type[T], given: object, where: str, *, is_strict: bool) -> T:
+    """Make a part of the configuration from a mapping or an object with the same names."""
+    if given is None:
+        return kind()
+    if isinstance(given, kind):
+        return given
+    assert is_dataclass(kind)
+    names = [f.name for f in fields(kind)]
+    inner: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "ddp": DDPConfig}
+    if isinstance(given, Mapping):
+        for name in given if is_strict else ():
+            check_name(f"{where} option", name, names)
+        found = {name: given[name] for name in names if name in given}
+    else:
+        found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    for name, part in inner.items():
+        if isinstance(found.get(name), Mapping):
+            for key in found[name]:
+                check_name(f"{where}.{name} option", key, [f.name for f in fields(part)])
+            found[name] = part(**found[name])
+    return kind(**found)

@@ -1,0 +1,298 @@
+"""Context parallelism: each rank of a mesh trains on a part of every sequence, and attention sees all of it.
+
+The parts are equal and contiguous, in the order of the ranks. Everything but attention works on each token alone. For
+attention the keys and values of all parts are gathered, and each rank's queries attend to what comes before them
+(about as Llama 3 was trained, https://arxiv.org/abs/2407.21783, section 3.3.2). In the backward pass the gradients of
+keys and values are summed back to their owners. With causal attention later ranks have more to compute.
+
+The loss of a rank is the mean over its part; gradients are averaged over the mesh like over data-parallel ranks
+(FSDP2 over all ranks of both does it), which is right where all parts count equally many targets. Shift the targets
+before they are cut: a model that shifts labels itself would lose one at the end of each part.
+
+Three things make a model unfit. Attention that is not computed by ``F.scaled_dot_product_attention`` would see a part
+only; the block raises on what it can see of that (``nn.MultiheadAttention``, softmax of scores, no attention at all).
+Positions counted from the local length would start from 0 on every rank: give the model those of the global sequence,
+or let :func:`give_positions` do it. And masks are refused, since they would need the global sequence, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from xffl.errors import ConfigError
+from xffl.parallel.positions import POSITIONS, fill_positions, find_positions
+
+__all__ = ["context_parallel", "give_positions", "split_sequence"]
+
+SOFTMAX: tuple[Callable[..., Any], ...] = (F.softmax, torch.softmax, torch.special.softmax, torch.Tensor.softmax)
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    ring: bool | None = None,
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Let attention inside the block see whole sequences, of which each rank has its part.
+
+    Every rank of the mesh enters it with equal buffers and runs the same model. Each attention all-gathers keys and
+    values in its forward pass, and reduce-scatters their gradients (16-bit ones in fp32) in its backward pass. Where
+    activations are recomputed (checkpointing), the backward pass belongs inside the block, too; torch's check of what
+    was saved raises otherwise.
+
+    .. code-block:: python
+
+       with context_parallel(mesh, buffers=(tokens, targets, positions), buffer_seq_dims=(1, 1, 0)) as parts:
+           tokens, targets, positions = parts
+           loss_of(model(tokens, positions), targets).backward()
+
+    :param mesh: A mesh of one dimension.
+    :param buffers: Tensors of whole sequences: tokens, targets, positions. They stay as they are.
+    :param buffer_seq_dims: The dimension of each that is the sequence.
+    :param ring: Whether to use torch's ring of a prototype, which takes CUDA and deals out the sequence in its own
+        balanced order, so that positions must be among the buffers; by default on CUDA. It has not been run here.
+    :yield: This rank's parts, in the order of the buffers.
+    :raises ConfigError: if the arguments cannot be meant, or the model's attention cannot be spread.
+    """
+    _check_mesh(mesh)
+    if len(buffers) != len(buffer_seq_dims):
+        raise ConfigError(
+            f"{len(buffers)} buffers came with {len(buffer_seq_dims)} dimensions; give buffer_seq_dims one for each"
+        )
+    parts = tuple(_part(tensor, mesh, dim) for tensor, dim in zip(buffers, buffer_seq_dims, strict=True))
+    if _is_ring(mesh, ring):
+        with _ring(mesh, buffers, buffer_seq_dims) as parts:
+            yield parts
+    else:
+        attention = _GatheredAttention(mesh)
+        with attention, attention.in_recomputation():
+            yield parts
+        if buffers and not attention.calls:
+            raise ConfigError(
+                "no attention was computed by F.scaled_dot_product_attention under context parallelism, so each rank's "
+                "model saw only its part of the sequences; use a model that calls it (attn_implementation='sdpa'), or "
+                "cp=1"
+            )
+
+
+def split_sequence(
+    tensors: Sequence[torch.Tensor], mesh: DeviceMesh, dim: int | Sequence[int] = 1
+) -> tuple[torch.Tensor, ...]:
+    """Return this rank's parts of whole sequences, as tensors of their own. Nothing moves.
+
+    :param tensors: Tensors of whole sequences, equal on all ranks of the mesh.
+    :param mesh: A mesh of one dimension.
+    :param dim: The dimension that is the sequence, one for all or one for each.
+    :return: The parts, in the same order.
+    :raises ConfigError: if a length does not divide by the size of the mesh, or a dimension does not exist.
+    """
+    _check_mesh(mesh)
+    dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
+    if len(dims) != len(tensors):
+        raise ConfigError(f"{len(tensors)} tensors came with {len(dims)} dimensions; give one for each, or one for all")
+    return tuple(_part(tensor, mesh, place) for tensor, place in zip(tensors, dims, strict=True))
+
+
+def give_positions(
+    model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1, ring: bool | None = None
+) -> RemovableHandle:
+    """Give a model the positions of its part in the global sequence wherever a call leaves them out.
+
+    For models whose ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
+    Nothing moves.
+
+    :param model: The model, as it is called.
+    :param mesh: A mesh of one dimension.
+    :param activation_parts: For a later stage of a pipeline, which is called with activations (batch, sequence, width):
+        over how many ranks tensor parallelism has cut their sequence further.
+    :param ring: As for :func:`context_parallel`; the ring's order is torch's own, so a call must give positions then.
+    :return: A handle that takes it off again.
+    :raises ConfigError: if the model's ``forward`` takes no positions: it would count them from 0 on every rank.
+    """
+    _check_mesh(mesh)
+    is_ring = _is_ring(mesh, ring)
+    name = find_positions(model)
+    if name is None:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes neither of {', '.join(POSITIONS)}, so under context parallelism "
+            "every rank would count positions from 0; give it such an argument, or cp=1"
+        )
+
+    def make(first: torch.Tensor) -> torch.Tensor:
+        if is_ring:
+            raise ConfigError(f"{name} was left out; under the ring give it, and have it among the buffers")
+        length = first.shape[1] * (activation_parts if first.is_floating_point() else 1)
+        start = mesh.get_local_rank() * length
+        return torch.arange(start, start + length, device=first.device)
+
+    return fill_positions(model, name, make, is_first=True)
+
+
+class _GatheredAttention(TorchFunctionMode):
+    """Put one over gathered keys and values in place of ``F.scaled_dot_product_attention``, by whatever name called."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.calls = 0
+        self._attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+        self._is_attending = False
+        self._group, self._size, self._rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self._mask: torch.Tensor | None = None
+
+    @contextmanager
+    def in_recomputation(self) -> Iterator[None]:
+        """Replace the function in its module, too: modes are off in a backward pass, which may recompute a layer."""
+        F.scaled_dot_product_attention = self._attend  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = self._attention
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is self._attention and not self._is_attending:
+            return self._attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            raise ConfigError(
+                "nn.MultiheadAttention cannot be spread by context parallelism; call F.scaled_dot_product_attention, "
+                "or give cp=1"
+            )
+        if func in SOFTMAX and args[0].ndim > 3 and args[0].shape[-1] == args[0].shape[-2]:
+            raise ConfigError(
+                f"a softmax of scores {tuple(args[0].shape)} looks like attention over one rank's part of the "
+                "sequence; call F.scaled_dot_product_attention (attn_implementation='sdpa'), or give cp=1"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,  # each (..., heads, sequence, width)
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> torch.Tensor:
+        _check_attention(query, key, value, attn_mask, dropout_p)
+        self.calls += 1
+        length = query.shape[-2]
+        both = _Gather.apply(  # type: ignore[no-untyped-call]
+            torch.cat((key, value), dim=-1), self._group, self._size
+        )
+        if is_causal:
+            both = both[..., : (self._rank + 1) * length, :]  # later keys are hidden from all of this rank's queries
+        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+        mask = self._hidden(length, query.device) if is_causal else None
+        self._is_attending = True  # the mode may be on here, or not
+        try:
+            return self._attention(query, key, value, mask, **more)
+        finally:
+            self._is_attending = False
+
+    def _hidden(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return which keys each query sees (queries, keys); the last one made is kept, all layers share it."""
+        mask = self._mask
+        if mask is None or mask.shape[0] != length or mask.device != device:
+            keys = (self._rank + 1) * length
+            mask = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+            self._mask = mask
+        return mask
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather parts along the sequence; backward, sum what all ranks have for a part, on its owner."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+        ctx.group, ctx.size = group, size
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(size)]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        # One rank would sum these in fp32 before rounding; so do many.
+        wide = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+        parts = [part.contiguous() for part in wide.chunk(ctx.size, dim=-2)]
+        total = torch.empty_like(parts[0])
+        dist.reduce_scatter(total, parts, group=ctx.group)
+        return total.to(gradient.dtype), None, None
+
+
+@contextmanager
+def _ring(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Use torch's prototype, which changes its buffers in place. Not run here: it needs several GPUs."""
+    from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+    if not buffers:
+        raise ConfigError("the ring of context parallelism takes buffers; give tokens, targets and positions")
+    parts = tuple(buffer.clone() for buffer in buffers)
+    with torch_context_parallel(mesh, buffers=list(parts), buffer_seq_dims=list(dims), no_restore_buffers=set(parts)):
+        yield parts
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(
+            f"context parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['cp']"
+        )
+
+
+def _is_ring(mesh: DeviceMesh, ring: bool | None) -> bool:
+    if ring and mesh.device_type != "cuda":
+        raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
+    return mesh.device_type == "cuda" if ring is None else ring
+
+
+def _part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ConfigError(f"a tensor {tuple(tensor.shape)} has no dimension {dim}; give that of its sequence")
+    length, rest = divmod(tensor.shape[dim], mesh.size())
+    if rest or not length:
+        raise ConfigError(
+            f"a sequence of {tensor.shape[dim]} (dimension {dim} of {tuple(tensor.shape)}) does not divide by the "
+            f"{mesh.size()} ranks of the context-parallel mesh; pad it to a multiple"
+        )
+    return tensor.narrow(dim, mesh.get_local_rank() * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _check_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
+) -> None:
+    if attn_mask is not None:
+        raise ConfigError(
+            f"attention was given a mask {tuple(attn_mask.shape)}, which context parallelism cannot spread; let the "
+            "model use is_causal, or give cp=1"
+        )
+    if dropout_p > 0:
+        raise ConfigError(
+            f"attention drops out {dropout_p:g} of its weights, which context parallelism cannot do as one rank would; "
+            "set the model's attention dropout to 0, or give cp=1"
+        )
+    if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
+        raise ConfigError(
+            "attention was given DTensors, but context parallelism takes plain tensors; give tensor-parallel "
+            "projections use_local_output=True"
+        )
+    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
+        raise ConfigError(
+            f"attention has {query.shape[-2]} queries, {key.shape[-2]} keys and {value.shape[-2]} values, but context "
+            "parallelism spreads self-attention only; give cp=1 for caches of keys and for cross-attention"
+        )

@@ -1,0 +1,279 @@
+"""The strategies made of torch's own parts: one body, for any mesh inside a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.parameters import DeviceParameters
+from xffl.errors import ConfigError
+from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
+from xffl.parallel.loss_scale import LossScale
+from xffl.parallel.options import SpreadOptions
+from xffl.parallel.pipeline import PipelineModel
+from xffl.parallel.spreading import spread
+from xffl.parallel.strategy import DistributedStrategy
+
+__all__ = ["DDPStrategy", "FSDPStrategy", "HSDPStrategy", "NativeStrategy", "SingleStrategy"]
+
+
+class NativeStrategy(DistributedStrategy):
+    """A strategy of torch's DDP, FSDP2, tensor, context and pipeline parallelism.
+
+    :param config: As for :class:`DistributedStrategy`.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]
+    """What the plainest strategy for the device parameters may be called."""
+
+    def __init__(self, config: object = None) -> None:
+        super().__init__(config)
+        found = self.device_parameters.strategy
+        if found not in self.kinds:
+            raise ConfigError(
+                f"strategy {self.name!r} does not do what the device parameters ask for ({found}); give "
+                f"strategy={found!r}, or other sizes"
+            )
+        self._scale: LossScale | None = None
+
+    def setup(self, state: DistributedState | None = None) -> None:
+        """Join the other processes; collective over the world.
+
+        :param state: A state that is set up already; by default one is made.
+        """
+        super().setup(state)
+        self._make_scale()
+
+    def __enter__(self) -> DistributedStrategy:
+        super().__enter__()
+        self._make_scale()
+        return self
+
+    def wrap_model(
+        self,
+        model: nn.Module,
+        *,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        init_weights: Callable[[nn.Module], object] | None = None,
+    ) -> nn.Module:
+        """Spread a model over the ranks of each cell.
+
+        Collective over the world, see :func:`xffl.parallel.spreading.spread`.
+
+        :param model: The whole model.
+        :param loss: What :meth:`forward_backward` calls; a pipeline cannot do without.
+        :param init_weights: For a model on the meta device: initializes a module's own tensors.
+        :return: The model to use; with a pipeline a :class:`xffl.parallel.pipeline.PipelineModel`.
+        :raises ConfigError: if the model or an option cannot be meant; on all ranks.
+        """
+        world, asked = self.world, self.device_parameters
+        if world.pp_enabled and loss is None:
+            raise ConfigError("a pipeline computes its loss itself; give wrap_model(model, loss=...)")
+        self._loss = loss
+        spread_model = spread(model, self.state, self._options(init_weights), world)
+        if world.cp_enabled:
+            is_cut_further = world.tp_enabled and asked.sequence_parallel
+            parts = world.tp_size if is_cut_further and world.pp_rank > 0 else 1
+            give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
+        if not world.pp_enabled:
+            return spread_model
+        assert loss is not None, "checked above"
+        return PipelineModel(
+            spread_model,
+            world.get_mesh("pp"),
+            loss,
+            micro_batches=asked.pp_micro_batches or world.pp_size,
+            schedule=asked.pp_schedule,
+        )
+
+    def _options(self, init_weights: Callable[[nn.Module], object] | None) -> SpreadOptions:
+        asked, world = self.device_parameters, self.world
+        config = world.get_fsdp_config() if world.fsdp_enabled else {}
+        return SpreadOptions(
+            layers=self.config.distributed.wrap,
+            mp_policy=world.get_fsdp_mp_policy() if world.fsdp_enabled and world.mixed_precision_enabled else None,
+            offload_policy=config.get("offload_policy"),
+            reshard_after_forward=asked.reshard_after_forward,
+            prefetch=asked.fsdp_forward_prefetch,
+            checkpointing=asked.activation_checkpointing,
+            compile=asked.compile,
+            sequence_parallel=asked.sequence_parallel,
+            loss_parallel=asked.loss_parallel,
+            ddp=self.config.distributed.ddp,
+            init_weights=init_weights,
+        )
+
+    @contextmanager
+    def train_context(self) -> Iterator[None]:
+        """Compute as the device parameters ask: data type, cut logits, attention over whole sequences; local.
+
+        With ``loss_parallel``, or with ``cp`` and activation checkpointing, the backward pass belongs inside, too.
+
+        :yield: Nothing.
+        """
+        attention = context_parallel(self.world.get_mesh("cp")) if self.world.cp_enabled else nullcontext()
+        with self.world.train_context(), attention:
+            yield
+
+    def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
+        r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
+
+        :param \*tensors: Tensors of whole sequences, equal on the ranks that share them.
+        :param dim: The dimension that is the sequence.
+        :return: The parts, in the same order; without context parallelism what was given.
+        """
+        return split_sequence(tensors, self.world.get_mesh("cp"), dim) if self.world.cp_enabled else tensors
+
+    def forward_backward(
+        self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
+    ) -> torch.Tensor:
+        r"""Run a micro-batch forward and backward, through all stages where there is a pipeline.
+
+        Collective over the cell where gradients are synchronized, with a pipeline always over its stages, which are all
+        given the same micro-batch.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param \*inputs: What the model is called with; with context parallelism this rank's parts.
+        :param target: What its output is compared with.
+        :param share: As in :meth:`backward`.
+        :param \**named: Keyword arguments of the model.
+        :return: The micro-batch's mean loss on this rank, without gradient.
+        """
+        if not isinstance(model, PipelineModel):
+            return super().forward_backward(model, *inputs, target=target, share=share, **named)
+        factor = 1.0 / self._window if share is None else share
+        with self.train_context():
+            return model.step(
+                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._is_last, **named
+            ).detach()
+
+    @contextmanager
+    def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
+        """Let backward passes in the block add up gradients without any communication; local.
+
+        :param model: What :meth:`wrap_model` returned.
+        :yield: Nothing.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            with model.no_sync():
+                yield
+            return
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
+        """Compute gradients, in float16 of a scaled loss; collective over the cell where they are synchronized.
+
+        :param loss: This micro-batch's mean loss on this rank.
+        :param share: What the micro-batch counts for in its window; by default all count alike.
+        """
+        super().backward(loss if self._scale is None else loss * self._scale.scale, share=share)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of the whole model down to a norm; collective over the cell.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param max_norm: The largest norm that stays.
+        :return: The norm before, the same on all ranks of the cell; not finite where float16 has overflowed, which
+            :meth:`step` skips.
+        """
+        if self._scale is not None and self._scale.unscale(model.parameters()):
+            return torch.full((), torch.inf, device=self.device)
+        return self.world.clip_grad_norm(model.parameters(), max_norm)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step an optimizer and zero its gradients, or skip the step where float16 has overflowed on any rank.
+
+        Collective over the cell with float16: one all-reduce of a number.
+
+        :param optimizer: The optimizer of the wrapped model.
+        :return: Whether it stepped; the same on all ranks of the cell.
+        """
+        if self._scale is None:
+            return super().step(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        has_overflowed = self._scale.unscale(held)
+        if not has_overflowed:
+            optimizer.step()
+        optimizer.zero_grad()
+        self._scale.update()
+        return not has_overflowed
+
+    def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        return super()._parts(model.module if isinstance(model, PipelineModel) else model, optimizer)
+
+    def _own_values(self) -> dict[str, Any]:
+        return {} if self._scale is None else {"loss_scale": self._scale.state_dict()}
+
+    def _take_own_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        left = dict(values)
+        scale = left.pop("loss_scale", None)
+        if self._scale is not None and scale is not None:
+            self._scale.load_state_dict(scale)
+        return left
+
+    def _make_scale(self) -> None:
+        if self.device_parameters.param_dtype == "float16" and self._scale is None:
+            self._scale = LossScale(group=self.world.get_group("cell"), device=self.device)
+
+
+class SingleStrategy(NativeStrategy):
+    """A whole model on one device, with one process or in cells of one rank."""
+
+    name = "single"
+    kinds = ("single",)
+
+    @classmethod
+    def _preset(cls) -> DeviceParameters:
+        return DeviceParameters.SINGLE_DEVICE()
+
+
+class DDPStrategy(NativeStrategy):
+    """A whole model on each rank of a cell, gradients added up by DDP."""
+
+    name = "ddp"
+    kinds = ("single", "ddp")
+
+    @classmethod
+    def _preset(cls) -> DeviceParameters:
+        return DeviceParameters.DDP()
+
+
+class FSDPStrategy(NativeStrategy):
+    """One copy of the model in a cell, cut over its ranks by FSDP2."""
+
+    name = "fsdp"
+    kinds = ("single", "fsdp")
+
+    @classmethod
+    def _preset(cls) -> DeviceParameters:
+        return DeviceParameters.FSDP()
+
+
+class HSDPStrategy(NativeStrategy):
+    """Several copies of the model in a cell, each cut over some of its ranks by FSDP2.
+
+    The device parameters have to say over how many: ``DeviceParameters.HSDP(dp_shard=...)``.
+    """
+
+    name = "hsdp"
+    kinds = ("single", "ddp", "fsdp", "hsdp")
+
+    @classmethod
+    def _preset(cls) -> DeviceParameters:
+        raise ConfigError(
+            "strategy 'hsdp' needs to know the ranks of a replica; give "
+            "device_parameters=DeviceParameters.HSDP(dp_shard=n)"
+        )

@@ -1,0 +1,395 @@
+"""Pipeline parallelism: each rank of a ``pp`` mesh holds some layers, and micro-batches flow through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from xffl.errors import ConfigError, StateError
+
+__all__ = ["PipelineModel"]
+
+SCHEDULES: dict[str, type[ScheduleGPipe] | type[Schedule1F1B]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class PipelineModel(nn.Module):
+    """Run a stage's module as one of a pipeline; its parameters keep their names.
+
+    Made by all ranks of the mesh, each with its own stage (:func:`xffl.parallel.stages.split_model`), after tensor
+    parallelism, FSDP2 or DDP were applied to the stage's module over the other dimensions of the cell. Every call is
+    collective over the mesh's group, and **all its ranks are given the same batch**: the first stage uses the inputs,
+    the last the target, and all know the sizes. Between neighbours goes one activation forward and one gradient back
+    for each micro-batch.
+
+    Where the sizes of a batch are new, the stages compare it, and one forward pass without gradients tells the
+    activations' sizes and finds what fails, on all stages alike. With FSDP2 that pass gathers parameters, so
+    data-parallel ranks must meet new sizes at the same call; where they do not (sequences of any length), give
+    ``boundary``, which needs no such pass.
+
+    FSDP2 and DDP stages accumulate over the micro-batches and reduce once, after the last one; FSDP2 gathers the
+    parameters anew for each micro-batch unless it is given ``reshard_after_forward=False``.
+
+    After an exception inside a call the ranks are out of step, and gradients are undefined: end the job.
+
+    :param module: This rank's part of the model.
+    :param mesh: A mesh of one dimension: rank i of it holds stage i.
+    :param loss: Called on the last stage as ``loss(output, target)`` for each micro-batch; a mean over its elements.
+    :param micro_batches: Into how many equal parts (along dimension 0) a batch is cut.
+    :param schedule: ``"1f1b"`` (at most as many micro-batches in flight as stages, needs as many) or ``"gpipe"`` (all
+        forward, then all backward).
+    :param output: What of a stage's output counts, such as ``lambda out: out.logits``; by default all of it.
+    :param boundary: Called with a micro-batch's inputs; gives one tensor (or a tuple) of the size and dtype of what
+        goes between any two stages, on the meta device best.
+    :raises ConfigError: if an argument cannot be meant.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor],
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        output: Callable[[Any], Any] | None = None,
+        boundary: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
+    ) -> None:
+        super().__init__()
+        if mesh.ndim != 1:
+            raise ConfigError(f"the mesh of a pipeline has {mesh.ndim} dimensions; give a mesh of one, mesh['pp']")
+        if schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={schedule!r} is unknown; give one of {', '.join(SCHEDULES)}")
+        least = mesh.size() if schedule == "1f1b" else 1
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < least:
+            raise ConfigError(
+                f"micro_batches={micro_batches!r} with schedule={schedule!r} over {mesh.size()} stages; give at least "
+                f"{least}"
+            )
+        if isinstance(module, DistributedDataParallel) and module.static_graph:
+            raise ConfigError(
+                "DDP(static_graph=True) does not follow micro-batches; leave static_graph out in a pipeline"
+            )
+        self.module = module
+        self.stage, self.stages = mesh.get_local_rank(), mesh.size()
+        self.micro_batches, self.schedule, self.loss = micro_batches, schedule, loss
+        self._group = mesh.get_group()
+        self._device = torch.device(mesh.device_type)
+        if self._device.type != "cpu":
+            self._device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+        self._output = output or (lambda out: out)
+        self._boundary = boundary
+        self._known: dict[str, list[tuple[torch.Tensor, ...]]] = {}
+        self._made: tuple[str, _Stage, ScheduleGPipe | Schedule1F1B] | None = None
+        self._losses: list[torch.Tensor] = []
+        self._scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def step(
+        self,
+        *inputs: torch.Tensor,
+        target: torch.Tensor,
+        losses: list[torch.Tensor] | None = None,
+        scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sync: bool = True,
+        shared: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> torch.Tensor:
+        r"""Run a batch forward and backward on all stages, and add the gradients of its mean loss to ``.grad``.
+
+        Collective over the mesh's group, and with ``sync`` over the groups of FSDP2 or DDP. Gradients of earlier calls
+        are added to, as with ``backward()``.
+
+        :param \*inputs: The batch for the first stage, (batch, ...); the same on all stages.
+        :param target: The target for the loss, (batch, ...); the same on all stages.
+        :param losses: A list that the last stage fills with the loss of each micro-batch.
+        :param scale_loss: What to do to the loss before the backward pass: a gradient scaler's ``scale``, a division by
+            the number of calls that are accumulated. What is returned is not scaled.
+        :param sync: Whether FSDP2 or DDP reduce the gradients at the end; ``False`` for all but the last call of a
+            window (FSDP2 keeps whole parameters and gradients meanwhile).
+        :param shared: Keyword arguments that every stage's module gets whole for each micro-batch.
+        :param \**named: Keyword arguments that every stage's module gets; tensors (batch, ...) are cut like the inputs.
+        :return: The mean loss, a scalar in fp32, on every rank.
+        :raises ConfigError: if the batch cannot be cut, or a stage fails on new sizes.
+        :raises StateError: if gradients are disabled.
+        """
+        if not torch.is_grad_enabled():
+            raise StateError("step() makes gradients, but they are disabled; call evaluate(), or leave torch.no_grad()")
+        self._scale = scale_loss
+        self._run(self.schedule, inputs, target, named, dict(shared or {}), sync)
+        return self._mean_loss(losses)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        *inputs: torch.Tensor,
+        target: torch.Tensor,
+        losses: list[torch.Tensor] | None = None,
+        shared: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> torch.Tensor:
+        r"""Run a batch forward and return its mean loss; arguments, return and errors are those of :meth:`step`.
+
+        Collective over the mesh's group. ``train()`` and ``eval()`` are the caller's.
+
+        :param \*inputs: The batch.
+        :param target: The target.
+        :param losses: A list that the last stage fills.
+        :param shared: Keyword arguments that are not cut.
+        :param \**named: Keyword arguments.
+        :return: The mean loss, on every rank.
+        """
+        self._scale = None
+        self._run("evaluate", inputs, target, named, dict(shared or {}))
+        return self._mean_loss(losses)
+
+    @torch.no_grad()
+    def forward(self, *inputs: torch.Tensor, shared: Mapping[str, Any] | None = None, **named: Any) -> Any:
+        r"""Run a batch forward without gradients; collective over the mesh's group.
+
+        :param \*inputs: The batch, as in :meth:`step`.
+        :param shared: Keyword arguments that are not cut.
+        :param \**named: Keyword arguments.
+        :return: The last stage's output for the whole batch; ``None`` on other stages.
+        """
+        return self._run("forward", inputs, None, named, dict(shared or {}))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Name the stage's modules, and with them parameters and buffers, as the whole model does."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the stage's state, with the whole model's names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the stage's state, with the whole model's names."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _run(
+        self,
+        mode: str,
+        inputs: tuple[torch.Tensor, ...],
+        target: torch.Tensor | None,
+        named: dict[str, Any],
+        shared: dict[str, Any],
+        sync: bool = True,
+    ) -> Any:
+        """Run the schedule of a mode, made anew where the mode or the sizes are others than at the call before."""
+        self._check_batch(mode, inputs, target, named)
+        parts = [tensor[: len(tensor) // self.micro_batches] for tensor in inputs]
+        slices = {
+            key: value[: len(value) // self.micro_batches] if isinstance(value, torch.Tensor) else value
+            for key, value in named.items()
+        }
+        aim = None if target is None else target[: len(target) // self.micro_batches]
+        key = self._key(parts, aim, slices, shared)
+        if key not in self._known:
+            self._compare([*parts, aim, *slices.values(), *shared.values()], f"{mode} {key}")
+            known = self._declare(parts) if self._boundary else self._probe(parts, aim, slices | shared, key)
+            self._known[key] = known
+        if self._made is None or self._made[0] != f"{mode} {key}":
+            stage = _Stage(self, self._known[key])
+            kind = SCHEDULES.get(mode, ScheduleGPipe)
+            # Torch's scale_grads would divide the gradients of earlier calls once more; the loss is divided instead.
+            loss = None if mode == "forward" else self._micro_loss
+            self._made = (f"{mode} {key}", stage, kind(stage, self.micro_batches, loss_fn=loss, scale_grads=False))
+        _, stage, schedule = self._made
+        stage.shared, stage.sync = shared, sync
+        self._losses.clear()
+        call = schedule.step if mode in SCHEDULES else schedule.eval
+        try:
+            result = call(*(inputs if stage.is_first else ()), target=target, return_outputs=mode == "forward", **named)
+        except BaseException:
+            self._made = None
+            raise
+        stage.clear_runtime_states()
+        return result
+
+    def _check_batch(
+        self, mode: str, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, named: Mapping[str, Any]
+    ) -> None:
+        """Refuse, before anything moves, a batch that cannot be cut into equal parts."""
+        sized: dict[str, Any] = {f"input {index}": tensor for index, tensor in enumerate(inputs)}
+        if mode != "forward":
+            sized["the target"] = target
+        for what, value in sized.items():
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(f"{what} is {type(value).__name__}; give a tensor, other arguments by name")
+        sized |= {f"argument {key!r}": value for key, value in named.items() if isinstance(value, torch.Tensor)}
+        if not inputs:
+            raise ConfigError("a pipeline was given no inputs; give every stage the whole batch")
+        for what, tensor in sized.items():
+            if not tensor.dim() or len(tensor) != len(inputs[0]):
+                raise ConfigError(
+                    f"{what} has the shape {tuple(tensor.shape)}, the first input {tuple(inputs[0].shape)}; their "
+                    "dimension 0 must be the batch (what is not cut goes into shared=)"
+                )
+        if not len(inputs[0]) or len(inputs[0]) % self.micro_batches:
+            raise ConfigError(
+                f"a batch of {len(inputs[0])} rows cannot be cut into {self.micro_batches} equal micro-batches; give "
+                "a multiple, or drop the last batch"
+            )
+
+    def _key(self, *values: Any) -> str:
+        """Describe what the sizes of the activations depend on."""
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return f"{_shape_text(values)} autocast={autocast}"
+
+    def _compare(self, values: list[Any], key: str) -> None:
+        """Raise on all stages where they do not have one pipeline and one batch; a gather of a line of text."""
+        sums = [float(value.double().sum()) for value in values if isinstance(value, torch.Tensor)]
+        told: list[Any] = [None] * self.stages
+        mine = f"{self.schedule} in {self.micro_batches} micro-batches, {key} sums={sums}"
+        dist.all_gather_object(told, mine, group=self._group)
+        if len(set(told)) > 1:
+            text = "; ".join(f"stage {stage}: {batch}" for stage, batch in enumerate(told))
+            raise ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
+
+    def _declare(self, inputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+        """Return what each stage gets, as the user says."""
+        assert self._boundary is not None, "called where there is one"
+        given = self._boundary(*inputs)
+        between = given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in between):
+            raise ConfigError(f"boundary gave {_shape_text(given)}; let it return a tensor, or a tuple of tensors")
+        return [tuple(item.detach().to("meta") for item in inputs), *[_empty(_sizes(between))] * self.stages]
+
+    def _probe(
+        self, inputs: list[torch.Tensor], target: torch.Tensor | None, arguments: dict[str, Any], key: str
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Return what each stage gets, found by a forward pass of one micro-batch; raise alike what a stage raises.
+
+        Collective over the mesh's group: a broadcast of sizes from each stage.
+        """
+        flows = [tuple(inputs)]
+        for stage in range(self.stages):
+            answer = [self._try(flows[-1], target, arguments) if stage == self.stage else None]
+            dist.broadcast_object_list(answer, group=self._group, group_src=stage)
+            assert answer[0] is not None, "the stage broadcast what it found"
+            sizes, fault = answer[0]
+            if fault:
+                raise ConfigError(f"stage {stage} of {self.stages} fails on a batch of {key}: {fault}")
+            flows.append(_empty(sizes))
+        flows[0] = tuple(item.detach().to("meta") for item in inputs)  # sizes are kept, not the batch
+        return flows
+
+    def _try(
+        self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, arguments: dict[str, Any]
+    ) -> tuple[list[tuple[torch.Size, torch.dtype]], str]:
+        """Run this stage once, without gradients, dropout or other traces; return its sizes and what failed."""
+        module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        modes = {part: part.training for part in module.modules()}
+        devices = [] if self._device.type == "cpu" else [self._device]
+        device_type = self._device.type if devices else "cuda"
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices, device_type=device_type):
+                module.eval()
+                given = [torch.zeros_like(item, device=self._device) if item.is_meta else item for item in inputs]
+                output = self._output(module(*given, **arguments))
+                tensors = output if isinstance(output, tuple) else (output,)
+                is_last = self.stage == self.stages - 1
+                sent = [isinstance(item, torch.Tensor) and not isinstance(item, DTensor) for item in tensors]
+                if not all(sent) and not (is_last and isinstance(output, DTensor)):
+                    return [], f"its output is {_shape_text(output)}; let output= choose plain tensors"
+                if is_last and target is not None:
+                    loss = self.loss(output, target)
+                    if not isinstance(loss, torch.Tensor) or loss.dim():
+                        return [], f"the loss is {_shape_text(loss)}; let it return a scalar tensor"
+                return _sizes(tensors), ""
+        except Exception as wrong:  # noqa: BLE001 - told to all stages
+            return [], f"{type(wrong).__name__}: {wrong}"
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _micro_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        """Return what the backward pass of one micro-batch starts from."""
+        loss = self.loss(output, target)
+        self._losses.append(loss.detach())
+        loss = loss / self.micro_batches
+        return loss if self._scale is None else self._scale(loss)
+
+    def _mean_loss(self, losses: list[torch.Tensor] | None) -> torch.Tensor:
+        """Tell the last stage's mean loss to all."""
+        mean = torch.zeros((), device=self._device)
+        if self.stage == self.stages - 1:
+            told = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in self._losses]
+            mean = torch.stack(told).float().mean()
+            if losses is not None:
+                losses[:] = told
+        dist.broadcast(mean, group=self._group, group_src=self.stages - 1)
+        return mean
+
+
+class _Stage(PipelineStage):
+    """Torch's stage with known sizes, arguments that are not cut, and a say in when gradients are reduced."""
+
+    def __init__(self, model: PipelineModel, flows: list[tuple[torch.Tensor, ...]]) -> None:
+        inputs, outputs = flows[model.stage], flows[model.stage + 1]
+        super().__init__(
+            model.module,
+            model.stage,
+            model.stages,
+            model._device,
+            input_args=inputs,
+            output_args=outputs,
+            group=model._group,
+        )
+        self.shared: dict[str, Any] = {}
+        self.sync = True
+        self._pick = model._output
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; what is sent on must be contiguous."""
+        output = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
+        output = self._pick(output)
+        if self.is_last:
+            return output
+        return tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a micro-batch backward; the last one makes DDP reduce."""
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and self.sync)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Make FSDP2 reduce, after the last micro-batch."""
+        if self.sync:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def _shape_text(value: Any) -> str:
+    """Write sizes and types instead of values."""
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shape_text(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shape_text, value))})"
+    return type(value).__name__
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _empty(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[torch.Tensor, ...]:
+    """Make stand-ins of activations."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point or dtype.is_complex)
+        for shape, dtype in sizes
+    )

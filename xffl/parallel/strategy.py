@@ -1,0 +1,327 @@
+"""A strategy: what a training script calls, whether its model is on one device or spread over many."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from xffl.checkpoint import load_checkpoint, save_checkpoint
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.world import DistributedWorld
+from xffl.errors import ConfigError, StateError
+from xffl.parallel.config import PRECISIONS, StrategyConfig, check_name, read_config
+from xffl.parallel.moving import to_device
+
+__all__ = ["DistributedStrategy"]
+
+T = TypeVar("T")
+
+
+class DistributedStrategy(ABC):
+    """How a model is trained inside a cell; the script is the same for all of them.
+
+    .. code-block:: python
+
+       with DistributedStrategy.from_config(config) as strategy:
+           model = strategy.wrap_model(build_model(), loss=loss_of)
+           optimizer = torch.optim.AdamW(model.parameters())
+           for inputs, target in strategy.micro_batches(loader, model):
+               strategy.forward_backward(model, inputs, target=target)
+               if not strategy.is_accumulating_gradients:
+                   strategy.clip_grad_norm(model, 1.0)
+                   strategy.step(optimizer)
+
+    Where there is no pipeline, a script may compute its loss itself, inside :meth:`train_context`, and call
+    :meth:`backward`.
+
+    All methods but the properties are called by every rank of a cell in the same order. Across cells nothing moves but
+    in :meth:`setup`, :meth:`wrap_model`, checkpoints and :meth:`teardown`; rounds are those of
+    :class:`xffl.FederatedScaling` with :attr:`state`.
+
+    :param config: A :class:`xffl.parallel.StrategyConfig`, or anything that :func:`xffl.parallel.read_config` reads.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, config: object = None) -> None:
+        self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
+        self.device_parameters = self._parameters()
+        self.world = DistributedWorld(self.device_parameters, self.config.distributed.federated)
+        self._window, self._is_last = 1, True
+        self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+
+    @classmethod
+    def from_config(cls, config: object) -> DistributedStrategy:
+        """Make the strategy that a configuration names in ``distributed.strategy``; nothing moves.
+
+        :param config: As for the class.
+        :return: The strategy, not yet set up.
+        :raises ConfigError: if there is none of that name, or a value cannot be meant.
+        """
+        from xffl.parallel import STRATEGIES
+
+        found = read_config(config)
+        check_name("strategy", found.distributed.strategy, STRATEGIES)
+        return STRATEGIES[found.distributed.strategy](found)
+
+    # Who is where -----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> DistributedState:
+        """The state that aggregators take."""
+        return self.world.state
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes, of all cells."""
+        return self.world.world_size
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the world."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its node."""
+        return self.world.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        return self.world.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the world."""
+        return self.rank == 0
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Examples of one optimizer step: of all ranks of this cell with data of their own, and all micro-batches."""
+        training = self.config.training
+        return training.batch_size * training.gradient_accumulation * self.world.dp_size
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def setup(self, state: DistributedState | None = None) -> None:
+        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`.
+
+        :param state: A state that is set up already; by default one is made.
+        """
+        self.world.setup(state)
+
+    def teardown(self, *, synchronize: bool = True) -> None:
+        """Leave the other processes; collective over the world with ``synchronize``.
+
+        :param synchronize: Whether the ranks wait for each other first; not after an exception.
+        """
+        self.world.teardown(synchronize=synchronize)
+
+    def __enter__(self) -> DistributedStrategy:
+        self.world.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.world.__exit__(kind, error, _)
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def wrap_model(
+        self,
+        model: nn.Module,
+        *,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        init_weights: Callable[[nn.Module], object] | None = None,
+    ) -> nn.Module:
+        """Spread a model over the ranks of each cell, all from the same weights; collective over the world.
+
+        :param model: The whole model, the same on all ranks; built on the meta device, it gets its weights part by
+            part.
+        :param loss: What :meth:`forward_backward` calls as ``loss(output, target)``: a mean over the elements.
+        :param init_weights: For a model on the meta device: initializes the own tensors of the module that it is called
+            with; by default ``reset_parameters`` of each.
+        :return: The model to use.
+        """
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return the context of the forward pass and the loss; local."""
+        return self.world.train_context()
+
+    @property
+    def is_accumulating_gradients(self) -> bool:
+        """Whether more micro-batches follow before the optimizer steps."""
+        return not self._is_last
+
+    def micro_batches(self, loader: Iterable[T], model: nn.Module) -> Iterator[T]:
+        """Yield a loader's batches on this rank's device, and let gradients add up over each window of them.
+
+        A window is ``training.gradient_accumulation`` batches, the last of a loader what is left of them. Gradients are
+        synchronized in the backward pass of a window's last batch only. Collective in so far as all ranks of a cell
+        need as many batches.
+
+        :param loader: Batches.
+        :param model: What :meth:`wrap_model` returned.
+        :yield: The batches, as :meth:`to_device` gives them.
+        """
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, self.config.training.gradient_accumulation)):
+            self._window = len(window)
+            for index, batch in enumerate(window):
+                self._is_last = index + 1 == len(window)
+                with nullcontext() if self._is_last else self.no_gradient_sync(model):
+                    yield self.to_device(batch)
+
+    def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward passes add up gradients without any communication; local.
+
+        :param model: What :meth:`wrap_model` returned.
+        :return: The context.
+        """
+        del model
+        return nullcontext()
+
+    def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
+        r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
+
+        :param \*tensors: Tokens, targets, positions: tensors of whole sequences, equal on the ranks that share them.
+        :param dim: The dimension that is the sequence.
+        :return: The parts, in the same order; without context parallelism what was given.
+        """
+        del dim
+        return tensors
+
+    def forward_backward(
+        self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
+    ) -> torch.Tensor:
+        r"""Run a micro-batch forward and backward, with the loss that :meth:`wrap_model` was given.
+
+        Collective over the cell where gradients are synchronized, with a pipeline always.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param \*inputs: What the model is called with; with context parallelism this rank's parts.
+        :param target: What its output is compared with.
+        :param share: As in :meth:`backward`.
+        :param \**named: Keyword arguments of the model.
+        :return: The micro-batch's mean loss on this rank, without gradient.
+        :raises StateError: if no loss was given.
+        """
+        with self.train_context():
+            loss = self._loss_of(model(*inputs, **named), target)
+            self.backward(loss, share=share)
+        told = loss.detach()
+        return told.full_tensor() if isinstance(told, DTensor) else told
+
+    def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
+        """Compute gradients; collective over the cell where they are synchronized.
+
+        :param loss: This micro-batch's mean loss on this rank.
+        :param share: What the micro-batch counts for in its window; by default all count alike.
+        """
+        scaled = loss * (1.0 / self._window if share is None else share)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of the whole model down to a norm; collective over the cell.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param max_norm: The largest norm that stays.
+        :return: The norm before, the same on all ranks of the cell.
+        """
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step an optimizer and zero its gradients; the ranks of a cell do so together.
+
+        :param optimizer: An optimizer of the wrapped model's parameters.
+        :return: Whether it stepped; False where gradients in float16 have overflowed.
+        """
+        optimizer.step()
+        optimizer.zero_grad()
+        return True
+
+    def to_device(self, batch: T) -> T:
+        """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.moving.to_device`.
+
+        :param batch: Tensors, mappings, sequences, named tuples, dataclasses of them, and anything else.
+        :return: An object of the same kind.
+        """
+        return to_device(batch, self.device)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **values: Any
+    ) -> None:
+        """Write a checkpoint, each rank its part; collective over the world.
+
+        :param path: Folder of the checkpoint, on a file system that all ranks see.
+        :param model: What :meth:`wrap_model` returned.
+        :param optimizer: Its optimizer.
+        :param values: Plain numbers, texts, lists and mappings to keep beside.
+        :raises CheckpointError: if it could not be written; on all ranks.
+        """
+        save_checkpoint(path, self._parts(model, optimizer), self.state, values={**values, **self._own_values()})
+
+    def load_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
+
+        :param path: Folder of the checkpoint.
+        :param model: What :meth:`wrap_model` returned.
+        :param optimizer: Its optimizer.
+        :return: The values that were kept beside.
+        :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
+        """
+        values = load_checkpoint(path, self._parts(model, optimizer), self.state)
+        return self._take_own_values(values)
+
+    # What the strategies say ------------------------------------------------------------------------------------------
+
+    def _loss_of(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        if self._loss is None:
+            raise StateError("forward_backward needs a loss; give wrap_model(model, loss=...)")
+        return self._loss(output, target)
+
+    def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        return {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+
+    def _own_values(self) -> dict[str, Any]:
+        """Return what this strategy keeps in a checkpoint."""
+        return {}
+
+    def _take_own_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Take what :meth:`_own_values` gave out of a checkpoint's values."""
+        return values
+
+    @classmethod
+    @abstractmethod
+    def _preset(cls) -> DeviceParameters:
+        """Return the mesh where none is asked for."""
+
+    def _parameters(self) -> DeviceParameters:
+        """Return the mesh, with what the training says of precision."""
+        asked = self.config.distributed.device_parameters
+        found = self._preset() if asked is None else asked
+        precision = self.config.training.mixed_precision
+        if precision is None:
+            return found
+        dtype = PRECISIONS[precision]
+        if asked is not None and asked.param_dtype not in ("float32", dtype):
+            raise ConfigError(
+                f"training.mixed_precision {precision!r} and param_dtype {asked.param_dtype!r} differ; give one of them"
+            )
+        return replace(found, param_dtype=dtype)

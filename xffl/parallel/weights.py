@@ -1,0 +1,58 @@
+"""One start for all: rank 0's weights on the ranks of all cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from xffl.distributed.distributed_state import DistributedState
+from xffl.parallel.checks import named_tensors
+
+__all__ = ["send_weights"]
+
+BROADCAST_BYTES = 32 * 2**20
+"""How much of a model is sent at a time."""
+
+
+@torch.no_grad()
+def send_weights(model: nn.Module, state: DistributedState) -> None:
+    """Copy rank 0's parameters and buffers to all ranks: once to the first rank of each cell, then on at home.
+
+    Collective over the world.
+
+    :param model: The whole model, on the device that the world's backend communicates from.
+    :param state: The state that says where this rank stands.
+    """
+    topology, rank = state.topology, dist.get_rank()
+    heads = topology.offsets[:-1]
+    head = heads[topology.cell_of(rank)]
+    # Outside a federation the world is the only cell.
+    home = state.federation if state.federation is not None else dist.group.WORLD
+    across = state.federated_group[0] if state.federated_group else None
+    for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        if rank == 0:
+            for work in [dist.isend(flat, peer, group=across) for peer in heads[1:]]:
+                assert work is not None, "rank 0 belongs to every group it sends through"
+                work.wait()
+        elif rank == head:
+            dist.recv(flat, src=0, group=across)
+        dist.broadcast(flat, src=head, group=home)
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.nbytes > BROADCAST_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.nbytes
+    if batch:
+        yield batch
