@@ -22,7 +22,6 @@ from xffl.topology import Topology
 if TYPE_CHECKING:
     from xffl.aggregation import Aggregator, FederatedScaling, RoundReport
     from xffl.distributed.distributed_state import DistributedState
-    from xffl.distributed.parameters import DeviceParameters
     from xffl.distributed.session import session
     from xffl.distributed.world import DistributedWorld
     from xffl.parallel.shard import shard
@@ -33,7 +32,6 @@ __all__ = [
     "Aggregator",
     "CheckpointError",
     "ConfigError",
-    "DeviceParameters",
     "DistributedState",
     "DistributedWorld",
     "FederatedScaling",
@@ -50,12 +48,11 @@ __all__ = [
 
 _HOMES = {
     "Aggregator": "xffl.aggregation",
-    "DeviceParameters": "xffl.distributed",
     "DistributedState": "xffl.distributed",
     "DistributedWorld": "xffl.distributed",
     "FederatedScaling": "xffl.aggregation",
     "RoundReport": "xffl.aggregation",
-    "session": "xffl.distributed",
+    "session": "xffl.distributed.session",
     "shard": "xffl.parallel",
 }
 """Where the names live whose import brings torch along."""

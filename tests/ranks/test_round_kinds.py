@@ -100,6 +100,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
     lazy = nn.LazyLinear(3)
     with torch.device("meta"):
         meta = nn.Linear(3, 3)
+    bare = nn.Module()
+    bare.weight = nn.Parameter(torch.empty(3, device="meta"))
     flat = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     clash = nn.Module()
     clash.module = nn.Linear(2, 2)
@@ -110,7 +112,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
             lambda model=model: xffl.Aggregator(model, state)
             for model in (other_mesh, two_axes, lazy, meta, flat, clash)
         ),  # type: ignore[misc]
-        lambda: xffl.shard(meta, state),
+        lambda: xffl.shard(bare, state),
         lambda: xffl.shard(already, state),
     ]
     told = []
@@ -146,7 +148,7 @@ def test_models_that_no_round_can_take_are_refused_on_all_ranks() -> None:
         "no values yet",
         "FSDP1",
         "two tensors are called 'weight'",
-        "meta device",
+        "tensors without values and no reset_parameters",
         "sharded already",
     ]
     for position, phrase in enumerate(expected):

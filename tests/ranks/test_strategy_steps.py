@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, full_weights, joined
 from tests.worlds import run_world
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, StateError
 from xffl.parallel import DDPConfig, DistributedStrategy
 
 ACCUMULATIONS = (1, 3, 4)
@@ -103,7 +104,8 @@ def overflow(rank: int, world_size: int, name: str) -> list[Any]:
         has_stepped = strategy.step(optimizer)
         after = full_weights(model)
         moved = max((after[key] - before[key]).abs().max().item() for key in after)
-        told.append((has_stepped, moved > 0, None if norm is None else norm.item(), strategy._own_values()))
+        scale = strategy._parts(model, None)["loss_scale"].scale
+        told.append((has_stepped, moved > 0, None if norm is None else norm.item(), scale))
     told.append(full_weights(model))
     strategy.teardown()
     return told
@@ -124,7 +126,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str) -> None:
         assert [has_stepped for has_stepped, *_ in steps] == [True, False, True, True]
         assert [has_moved for _, has_moved, *_ in steps] == [True, False, True, True]
         assert steps[1][2] == torch.inf and 0 < steps[3][2] < 1e3
-        scales = [own["loss_scale"]["scale"] for *_, own in steps]
+        scales = [scale for *_, scale in steps]
         assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
         # float16 has 11 bits, so that steps of 0.5 times the gradient differ a little from float32's.
         assert max((weights[key] - dense[key]).abs().max().item() for key in dense) < 0.01
@@ -170,6 +172,159 @@ def test_communication_hooks(hook: str, error: float) -> None:
         head = torch.split(first[0][1], sizes)[names.index("lm_head.weight")].view(256, 32)
         values = torch.linalg.svdvals(head)
         assert values[1] < 1e-3 * values[0]
+
+
+def leave_windows(rank: int, world_size: int, name: str) -> None:
+    """Leave loops in the middle of a window, by all ways, and train on: as if nothing had been."""
+    _, strategy_name, mesh, options = MESHES[name]
+    strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options, gradient_accumulation=4))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(0)
+    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [text_batch(rank, batch=2)] * 6
+
+    def norm_of_a_step() -> float:
+        optimizer.zero_grad()
+        strategy.forward_backward(model, batches[0][0], target=batches[0][1])
+        norm: float = strategy.clip_grad_norm(model, 1e9).item()
+        return norm
+
+    before = norm_of_a_step()
+    optimizer.zero_grad()
+    for tokens, targets in strategy.micro_batches(batches, model):  # windows of 4 and 2
+        strategy.forward_backward(model, tokens, target=targets)
+        if not strategy.is_accumulating_gradients:
+            assert abs(strategy.clip_grad_norm(model, 1e9).item() - before) < 1e-4
+            optimizer.zero_grad()
+    assert norm_of_a_step() == pytest.approx(before, rel=1e-5)
+    for _ in strategy.micro_batches(batches, model):
+        assert strategy.is_accumulating_gradients
+        break
+    assert not strategy.is_accumulating_gradients
+    assert norm_of_a_step() == pytest.approx(before, rel=1e-5)
+    generator = strategy.micro_batches(batches, model)
+    next(generator)
+    with pytest.raises(StateError, match=r"middle of a window.*close\(\)"):
+        strategy.step(optimizer)
+    generator.close()
+    assert norm_of_a_step() == pytest.approx(before, rel=1e-5)
+    assert strategy.step(optimizer)
+    weights = full_weights(model)
+    assert torch.equal(*strategy.world.all_gather(weights["norm.weight"])[[0, -1]])
+    strategy.teardown()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_loops_that_are_left_early(name: str) -> None:
+    run_world(2, leave_windows, name)
+
+
+def test_two_optimizers_in_float16_step_together() -> None:
+    with DistributedStrategy.from_config(configure("single", {}, {}, mixed_precision="fp16")) as strategy:
+        one, other = (strategy.wrap_model(nn.Linear(3, 1, bias=False)) for _ in range(2))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (one, other)]
+        x = torch.tensor([[1.0, 2.0, 3.0]])
+        for poison, steps in ((False, True), (True, False), (False, True)):
+            before = [layer.weight.detach().clone() for layer in (one, other)]
+            strategy.backward((one(x) + other(x)).sum())
+            if poison:
+                one.weight.grad[0, 0] = torch.inf
+            assert (strategy.clip_grad_norm(one, 1e9).isfinite().item()) == steps
+            assert strategy.step(*optimizers) == steps
+            for layer, was in zip((one, other), before, strict=True):
+                assert torch.allclose(was - layer.weight, x * steps, atol=1e-6)
+        strategy.backward((one(x) + other(x)).sum())
+        strategy.step(optimizers[0])
+        with pytest.raises(StateError, match="give all optimizers to one call of step"):
+            strategy.step(optimizers[1])
+    with strategy:  # a world of its own has a scale of its own
+        assert strategy._parts(one, None)["loss_scale"].scale == 2.0**16
+
+
+class Tied(nn.Module):
+    """Two modules with one weight, attention that initializes its child, and a module that only has children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.block = Scaled()
+        self.head.weight = self.embed.weight
+
+
+class Scaled(nn.Module):
+    """Initializes its children after their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
+
+
+def build_tied(rank: int, world_size: int, strategy_name: str, mesh: dict[str, Any]) -> dict[str, torch.Tensor]:
+    strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, {}))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        bare = Tied()
+    model = strategy.wrap_model(bare)
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    assert inner.head.weight is inner.embed.weight
+    weights = full_weights(model)
+    with torch.device("meta"):
+        bare = Tied()
+    with pytest.raises(ConfigError, match=r"'weight' of module 'embed' \(Embedding\) was left without values"):
+        strategy.wrap_model(bare, init_weights=lambda module: None)
+    with torch.device("meta"):
+        bare_block = Scaled()
+    with pytest.raises(ConfigError, match=r"Scaled.reset_parameters initializes all of the model at once"):
+        strategy.wrap_model(bare_block)
+    strategy.teardown()
+    return weights
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_ties_and_modules_that_initialize_their_children(name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    eager = full_weights(Tied())
+    mesh = {"ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2}}.get(name, {})
+    for made in run_world(ranks, build_tied, name, mesh):
+        assert set(made) == set(eager)
+        for key, values in eager.items():
+            assert torch.equal(made[key], values), key
+
+
+def uneven(rank: int, world_size: int) -> None:
+    """FSDP in cells of one and of two ranks, in bfloat16, and a reduction in bfloat16."""
+    options = {"federated": (1, 2), "wrap": (Block,)}
+    config = configure("fsdp", {"dp_shard": "auto"}, options, mixed_precision="bf16")
+    strategy = DistributedStrategy.from_config(config)
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(0)
+    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    loss = strategy.forward_backward(model, text_batch(0)[0], target=text_batch(0)[1])
+    assert 5.5 < loss.item() < 6.2
+    xffl.Aggregator(model, strategy.state).aggregate(1.0)
+    strategy.teardown()
+    narrow = configure("fsdp", {"dp_shard": 3, "reduce_dtype": "bfloat16"}, {})
+    strategy = DistributedStrategy.from_config(narrow)
+    strategy.setup(joined(rank, world_size))
+    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    strategy.forward_backward(model, text_batch(rank)[0], target=text_batch(rank)[1])
+    gradient = model.norm.weight.grad.full_tensor()
+    assert torch.equal(gradient.bfloat16().float(), gradient)
+    strategy.teardown()
+
+
+def test_cells_of_one_rank_and_narrow_sums() -> None:
+    run_world(3, uneven)
 
 
 class Custom(nn.Module):

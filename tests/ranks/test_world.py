@@ -177,6 +177,25 @@ def norms(rank: int, world_size: int) -> list[tuple[str, float, float, float, fl
     return found
 
 
+def missing_numbers(rank: int, world_size: int, guilty: int) -> list[float]:
+    world = DistributedWorld(DeviceParameters.FSDP())
+    world.setup(joined(rank, world_size))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(6), world.get_mesh("fsdp"), [Shard(0)]))
+    parameter.grad = parameter.detach().clone()
+    if rank == guilty:
+        parameter.grad.to_local()[0] = torch.nan
+    found = [world.get_total_norm([parameter], order).item() for order in (2.0, math.inf)]
+    with pytest.raises(StateError, match="norm is nan"):
+        world.get_total_norm([parameter], math.inf, error_if_nonfinite=True)
+    world.teardown()
+    return found
+
+
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_what_is_no_number_reaches_all_norms(guilty: int) -> None:
+    assert all(math.isnan(value) for found in run_world(3, missing_numbers, guilty) for value in found)
+
+
 def test_norms_count_each_element_once() -> None:
     for found in run_world(8, norms):
         for order, got, expected in found:
@@ -241,6 +260,11 @@ def refuse(rank: int, world_size: int) -> None:
     state.set_hsdp(2)
     with pytest.raises(ConfigError, match="replicas of 2 ranks .* ask for 1"):
         DistributedWorld(DeviceParameters.DDP()).setup(state)
+    with pytest.raises(ConfigError, match=r"cells of \(4,\) ranks, but federated=\(2, 2\) was asked for"):
+        DistributedWorld(DeviceParameters.HSDP(dp_shard=2), (2, 2)).setup(state)
+    own = DeviceParameters.HSDP(dp_shard=2) if rank else DeviceParameters.HSDP(dp_shard=4)
+    with pytest.raises(ConfigError, match="ask for 4"):
+        DistributedWorld(own).setup(state)
     world = DistributedWorld(DeviceParameters.HSDP(dp_shard=2))
     world.setup(state)
     assert world.get_mesh("fsdp") is state.hsdp_mesh

@@ -5,9 +5,31 @@
 
 from __future__ import annotations
 
+
+def under(owner: str, names: str) -> dict[str, str]:
+    """Return the path of each name inside a module or a class."""
+    return {name: f"{owner}{'.' if ':' in owner else ':'}{name}" for name in names.split()}
+
+
 EXISTS: dict[str, dict[str, str]] = {
-    "distributed_world.md": {},
+    "distributed_world.md": {
+        "DistributedWorld": "xffl:DistributedWorld",
+        "DeviceParameters": "xffl.distributed:DeviceParameters",
+        "FSDP": "xffl.distributed:DeviceParameters.FSDP",
+        "init_timeout_seconds": "xffl.distributed:CommParameters.init_timeout_seconds",
+        **under(
+            "xffl:DistributedWorld",
+            """
+            setup get_mesh world_mesh device is_global_zero rank local_rank world_size all_reduce all_gather
+            barrier get_total_norm train_context loss_parallel loss_parallel_enabled get_fsdp_config
+            get_fsdp_mp_policy dp_size dp_rank dp_shard_enabled tp_enabled pp_enabled cp_enabled
+            """,
+        ),
+    },
     "data_parallel_guide.md": {
+        "find_unused_parameters": "xffl.parallel:DDPConfig.find_unused_parameters",
+        "gradient_as_bucket_view": "xffl.parallel:DDPConfig.gradient_as_bucket_view",
+        "amp": "xffl:DistributedWorld.train_context",
         "DistributedDataParallel": "xffl:shard",  # with hsdp=1
         "init_process_group": "xffl.distributed:setup_distributed_process_group",
         "destroy_process_group": "xffl.distributed:cleanup_distributed_process_group",
@@ -16,44 +38,50 @@ EXISTS: dict[str, dict[str, str]] = {
     },
     "strategy_patterns.md": {
         "init_process_group": "xffl.distributed:setup_distributed_process_group",
-        "rank": "xffl.distributed.distributed_state:DistributedState.rank",
-        "world_size": "xffl.distributed.distributed_state:DistributedState.world_size",
-        "local_rank": "xffl.distributed.distributed_state:DistributedState.node_local_rank",
-        "wrap_model": "xffl:shard",
-        "setup": "xffl.distributed:setup_distributed_process_group",
+        **under(
+            "xffl.parallel:DistributedStrategy",
+            """
+            from_config rank world_size local_rank wrap_model setup is_main_process backward clip_grad_norm
+            save_checkpoint load_checkpoint to_device device
+            """,
+        ),
+        **under(
+            "xffl.parallel",
+            """
+            DistributedStrategy FSDPStrategy DDPStrategy DeepSpeedStrategy SingleGPUStrategy
+            """,
+        ),
+        "ds_config": "xffl.parallel:DeepSpeedStrategy.ds_config",
+        "_build_ds_config": "xffl.parallel:DeepSpeedStrategy._build_ds_config",
+        "model_engine": "xffl.parallel:DeepSpeedStrategy.model_engine",
+        "CheckpointManager": "xffl.checkpoint:CheckpointManager",
+        "save": "xffl.checkpoint:CheckpointManager.save",
+        "_rotate": "xffl.checkpoint:CheckpointManager._rotate",
+        "find_latest_checkpoint": "xffl.checkpoint:find_latest_checkpoint",
+        "auto_resume": "xffl.checkpoint:auto_resume",
+        "launch_distributed": "xffl.cluster.launch:launch_distributed",
     },
-    "trainer_core_concepts.md": {},
+    "trainer_core_concepts.md": {
+        "DistributedWorld": "xffl:DistributedWorld",
+        **under(
+            "xffl:DistributedWorld",
+            """
+            world_size rank local_rank all_reduce all_gather train_context dp_mesh tp_mesh pp_mesh
+            mixed_precision_enabled mixed_precision_dtype
+            """,
+        ),
+        "fsdp_forward_prefetch": "xffl.distributed:DeviceParameters.fsdp_forward_prefetch",
+    },
 }
 """Names that can be imported now, as ``module:attribute``."""
 
 ISSUES: dict[str, dict[int, str]] = {
     "distributed_world.md": {
-        5: """
-        DistributedWorld DeviceParameters FSDP setup get_mesh world_mesh device is_global_zero rank local_rank
-        world_size all_reduce all_gather barrier get_total_norm train_context loss_parallel loss_parallel_enabled
-        get_fsdp_config
-        get_fsdp_mp_policy dp_size dp_rank dp_shard_enabled tp_enabled pp_enabled cp_enabled init_timeout_seconds
-        """,
         6: "training_step world",
     },
-    "data_parallel_guide.md": {
-        5: "find_unused_parameters gradient_as_bucket_view device_ids amp",
-    },
-    "strategy_patterns.md": {
-        5: """
-        DistributedStrategy from_config FSDPStrategy DDPStrategy DeepSpeedStrategy SingleGPUStrategy is_main_process
-        backward clip_grad_norm save_checkpoint load_checkpoint to_device ds_config _build_ds_config model_engine
-        CheckpointManager output_dir keep_last save _rotate
-        launch_distributed script config gpus_per_node master_addr master_port
-        """,
-        6: "find_latest_checkpoint auto_resume",
-    },
+    "data_parallel_guide.md": {},
+    "strategy_patterns.md": {},
     "trainer_core_concepts.md": {
-        5: """
-        DistributedWorld world_size rank local_rank all_reduce all_gather train_context _build_mesh dp_mesh tp_mesh
-        pp_mesh dp_process_group mixed_precision_enabled mixed_precision_dtype
-        dp_degree enable_fsdp fsdp_limit_all_gathers fsdp_forward_prefetch
-        """,
         6: """
         BaseTrainer BaseTrainerConfig DreamTrainerConfig world config callbacks
         SetupMixin SetupConfigMixin ModelSetupMixin OptimizerAndSchedulerSetupMixin DataLoaderSetupMixin
@@ -95,12 +123,14 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         THEIRS: "MyModel create_model train_loop forward linear relu output",
         SYNTAX: "distributed",
+        "xffl.shard tells DDP the device that the state names": "device_ids",
     },
     "strategy_patterns.md": {
         TORCH: "barrier get_rank get_world_size Module ShardingStrategy",
         PRIVATE: "_local_rank _optimizer _rank _scheduler _world_size",
         SYNTAX: "py utils",
-        "the single strategy's device is the state's current_device": "device",
+        "parameters of launch_distributed, by these names": "script config gpus_per_node master_addr master_port",
+        "parameters of CheckpointManager, by these names": "output_dir keep_last",
     },
     "trainer_core_concepts.md": {
         TORCH: "Linear",
@@ -109,6 +139,9 @@ REASONS: dict[str, dict[str, str]] = {
         _init_weights
         """,
         SYNTAX: "md mixins",
+        "DistributedWorld.get_group('dp') and get_mesh serve every axis": "dp_process_group _build_mesh",
+        "DeviceParameters say dp_replicate and dp_shard apart": "dp_degree enable_fsdp",
+        "FSDP2 limits the gathered weights by itself": "fsdp_limit_all_gathers",
         ANOTHER: """
         Trainer DistributedTrainer LoggingTrainer setup_distributed ModelMixin OptimizerMixin setup_models
         setup_optimizers

@@ -78,6 +78,62 @@ def test_plan_of_a_large_world() -> None:
     assert ran.returncode == 0 and len(ran.stdout.splitlines()) < 100
 
 
+INSIDE = (
+    "plan --federated 8,8 --params 8e9 --mesh pp=2,dp_shard=auto,tp=2 --layers 32 --width 4096 --vocabulary 128256 "
+    "--kv-width 1024 --batch 8 --sequence 4096 --param-dtype bfloat16"
+)
+
+
+def test_plan_tells_of_the_inside_of_a_cell_without_torch() -> None:
+    ran = xffl(*INSIDE.split())
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split() for line in ran.stdout.splitlines()]
+    assert ["Mesh", "of", "cell", "0:", "pp", "2", "x", "dp_shard", "2", "x", "tp", "2"] in lines
+    assert ["pp", "1", "4", "5", "6", "7"] in lines
+    assert ["optimizer", "8", "GB", "U", "/", "n", "x", "2", "x", "4"] in lines
+    for row in ("single", "ddp", "fsdp", "hsdp,", "deepspeed,", "this,"):
+        assert row in [line[0] for line in lines if line]
+    assert "all-gather of weights" in ran.stdout and "memory is that of the stage" in ran.stdout
+
+
+def test_plan_of_the_inside_of_a_cell_as_json() -> None:
+    told = json.loads(xffl(*INSIDE.split(), "--json").stdout)["inside"]
+    assert told["axes"] == {"pp": 2, "cp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2} and told["ranks"] == 8
+    assert {part["what"] for part in told["memory"]} == {"parameters", "gradients", "optimizer", "gathered", "round"}
+    assert told["total_bytes"] == pytest.approx(sum(part["bytes"] for part in told["memory"]))
+    assert {part["what"] for part in told["traffic"]} == {"dp_shard, cp", "tp", "pp"}
+    assert told["strategies"]["single"]["parameters"] == 32e9 and told["strategies"]["single"]["sends"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy", "axes"),
+    [
+        ("--hsdp 2 --optimizer sgd --params 1e6", "hsdp", {"dp_replicate": 2, "dp_shard": 2}),
+        ("--hsdp 1 --dtype bfloat16 --params 1e6", "ddp", {"dp_replicate": 4}),
+        ("--optimizer momentum --params 1e6", "fsdp", {"dp_shard": 4}),
+        ("--strategy ddp", "ddp", {"dp_replicate": 4}),
+        ("--strategy fsdp", "fsdp", {"dp_shard": 4}),
+        ("--strategy hsdp --hsdp 2", "hsdp", {"dp_replicate": 2, "dp_shard": 2}),
+        ("--strategy deepspeed --zero-stage 3 --params 1e6", "deepspeed", {"dp_shard": 4}),
+        ("--mesh cp=4,dp_replicate=auto", "fsdp", {"cp": 4}),
+        ("--mesh dp_replicate=auto,tp=2", "hsdp", {"dp_replicate": 2, "tp": 2}),
+        ("--optimizer adafactor --strategy ddp --width 64 --params 1e6", "ddp", {"dp_replicate": 4}),
+    ],
+)
+def test_plan_lays_a_cell_out(
+    words: str, strategy: str, axes: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--federated", "4,8", "--json", *words.split()]) == 0
+    told = json.loads(capsys.readouterr().out)
+    inside = told["inside"]
+    assert (inside["cell"], inside["strategy"]) == (0, strategy)
+    assert {axis: size for axis, size in inside["axes"].items() if size > 1} == axes
+    assert (inside["memory"] is None) == ("--params" not in words)
+    assert main(["plan", "--federated", "4,8", *words.split()]) == 0
+    if "bfloat16" in words:
+        assert told["traffic"]["model_bytes"] == 2e6
+
+
 def test_env_without_torch() -> None:
     ran = xffl("env")
     assert ran.returncode == 0, ran.stderr
@@ -139,6 +195,29 @@ BAD = [
     (
         ["plan", "--federated", "4,4", "--simulate", "--params", "1"],
         "ConfigError: --simulate lacks --link-gbps, --link",
+    ),
+    (["plan", "--world", "4", "--mesh", "xp=2"], "ConfigError: --mesh 'xp=2' has 'xp=2'; give each of pp, cp"),
+    (["plan", "--world", "4", "--mesh", "tp=2,tp=2"], "ConfigError: --mesh 'tp=2,tp=2' has 'tp=2'"),
+    (["plan", "--world", "4", "--mesh", "tp=3"], "ConfigError: tp=3 multiply to 3, but the world has 4 ranks"),
+    (["plan", "--world", "4", "--mesh", "tp=auto,pp=auto"], "ConfigError: pp and tp are all 'auto'"),
+    (["plan", "--world", "4", "--mesh", "tp=4", "--strategy", "ddp"], "ConfigError: --strategy ddp does not do what"),
+    (["plan", "--world", "4", "--mesh", "tp=4", "--hsdp", "2"], "ConfigError: replicas of 2 ranks (--hsdp) differ"),
+    (["plan", "--world", "4", "--strategy", "hsdp"], "ConfigError: --strategy hsdp needs to know the ranks"),
+    (["plan", "--world", "4", "--strategy", "single"], "ConfigError: all sizes 1 multiply to 1, but the world has 4"),
+    (["plan", "--world", "4", "--optimizer", "sgd"], "ConfigError: --optimizer would not be read; give --params, too"),
+    (["plan", "--world", "4", "--zero-stage", "1"], "ConfigError: --zero-stage 1 is 1, 2 or 3, and DeepSpeed's"),
+    (["plan", "--world", "4", "--params", "1", "--dtype", "int8"], "ConfigError: dtype 'int8' is none of float32"),
+    (
+        ["plan", "--world", "4", "--params", "1", "--optimizer", "lion"],
+        "ConfigError: optimizer 'lion' is none of sgd, momentum",
+    ),
+    (
+        ["plan", "--world", "4", "--params", "1", "--optimizer", "adafactor"],
+        "ConfigError: optimizer 'adafactor' needs whole matrices",
+    ),
+    (
+        ["plan", "--world", "4", "--params", "1e9", "--mesh", "pp=4", "--layers", "2"],
+        "ConfigError: pp=4 stages cannot share 2 layers",
     ),
     ([*SIMULATE.split(), "--link-ms=-1"], "ConfigError: --link-ms is -1.0; give a number of 0 or more"),
     ([*SIMULATE.split(), "--bucket-mib", "0"], "ConfigError: --bucket-mib is 0.0; give a number above 0"),

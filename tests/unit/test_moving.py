@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,9 +44,45 @@ def test_everything_that_holds_tensors_moves() -> None:
     assert not counted["k"][0].is_meta
 
 
+def test_what_an_object_has_beside_its_fields_goes_along() -> None:
+    @dataclass
+    class Counted:
+        x: torch.Tensor
+
+        def __post_init__(self) -> None:
+            self.length = len(self.x)
+
+    class Named(dict[str, Any]):
+        note = ""
+
+    x = torch.ones(2)
+    assert to_device(Counted(x), META).length == 2
+    named = Named(x=x)
+    named.note = "kept"
+    moved = to_device(named, META)
+    assert type(moved) is Named and moved["x"].is_meta and moved.note == "kept" and not named["x"].is_meta
+    packed = torch.nn.utils.rnn.pack_sequence([x, x[:1]])
+    found = to_device([packed], META)[0]
+    assert found.data.is_meta and found.batch_sizes.device.type == "cpu"
+
+
 def test_everything_else_stays_as_it_is() -> None:
     thing = object()
-    for value in (thing, "text", b"bytes", 3, None, range(3), [1, "a"], {"a": thing}, Pair, Batch, {1, 2}):
+    for value in (
+        array("f", [1.5]),
+        memoryview(b"ab"),
+        thing,
+        "text",
+        b"bytes",
+        3,
+        None,
+        range(3),
+        [1, "a"],
+        {"a": thing},
+        Pair,
+        Batch,
+        {1, 2},
+    ):
         assert to_device(value, META) is value
     x = torch.ones(2)
     for value in (x, [x], {"x": x}, Pair(x, x), Batch(x)):

@@ -25,7 +25,8 @@ MODULES = sorted(
     module.name for module in pkgutil.walk_packages(xffl.__path__, "xffl.") if "__main__" not in module.name
 )
 WITHOUT_TORCH = ("errors", "topology", "cluster", "report", "workflow")
-EXPORTS = {"DistributedState", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport", "Topology"}
+EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
+EXPORTS |= {"Topology"}
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from xffl.parallel import (
         ({"pp_micro_batches": 4}, "pp_micro_batches 4 are a pipeline's, but pp is 1"),
         ({"pp": 2, "pp_micro_batches": 0}, "pp_micro_batches 0 is less than 1; give at least 1"),
         ({"cpu_offload": True}, "cpu_offload is FSDP's"),
+        ({"reduce_dtype": "bfloat16"}, "reduce_dtype 'bfloat16' is FSDP's"),
         ({"loss_parallel": True}, "loss_parallel cuts logits over tp, which is 1"),
         ({"pp": 2, "param_dtype": "float16"}, "param_dtype 'float16' needs a gradient scaler"),
         ({"comm": 600}, "comm 600 holds no timeouts"),
@@ -133,6 +134,22 @@ def test_strategies_by_name() -> None:
         ({"distributed": {"ddp": {"communication_hook": "bf17"}}}, "communication_hook 'bf17' .* mean 'bf16'?"),
         ({"distributed": {"ddp": {"powersgd_rank": 0}}}, "powersgd_rank 0 is less than 1"),
         ({"distributed": {"ddp": {"powersgd_start": 1}}}, "powersgd_start 1 is less than 2"),
+        ({"distributed": {"wrap": int}}, "options of distributed cannot be read"),
+        ({"distributed": {"wrap": ["Block"]}}, "names no layer classes"),
+        ({"distributed": {"ddp": SimpleNamespace(communication_hook="fp61")}}, "did you mean 'fp16'"),
+        ({"distributed": {"ddp": {"powersgd_rank": "2"}}}, "options of distributed.ddp cannot be read"),
+        ({"distributed": {"device_parameters": {"comm": {"timeout": 3}}}}, "comm option 'timeout'"),
+        (
+            {"distributed": {"strategy": "fsdp", "device_parameters": {"dp_shard": 2, "compile": True}}},
+            "compile goes layer by layer, but distributed.wrap names no layer class",
+        ),
+        (
+            {
+                "distributed": {"strategy": "ddp", "ddp": {"static_graph": True}},
+                "training": {"gradient_accumulation": 2},
+            },
+            "static_graph=True does not accumulate",
+        ),
         ({"distributed": {"zero_stage": 4}}, "zero_stage 4 is none of 0, 1, 2, 3"),
         ({"distributed": {}, "training": {"batch_size": 0}}, "training.batch_size 0"),
         ({"distributed": {}, "training": {"gradient_accumulation": 2.0}}, "training.gradient_accumulation 2.0"),
@@ -170,4 +187,7 @@ def test_configurations_of_other_makes() -> None:
     assert (found.training.batch_size, found.training.gradient_accumulation) == (8, 2)
     assert (found.distributed.strategy, found.distributed.zero_stage) == ("fsdp", 3)
     assert read_config(found) is found
+    timeouts = {"strategy": "fsdp", "device_parameters": {"dp_shard": "auto", "comm": {"train_timeout_seconds": 60}}}
+    asked = read_config({"distributed": timeouts}).distributed.device_parameters
+    assert asked is not None and asked.comm.train_timeout_seconds == 60
     assert DistributedStrategy.from_config(Mine()).device_parameters.param_dtype == "bfloat16"

@@ -29,6 +29,7 @@ from xffl.aggregation.vote import NO_ALPHA
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.parallel.zero import refresh_view, round_view, write_view
 
 __all__ = ["Aggregator", "PendingRound"]
 
@@ -137,7 +138,8 @@ class Aggregator:
             )
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
-            return options, Manifest(model, policies, codec, extra)
+            refresh_view(model)
+            return options, Manifest(round_view(model), policies, codec, extra)
 
         self._made = assemble(model, state, read, self.check)
         self._exchange, self._protocol = self._made.exchange, self._made.protocol
@@ -370,7 +372,9 @@ class Aggregator:
                     is_merged = is_merged and self._made.cell not in outcome.dropped
                     reshard(self._model)
                     if not outcome.is_empty:
+                        refresh_view(self._model, is_new=False)
                         self._exchange.commit(fragment, is_merged=is_merged, alpha=alpha)
+                        write_view(self._model)
                 except BaseException as error:
                     raise TornError(
                         f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from xffl.aggregation.exchange import Findings
 from xffl.aggregation.protocol import Opening
 from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
 from xffl.errors import ConfigError, RoundError, XfflError
+from xffl.parallel.zero import refresh_view
 
 __all__ = ["Contribution", "open_round"]
 
@@ -55,6 +56,7 @@ def open_round(
     count, findings = 0.0, Findings([], False)
     try:
         reshard(model)
+        refresh_view(model)
         made.manifest.check()
         if made.exchange.agreed is not None:
             made.exchange.agreed.check()

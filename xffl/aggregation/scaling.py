@@ -28,6 +28,7 @@ from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.parallel.zero import find_masters
 
 __all__ = ["FederatedScaling"]
 
@@ -233,6 +234,8 @@ class FederatedScaling:
         if client is not None and self._aggregator is None:
             error: XfflError | None = None
             try:
+                if find_masters(self._model) is not None:
+                    raise ConfigError("ZeRO's gradients are out of a client's reach; train with strategy='fsdp'")
                 entries = Manifest(self._model, options.get("policies")).entries
                 stepped = {entry.name: entry.tensor() for entry in entries if entry.is_stepped}
                 client.setup(stepped, self._optimizers)  # type: ignore[arg-type]

@@ -46,13 +46,13 @@ class CheckpointManager:
         self.keep_last = keep_last
 
     def save(self, strategy: Saver, step: int, **kwargs: Any) -> None:
-        """Save the checkpoint of a step through a strategy, then delete the oldest.
+        r"""Save the checkpoint of a step through a strategy, then delete the oldest.
 
         Collective over the world, where it is initialized.
 
         :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called.
         :param step: Number of the step, the same on all ranks.
-        :param **kwargs: Given on to the strategy.
+        :param \**kwargs: Given on to the strategy.
         :raises ConfigError: if the step is none, or the ranks were given different ones.
         :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
         """

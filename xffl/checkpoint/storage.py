@@ -140,10 +140,10 @@ class CellReader(FileSystemReader):
         self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index in torch's form.
+        r"""Return the index in torch's form.
 
-        :param *args: None is used.
-        :param **kwargs: None is used.
+        :param \*args: None is used.
+        :param \**kwargs: None is used.
         :return: The tensors and where they lie.
         """
         return self.index.metadata()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import textwrap
 from dataclasses import asdict
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.cli import cell
 from xffl.cli.formatter import HelpFormatter
+from xffl.cli.words import assumed, in_bytes
 from xffl.cluster.environment import parse_sizes, requested_federation
 from xffl.errors import ConfigError
 from xffl.topology import Topology
@@ -23,6 +23,7 @@ examples:
   xffl plan --federated 4,4 --hsdp 2
   xffl plan --federated 512 --world 4096 --hsdp 8 --params 8e9 --bytes-per-param 2 --link-gbps 100
   xffl plan --federated 4,4 --hsdp 2 --params 8e9 --simulate --link-gbps 10 --link-ms 10 --step-s 1 --every 100
+  xffl plan --world 32 --params 8e9 --mesh pp=2,dp_shard=auto,tp=2 --layers 32 --width 4096 --batch 8 --sequence 4096
 """
 
 _NUMBERS = (
@@ -69,7 +70,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--world", type=int, metavar="N", help="all ranks; by default the sum of the sizes")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
     parser.add_argument("--params", type=float, metavar="COUNT", help="parameters of the model (8e9): adds the traffic")
-    parser.add_argument("--bytes-per-param", type=float, default=4.0, metavar="BYTES", help="as sent (default: 4)")
+    parser.add_argument("--bytes-per-param", type=float, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
     parser.add_argument("--link-gbps", type=float, metavar="GBPS", help="rate of the slow link: adds the time")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -87,6 +88,7 @@ def build_parser() -> ArgumentParser:
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
     for name, told in _FLAGS:
         group.add_argument(_option(name), action="store_true", help=told)
+    cell.add_options(parser)
     return parser
 
 
@@ -105,7 +107,10 @@ def run(options: Namespace) -> int:
             raise ConfigError(
                 f"{_option(name)} is {value}; give a number {'of 0 or more' if is_latency else 'above 0'}"
             )
+    if options.bytes_per_param is None:
+        options.bytes_per_param = cell.bytes_of_dtype(options)
     topology = _topology(options)
+    inside = cell.describe(options, topology)
     forecast = _simulate(options, topology) if _is_simulated(options) else None
     traffic = None
     if options.params is not None:
@@ -114,13 +119,18 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
     if options.json:
         told = {**_shape(topology), "traffic": traffic}
-        print(json.dumps(told if forecast is None else {**told, "forecast": forecast}, indent=2))
+        told |= {name: part for name, part in (("forecast", forecast), ("inside", inside)) if part is not None}
+        print(json.dumps(told, indent=2))
         return 0
     print(topology_text(topology))
+    if inside is not None:
+        print("\n".join(cell.mesh_lines(inside)))
     if traffic is not None:
         print("\n".join(_traffic_lines(traffic)))
     if forecast is not None:
         print("\n".join(_forecast_lines(forecast)))
+    if inside is not None and inside["memory"] is not None:
+        print("\n".join([*cell.lines(inside), *assumed(inside["assumptions"])]))
     return 0
 
 
@@ -190,7 +200,7 @@ def _topology(options: Namespace) -> Topology:
         if not isinstance(sizes, tuple):
             raise ConfigError(f"--federated {sizes} does not say how many ranks there are; give --world, too")
         world = sum(sizes)
-    return Topology(world, sizes, replica_size)
+    return cell.lay_out(options, Topology(world, sizes), replica_size)
 
 
 def _shape(topology: Topology) -> dict[str, object]:
@@ -206,20 +216,20 @@ def _shape(topology: Topology) -> dict[str, object]:
 
 
 def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
-    lines = ["", f"Traffic of a round, for a model of {_bytes(traffic['model_bytes'])}:"]
+    lines = ["", f"Traffic of a round, for a model of {in_bytes(traffic['model_bytes'])}:"]
     for name, form in (("all-gather", traffic["all_gather"]), ("two-hop", traffic["two_hop"])):
         took = ""
         if form["seconds"] is not None:
             took = f"; {form['seconds']:.3g} s at {traffic['link_gbps']:g} Gbit/s"
-        sent = f"each cell sends {_bytes(form['bytes_per_cell'])}, all cells {_bytes(form['bytes_total'])}"
+        sent = f"each cell sends {in_bytes(form['bytes_per_cell'])}, all cells {in_bytes(form['bytes_total'])}"
         lines.append(f"  {name:<10}  {sent}{took}")
-    lines.append(f"  at home     all cells send {_bytes(traffic['home_bytes_total'])} between their replicas")
+    lines.append(f"  at home     all cells send {in_bytes(traffic['home_bytes_total'])} between their replicas")
     for kind in traffic["cell_kinds"]:
-        lines.append(
-            f"  a sender in a cell of {kind['ranks']}: {_bytes(kind['all_gather_bytes_per_sender'])} with all-gather, "
-            f"{_bytes(kind['two_hop_bytes_per_sender'])} with two-hop, {_bytes(kind['home_bytes_per_sender'])} at home"
-        )
-    return lines + _assumed(traffic["assumptions"])
+        names = ("all_gather_bytes_per_sender", "two_hop_bytes_per_sender", "home_bytes_per_sender")
+        gathered, hopped, home = (in_bytes(kind[name]) for name in names)
+        told = f"{gathered} with all-gather, {hopped} with two-hop, {home} at home"
+        lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
+    return lines + assumed(traffic["assumptions"])
 
 
 def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
@@ -228,33 +238,20 @@ def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
     lines = ["", f"Forecast of a round every {forecast['every']} steps of {forecast['step_s']:g} s:"]
     lines.append(f"  takes       {_seconds(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
     lines += [f"    {phase:<7}   {_seconds(round_['phases'][phase]):<8}  {told}" for phase, told in _PHASES]
-    sent = _bytes(round_["bytes_across_per_cell"])
+    sent = in_bytes(round_["bytes_across_per_cell"])
     lines.append(f"  exposes     {_seconds(round_['exposed'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
     if round_["phases"]["stall"] > 0.05 * round_["phases"]["across"]:
         lines.append("  The slow link waits for buckets: more of them, or larger ones, would fill it (--in-flight,")
         lines.append("  --bucket-mib).")
     lines.append("Data parallelism over all ranks instead, gradients in every step:")
-    sent = _bytes(plain["bytes_across_per_cell"])
+    sent = in_bytes(plain["bytes_across_per_cell"])
     lines.append(f"  exposes     {_seconds(plain['exposed'])} of {_seconds(plain['seconds'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * plain['utilization']:.1f} % of the time")
-    return lines + _assumed(forecast["assumptions"])
-
-
-def _assumed(assumptions: list[str]) -> list[str]:
-    width = shutil.get_terminal_size((100, 24)).columns
-    lines = ["Assumed:"]
-    for assumption in assumptions:
-        lines += textwrap.wrap(assumption, width, initial_indent="  - ", subsequent_indent="    ")
-    return lines
+    return lines + assumed(forecast["assumptions"])
 
 
 def _seconds(seconds: float) -> str:
     if 0 < seconds < 1:
         return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
     return f"{seconds:.4g} s"
-
-
-def _bytes(count: float) -> str:
-    power = min(5, int(math.log10(count)) // 3) if count >= 1 else 0
-    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"

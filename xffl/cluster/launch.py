@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from types import FrameType
 from xffl.cluster.failure import RankFailure, first_failure
 from xffl.errors import LaunchError
 
-__all__ = ["launch_local"]
+__all__ = ["launch_distributed", "launch_local"]
 
 _GRACE_S = 10
 """How long ranks may take to end after a signal before they are killed (torch 2.12 and later; before, 30 s)."""
@@ -83,6 +84,47 @@ def launch_local(
         except _TimeLimit:
             return 124
     return 0
+
+
+def launch_distributed(
+    script: str,
+    config: str,
+    num_nodes: int = 1,
+    gpus_per_node: int = 8,
+    master_addr: str = "localhost",
+    master_port: int | None = None,
+) -> None:
+    """Run a training script with torchrun, on each node of a job that is called there; wait for its processes.
+
+    Call it on every node with the same arguments, and with ``NODE_RANK`` set where there are several. Where ``xffl
+    exec``, SLURM or mpirun start the processes, it is not needed.
+
+    :param script: Path of the Python script.
+    :param config: Its one argument, such as the path of a configuration.
+    :param num_nodes: Nodes of the job.
+    :param gpus_per_node: Processes on each node.
+    :param master_addr: Host of node 0.
+    :param master_port: Port where node 0 listens; with one node a free one by default.
+    :raises LaunchError: if the arguments do not fit each other, or a process fails.
+    """
+    if not os.path.exists(script):
+        raise LaunchError(f"script {script!r} does not exist in {os.getcwd()}; give the path of a Python script")
+    if num_nodes < 1 or gpus_per_node < 1:
+        raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are no job; give at least 1 of each")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus_per_node}"]
+    if num_nodes == 1 and master_port is None:
+        command.append("--standalone")
+    elif master_port is None:
+        raise LaunchError(f"{num_nodes} nodes need a port to meet at; give master_port, the same on all of them")
+    else:
+        node = os.environ.get("NODE_RANK", "0" if num_nodes == 1 else "")
+        if not node.isdigit() or int(node) >= num_nodes:
+            raise LaunchError(f"NODE_RANK is {node!r} on one of {num_nodes} nodes; set it to 0 to {num_nodes - 1}")
+        command += [f"--nnodes={num_nodes}", f"--node-rank={node}"]
+        command += [f"--master-addr={master_addr}", f"--master-port={master_port}"]
+    code = subprocess.run([*command, script, config], check=False).returncode
+    if code != 0:
+        raise LaunchError(f"torchrun of {script!r} ended with exit code {code}; see the output of its processes")
 
 
 @contextmanager

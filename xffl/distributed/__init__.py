@@ -1,10 +1,19 @@
-"""Who talks to whom: process groups, the state that describes them, and the mesh inside a cell."""
+"""Who talks to whom: process groups, the state that describes them, and the mesh inside a cell.
 
-from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.parameters import CommParameters, DeviceParameters
-from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
-from xffl.distributed.session import session
-from xffl.distributed.world import DistributedWorld
+The names below are imported when they are first used, so that the parameters of a mesh need no torch. ``session`` has
+the name of its module, so it stands in ``xffl`` and :mod:`xffl.distributed.session` only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xffl.distributed.distributed_state import DistributedState
+    from xffl.distributed.parameters import CommParameters, DeviceParameters
+    from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
+    from xffl.distributed.world import DistributedWorld
 
 __all__ = [
     "CommParameters",
@@ -12,6 +21,25 @@ __all__ = [
     "DistributedState",
     "DistributedWorld",
     "cleanup_distributed_process_group",
-    "session",
     "setup_distributed_process_group",
 ]
+
+_HOMES = {
+    "CommParameters": "xffl.distributed.parameters",
+    "DeviceParameters": "xffl.distributed.parameters",
+    "DistributedState": "xffl.distributed.distributed_state",
+    "DistributedWorld": "xffl.distributed.world",
+    "cleanup_distributed_process_group": "xffl.distributed.process_group",
+    "setup_distributed_process_group": "xffl.distributed.process_group",
+}
+"""Where the names live."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xffl.distributed' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

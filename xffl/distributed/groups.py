@@ -112,9 +112,9 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
 
 
 def fresh_suffix(*key: object) -> str:
-    """Return what to end the names of a mesh's dimensions with, so that this process has not used them before.
+    r"""Return what to end the names of a mesh's dimensions with, so that this process has not used them before.
 
-    :param key: What tells meshes apart that may have the same names.
+    :param \*key: What tells meshes apart that may have the same names.
     :return: Nothing the first time, then ``_2`` and so on.
     """
     _meshes_made[key] += 1

@@ -88,6 +88,7 @@ class Place:
 class CellMeshes:
     """The meshes and groups of a rank, complete once made.
 
+    :param mesh: The axes, as the device parameters ask for them.
     :param place: Where the rank stands.
     :param world_mesh: The mesh of :data:`xffl.distributed.parameters.AXES` over the cell.
     :param model_mesh: The mesh of :data:`MODEL_AXES` over the ranks of one pipeline stage.
@@ -95,6 +96,7 @@ class CellMeshes:
     :param groups: The group of each name.
     """
 
+    mesh: MeshSizes
     place: Place
     world_mesh: DeviceMesh
     model_mesh: DeviceMesh
@@ -112,7 +114,7 @@ class CellMeshes:
             raise ConfigError(f"mesh {name!r} is none of {', '.join(self.groups)}{_why_not(name)}")
         return self.groups[name]
 
-    def mesh(self, name: str) -> DeviceMesh:
+    def get_mesh(self, name: str) -> DeviceMesh:
         """Return the mesh of one dimension of a name; errors as :meth:`group`."""
         self.group(name)
         if name not in self.by_name:
@@ -178,7 +180,7 @@ def make_cell_meshes(
     for name in ("dp", "dp_cp", "federated"):
         if name in groups:
             by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(f"{name}{suffix}",))
-    return CellMeshes(place, world_mesh, model_mesh, by_name, groups)
+    return CellMeshes(mesh, place, world_mesh, model_mesh, by_name, groups)
 
 
 def _by_name(world_mesh: DeviceMesh, model_mesh: DeviceMesh) -> dict[str, DeviceMesh]:

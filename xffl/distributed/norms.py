@@ -38,10 +38,12 @@ def total_norm(
     held = [_whole(gradient) for gradient in gradients]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in held]
     if math.isinf(norm_type):
-        largest = [part.abs().max().float() for part in local if part.numel()]
-        found = torch.stack([part.to(device) for part in largest]).max() if largest else torch.zeros((), device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=cell)
-        return found
+        largest = [part.abs().max().float().to(device) for part in local if part.numel()]
+        found = torch.stack(largest).max() if largest else torch.zeros((), device=device)
+        # gloo's maximum passes over what is not a number, so that goes beside it.
+        both = torch.stack([found.isnan().to(found), found.nan_to_num(0.0, posinf=torch.inf)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell)
+        return both[1].where(both[0] == 0, torch.nan)
     counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, place)]
     powers = [torch.linalg.vector_norm(part, norm_type, dtype=_wide(part)).double() ** norm_type for part in counted]
     total = torch.stack([power.to(device) for power in powers]).sum() if powers else torch.zeros((), device=device)

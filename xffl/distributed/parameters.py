@@ -128,40 +128,40 @@ class DeviceParameters:
 
     @classmethod
     def SINGLE_DEVICE(cls, **options: Any) -> DeviceParameters:
-        """Return parameters for cells of one rank.
+        r"""Return parameters for cells of one rank.
 
-        :param options: Any other field.
+        :param \**options: Any other field.
         :return: The parameters.
         """
         return cls(**options)
 
     @classmethod
     def DDP(cls, *, dp_replicate: Size = AUTO, **options: Any) -> DeviceParameters:
-        """Return parameters for a whole copy of the model on each rank.
+        r"""Return parameters for a whole copy of the model on each rank.
 
         :param dp_replicate: Copies in a cell; by default as many as it has ranks.
-        :param options: Any other field.
+        :param \**options: Any other field.
         :return: The parameters.
         """
         return cls(dp_replicate=dp_replicate, **options)
 
     @classmethod
     def FSDP(cls, *, dp_shard: Size = AUTO, **options: Any) -> DeviceParameters:
-        """Return parameters for one copy of the model in a cell, cut over its ranks.
+        r"""Return parameters for one copy of the model in a cell, cut over its ranks.
 
         :param dp_shard: Ranks that the model is cut over; by default what the other axes leave.
-        :param options: Any other field.
+        :param \**options: Any other field.
         :return: The parameters.
         """
         return cls(dp_shard=dp_shard, **options)
 
     @classmethod
     def HSDP(cls, *, dp_shard: Size, dp_replicate: Size = AUTO, **options: Any) -> DeviceParameters:
-        """Return parameters for several copies of the model in a cell, each cut over some ranks.
+        r"""Return parameters for several copies of the model in a cell, each cut over some ranks.
 
         :param dp_shard: Ranks that each copy is cut over.
         :param dp_replicate: Copies; by default as many as the cell has room for.
-        :param options: Any other field.
+        :param \**options: Any other field.
         :return: The parameters.
         """
         return cls(dp_shard=dp_shard, dp_replicate=dp_replicate, **options)
@@ -209,6 +209,10 @@ class DeviceParameters:
             raise ConfigError("param_dtype 'float16' needs a gradient scaler, which no pipeline has; give 'bfloat16'")
         if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
             raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
+        if self.reduce_dtype != "float32" and self.dp_shard == 1 and self.cp == 1:
+            raise ConfigError(
+                f"reduce_dtype {self.reduce_dtype!r} is FSDP's; with replicas alone give DDP a communication_hook"
+            )
         if self.loss_parallel and self.tp == 1:
             raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
         if self.pp_micro_batches is not None and self.pp == 1:

@@ -72,6 +72,14 @@ class Standing:
         """Sizes of the mesh inside this rank's cell and the rank's coordinates in it."""
         return self._made.place
 
+    def place_in(self, cell: int) -> Place:
+        """Return the sizes of the mesh inside any cell, with the place of its first rank.
+
+        :param cell: The cell, from 0.
+        :return: The place.
+        """
+        return Place.of(self._made.mesh, self.state.topology, self.state.topology.offsets[cell])
+
     @property
     def dp_size(self) -> int:
         """Ranks of the cell with data of their own."""
@@ -185,10 +193,10 @@ class Standing:
     # Determinism ------------------------------------------------------------------------------------------------------
 
     def seed_for(self, seed: int, *axes: str) -> int:
-        """Return a seed that is the same on ranks at the same place along some axes, and another elsewhere; local.
+        r"""Return a seed that is the same on ranks at the same place along some axes, and another elsewhere; local.
 
         :param seed: The run's seed.
-        :param axes: ``federated``, or axes as in :meth:`size`; none for the same seed on all ranks.
+        :param \*axes: ``federated``, or axes as in :meth:`size`; none for the same seed on all ranks.
         :return: A whole number of 63 bits; the run's seed itself where no axis is given.
         :raises ConfigError: if there is no such axis.
         """
@@ -203,19 +211,20 @@ class Standing:
         return int.from_bytes(digest, "big") >> 1
 
     def set_determinism(self, seed: int, *axes: str, deterministic: bool = False) -> int:
-        """Seed Python, numpy and torch on this rank; local.
+        r"""Seed Python, numpy and torch on this rank; local.
 
         :param seed: The run's seed.
-        :param axes: Axes along which ranks draw different numbers, as in :meth:`seed_for`. Ranks that share a layer or
-            a copy of the model have to agree on dropout and initialization, so ``dp`` and ``federated`` are the usual.
-        :param deterministic: Whether torch is to take deterministic algorithms only.
+        :param \*axes: Axes along which ranks draw different numbers, as in :meth:`seed_for`. Ranks that share a layer
+            or a copy of the model have to agree on dropout and initialization: ``dp`` and ``federated`` are the usual.
+        :param deterministic: Whether torch is to take deterministic algorithms only, from now on.
         :return: The seed that was set.
         """
         own = self.seed_for(seed, *axes)
         random.seed(own)
         np.random.seed(own % 2**32)
         torch.manual_seed(own)
-        torch.use_deterministic_algorithms(deterministic)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
         return own
 
 

@@ -15,7 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from xffl.cluster.environment import requested_federation
 from xffl.cluster.failure import note_failure
+from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.meshes import make_cell_meshes
@@ -27,7 +29,7 @@ from xffl.distributed.process_group import (
     setup_distributed_process_group,
 )
 from xffl.distributed.standing import Standing, dtype_of
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError, StateError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["DistributedWorld"]
@@ -168,7 +170,7 @@ class DistributedWorld(Standing):
         """
         if name == "fsdp":
             return self._fsdp_mesh()
-        return self._made.mesh(name)
+        return self._made.get_mesh(name)
 
     def get_group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of a mesh; nothing moves.
@@ -340,39 +342,53 @@ class DistributedWorld(Standing):
 
     def get_fsdp_mp_policy(self) -> MixedPrecisionPolicy:
         """Return FSDP's mixed-precision policy: computation in ``param_dtype``, sums in ``reduce_dtype``."""
-        if not self.mixed_precision_enabled and self.device_parameters.reduce_dtype == "float32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(
-            param_dtype=self.mixed_precision_dtype, reduce_dtype=dtype_of(self.device_parameters.reduce_dtype)
-        )
+        reduce_dtype = dtype_of(self.device_parameters.reduce_dtype)
+        if self.mixed_precision_enabled:
+            return MixedPrecisionPolicy(param_dtype=self.mixed_precision_dtype, reduce_dtype=reduce_dtype)
+        return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
 
     def get_fsdp_config(self) -> dict[str, Any]:
         """Return what :func:`torch.distributed.fsdp.fully_shard` is to be called with.
 
         :return: ``mesh``, ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
         """
-        # gloo's ranks need no pinned memory, which a machine without GPUs cannot give.
-        is_offloaded = self.device_parameters.cpu_offload
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_offloaded else OffloadPolicy()
         return {
             "mesh": self._fsdp_mesh(),
             "mp_policy": self.get_fsdp_mp_policy(),
             "reshard_after_forward": self.device_parameters.reshard_after_forward,
-            "offload_policy": offload,
+            "offload_policy": self.get_offload_policy(),
         }
+
+    def get_offload_policy(self) -> OffloadPolicy:
+        """Return where FSDP is to keep shards."""
+        if not self.device_parameters.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # a machine without GPUs has no pinned memory
 
     # What the parts share ---------------------------------------------------------------------------------------------
 
     def _mesh_of(self, state: DistributedState) -> MeshSizes:
         """Fit the device parameters to a state, which is set up by them where it is not yet."""
-        if state.is_fsdp_setup() or state.is_hsdp_setup():
-            mesh = self.device_parameters.resolve(state.topology.sizes)
-            _check_state(state.topology, mesh)
-            return mesh
         federated = self._asked["federated"]
-        mesh = self.device_parameters.resolve(Topology(state.topology.world_size, federated).sizes)
-        self._is_laid_here = True
-        set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape)
+        is_set_up = state.is_fsdp_setup() or state.is_hsdp_setup()
+        error: XfflError | None = None
+        mesh: MeshSizes | None = None
+        try:
+            if federated is None and not is_set_up:
+                federated, _ = requested_federation()
+            sizes = state.topology.sizes
+            if federated is not None or not is_set_up:
+                sizes = Topology(state.topology.world_size, federated).sizes
+            mesh = self.device_parameters.resolve(sizes)
+            if is_set_up:
+                _check_state(state.topology, sizes, mesh)
+        except XfflError as wrong:
+            error = wrong
+        agree("device parameters", f"{self.device_parameters}, federated={federated}", error=error)
+        assert mesh is not None, "the ranks agree on errors only by raising one"
+        if not is_set_up:
+            self._is_laid_here = True
+            set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape)
         return mesh
 
     def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
@@ -386,7 +402,8 @@ class DistributedWorld(Standing):
         state = self.state
         if not self.tp_enabled and not self.pp_enabled:
             mesh = state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
-            assert mesh is not None, "the state was set up with one of them"
+            if mesh is None:
+                raise StateError("the state's set-up was taken off since; make a world of your own for each state")
             return mesh
         model = self._made.model_mesh
         assert model.mesh_dim_names is not None, "made with names"
@@ -394,7 +411,12 @@ class DistributedWorld(Standing):
         return model[replicas, shards] if self.dp_replicate_enabled else model[shards]
 
 
-def _check_state(topology: Topology, mesh: MeshSizes) -> None:
+def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) -> None:
+    if topology.sizes != sizes:
+        raise ConfigError(
+            f"the state has cells of {topology.sizes} ranks, but federated={sizes} was asked for; set the state up "
+            "with it, or leave it out"
+        )
     shape = None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
     if topology.replica_size != mesh.replica_size or topology.cell_shape != shape:
         raise ConfigError(

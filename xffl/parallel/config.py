@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
 
 __all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "check_name", "read_config"]
@@ -61,6 +61,8 @@ class DistributedConfig:
     :param federated: Sizes of the federated groups, as :func:`xffl.session` takes them.
     :param wrap: Layer classes that are gathered, computed again or compiled one at a time.
     :param ddp: What DDP is asked for.
+    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param device: Device of this process, such as ``cpu``; by default the GPU of its local rank where there are GPUs.
     :param zero_stage: What DeepSpeed cuts: 1 the optimizer's state, 2 the gradients, too, 3 the weights, too.
     :param offload: Whether DeepSpeed keeps the optimizer's state in the host's memory.
     """
@@ -70,6 +72,8 @@ class DistributedConfig:
     federated: int | tuple[int, ...] | None = None
     wrap: tuple[type, ...] = ()
     ddp: DDPConfig = field(default_factory=DDPConfig)
+    backend: str | None = None
+    device: str | None = None
     zero_stage: int = 2
     offload: bool = False
 
@@ -77,6 +81,10 @@ class DistributedConfig:
         if self.zero_stage not in ZERO_STAGES:
             raise ConfigError(f"zero_stage {self.zero_stage!r} is none of {', '.join(map(str, ZERO_STAGES))}")
         object.__setattr__(self, "wrap", tuple(self.wrap))
+        if not all(isinstance(layer, type) for layer in self.wrap):
+            raise ConfigError(
+                f"wrap {self.wrap!r} names no layer classes; give a list such as [nn.TransformerEncoderLayer]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,24 +167,30 @@ def _get(config: object, name: str) -> object:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
+PARTS: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "comm": CommParameters, "ddp": DDPConfig}
+"""Options that have options of their own."""
+
+
 def _read(kind: type[T], given: object, where: str, *, is_strict: bool) -> T:
-    """Make a part of the configuration from a mapping or an object with the same names."""
+    """Make a part of the configuration from a mapping or an object with the same names, and the parts in it."""
     if given is None:
         return kind()
     if isinstance(given, kind):
         return given
     assert is_dataclass(kind)
     names = [f.name for f in fields(kind)]
-    inner: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "ddp": DDPConfig}
     if isinstance(given, Mapping):
         for name in given if is_strict else ():
             check_name(f"{where} option", name, names)
         found = {name: given[name] for name in names if name in given}
     else:
         found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    for name, part in inner.items():
-        if isinstance(found.get(name), Mapping):
-            for key in found[name]:
-                check_name(f"{where}.{name} option", key, [f.name for f in fields(part)])
-            found[name] = part(**found[name])
-    return kind(**found)
+    for name, part in PARTS.items():
+        if found.get(name) is not None:
+            found[name] = _read(part, found[name], f"{where}.{name}", is_strict=True)
+    try:
+        return kind(**found)
+    except TypeError as wrong:
+        raise ConfigError(
+            f"the options of {where} cannot be read: {wrong}; give values of the documented types"
+        ) from wrong

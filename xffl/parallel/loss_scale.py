@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, StateError
 
 __all__ = ["LossScale"]
 
@@ -41,30 +41,37 @@ class LossScale:
         self._steps = 0
         self._group = group
         self._device = device
-        self._is_unscaled = False
+        self._unscaled: set[int] = set()
         self._has_overflowed = False
+        self._is_spent = False
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to compute gradients of; local."""
+        self._is_spent = False
+        return loss * self.scale
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Divide gradients by the factor, once before each step.
+        """Divide gradients by the factor, those of each parameter once before :meth:`update`.
 
-        Collective over the cell, the first time since :meth:`update`: one all-reduce of a number.
+        Collective over the cell: one all-reduce of a number.
 
         :param parameters: This rank's parameters.
         :return: Whether a gradient of any rank is not finite, so that the step is to be skipped.
+        :raises StateError: if these gradients were stepped on already.
         """
-        if self._is_unscaled:
-            return self._has_overflowed
+        if self._is_spent:
+            raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
+        found = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
+        local = [_local(parameter.grad) for parameter in found if parameter.grad is not None]
         worst = torch.zeros((), device=self._device)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                local.div_(self.scale)
-                if not torch.isfinite(local).all():
-                    worst.fill_(1.0)
+        for gradient in local:
+            gradient.div_(self.scale)
+            worst += gradient.isfinite().all().logical_not().to(worst)
         if self._group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
-        self._is_unscaled, self._has_overflowed = True, bool(worst.item())
+        self._unscaled.update(map(id, found))
+        self._has_overflowed |= bool(worst.item())
         return self._has_overflowed
 
     def update(self) -> None:
@@ -75,7 +82,8 @@ class LossScale:
             self._steps += 1
             if self._steps == self._growth_interval:
                 self.scale, self._steps = min(self.scale * 2.0, 2.0**24), 0
-        self._is_unscaled = self._has_overflowed = False
+        self._unscaled.clear()
+        self._has_overflowed, self._is_spent = False, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs, the same on all ranks of a cell."""
@@ -90,3 +98,7 @@ class LossScale:
         if set(state) != {"scale", "steps"}:
             raise ConfigError(f"a loss scale's state has 'scale' and 'steps', not {sorted(state)}; give its own")
         self.scale, self._steps = float(state["scale"]), int(state["steps"])
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

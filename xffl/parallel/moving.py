@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["to_device"]
 
@@ -16,8 +18,8 @@ T = TypeVar("T")
 def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T:
     """Return a batch with its tensors on a device; local.
 
-    Mappings, lists, tuples, named tuples and dataclasses are made anew with what they hold moved, however deep; where
-    nothing has to move, and whatever else there is, comes back as it is.
+    Mappings, lists, tuples, named tuples, packed sequences and dataclasses are made anew with what they hold moved,
+    however deep; where nothing has to move, and whatever else there is, comes back as it is.
 
     :param batch: Any object.
     :param device: Where its tensors are to lie.
@@ -27,35 +29,46 @@ def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T
     moved: Any = batch
     if isinstance(batch, torch.Tensor):
         moved = batch.to(device, non_blocking=non_blocking)
+    elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
+        moved = batch.to(device=device, non_blocking=non_blocking)  # type: ignore[call-arg]
+    elif isinstance(batch, dict):
+        moved = _with(batch, dict(batch), device, non_blocking, _put_items)
+    elif isinstance(batch, (list, tuple)):
+        items = [to_device(item, device, non_blocking=non_blocking) for item in batch]
+        if any(new is not old for new, old in zip(items, batch, strict=True)):
+            moved = type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     elif isinstance(batch, Mapping):
         found = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
         if any(found[key] is not batch[key] for key in found):
-            moved = _mapping_of(batch, found)
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes, bytearray, range)):
-        items = [to_device(item, device, non_blocking=non_blocking) for item in batch]
-        if any(new is not old for new, old in zip(items, batch, strict=True)):
-            moved = type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # type: ignore[call-arg]
+            moved = type(batch)(found)  # type: ignore[call-arg]
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        there = {name: to_device(value, device, non_blocking=non_blocking) for name, value in fields.items()}
-        if any(there[name] is not fields[name] for name in fields):
-            moved = _dataclass_of(batch, there)
+        moved = _with(batch, fields, device, non_blocking, _put_attributes)
     result: T = moved
     return result
 
 
-def _mapping_of(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same kind; one that cannot be made from a dict (a default dict) is copied and filled."""
-    if isinstance(batch, dict) and type(batch) is not dict:
-        copied = batch.copy()
-        copied.update(items)
-        return copied
-    return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
+def _with(
+    batch: Any,
+    held: dict[Any, Any],
+    device: torch.device,
+    non_blocking: bool,
+    put: Callable[[Any, dict[Any, Any]], None],
+) -> Any:
+    """Return a copy of an object in which what moved stands in its place; the object itself where nothing did."""
+    there = {key: to_device(value, device, non_blocking=non_blocking) for key, value in held.items()}
+    moved = {key: value for key, value in there.items() if value is not held[key]}
+    if not moved:
+        return batch
+    copied = copy.copy(batch)
+    put(copied, moved)
+    return copied
 
 
-def _dataclass_of(batch: Any, values: dict[str, Any]) -> Any:
-    """Return a dataclass of the same kind, frozen ones and fields that its constructor does not take included."""
-    made = object.__new__(type(batch))
+def _put_items(batch: Any, items: dict[Any, Any]) -> None:
+    batch.update(items)
+
+
+def _put_attributes(batch: Any, values: dict[Any, Any]) -> None:
     for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(batch, name, value)  # a frozen dataclass, too

@@ -40,7 +40,22 @@ class NativeStrategy(DistributedStrategy):
                 f"strategy {self.name!r} does not do what the device parameters ask for ({found}); give "
                 f"strategy={found!r}, or other sizes"
             )
+        self._check_options()
         self._scale: LossScale | None = None
+
+    def _check_options(self) -> None:
+        asked, distributed = self.device_parameters, self.config.distributed
+        by_layer = {
+            "activation_checkpointing": asked.activation_checkpointing != "none",
+            "compile": asked.compile,
+            "fsdp_forward_prefetch": asked.fsdp_forward_prefetch,
+        }
+        for name in [name for name, is_asked in by_layer.items() if is_asked and not distributed.wrap]:
+            raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
+        if distributed.ddp.static_graph and self.config.training.gradient_accumulation > 1:
+            raise ConfigError(
+                "DDP with static_graph=True does not accumulate gradients over micro-batches; leave static_graph out"
+            )
 
     def setup(self, state: DistributedState | None = None) -> None:
         """Join the other processes; collective over the world.
@@ -94,11 +109,11 @@ class NativeStrategy(DistributedStrategy):
 
     def _options(self, init_weights: Callable[[nn.Module], object] | None) -> SpreadOptions:
         asked, world = self.device_parameters, self.world
-        config = world.get_fsdp_config() if world.fsdp_enabled else {}
+        is_fsdp = asked.strategy in ("fsdp", "hsdp")
         return SpreadOptions(
             layers=self.config.distributed.wrap,
-            mp_policy=world.get_fsdp_mp_policy() if world.fsdp_enabled and world.mixed_precision_enabled else None,
-            offload_policy=config.get("offload_policy"),
+            mp_policy=world.get_fsdp_mp_policy() if is_fsdp else None,
+            offload_policy=world.get_offload_policy() if is_fsdp else None,
             reshard_after_forward=asked.reshard_after_forward,
             prefetch=asked.fsdp_forward_prefetch,
             checkpointing=asked.activation_checkpointing,
@@ -153,25 +168,12 @@ class NativeStrategy(DistributedStrategy):
                 *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._is_last, **named
             ).detach()
 
-    @contextmanager
-    def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let backward passes in the block add up gradients without any communication; local.
-
-        :param model: What :meth:`wrap_model` returned.
-        :yield: Nothing.
-        """
+    def _synchronize(self, model: nn.Module, is_last: bool) -> None:
+        super()._synchronize(model, is_last)
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            with model.no_sync():
-                yield
-            return
-        if not isinstance(model, FSDPModule):
-            yield
-            return
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
+            model.require_backward_grad_sync = is_last  # what its no_sync() sets for the length of a block
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
 
     def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
         """Compute gradients, in float16 of a scaled loss; collective over the cell where they are synchronized.
@@ -179,7 +181,7 @@ class NativeStrategy(DistributedStrategy):
         :param loss: This micro-batch's mean loss on this rank.
         :param share: What the micro-batch counts for in its window; by default all count alike.
         """
-        super().backward(loss if self._scale is None else loss * self._scale.scale, share=share)
+        super().backward(loss if self._scale is None else self._scale.scaled(loss), share=share)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the whole model down to a norm; collective over the cell.
@@ -193,39 +195,33 @@ class NativeStrategy(DistributedStrategy):
             return torch.full((), torch.inf, device=self.device)
         return self.world.clip_grad_norm(model.parameters(), max_norm)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step an optimizer and zero its gradients, or skip the step where float16 has overflowed on any rank.
+    def step(self, *optimizers: torch.optim.Optimizer) -> bool:
+        r"""Step the optimizers and zero their gradients, or skip the step where float16 has overflowed on any rank.
 
         Collective over the cell with float16: one all-reduce of a number.
 
-        :param optimizer: The optimizer of the wrapped model.
-        :return: Whether it stepped; the same on all ranks of the cell.
+        :param \*optimizers: All optimizers of the window's gradients, which step or skip together.
+        :return: Whether they stepped; the same on all ranks of the cell.
         """
         if self._scale is None:
-            return super().step(optimizer)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        has_overflowed = self._scale.unscale(held)
-        if not has_overflowed:
-            optimizer.step()
-        optimizer.zero_grad()
+            return super().step(*optimizers)
+        self._check_window()
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
+        for optimizer in optimizers:
+            if not has_overflowed:
+                optimizer.step()
+            optimizer.zero_grad()
         self._scale.update()
         return not has_overflowed
 
     def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        return super()._parts(model.module if isinstance(model, PipelineModel) else model, optimizer)
-
-    def _own_values(self) -> dict[str, Any]:
-        return {} if self._scale is None else {"loss_scale": self._scale.state_dict()}
-
-    def _take_own_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        left = dict(values)
-        scale = left.pop("loss_scale", None)
-        if self._scale is not None and scale is not None:
-            self._scale.load_state_dict(scale)
-        return left
+        parts = super()._parts(model.module if isinstance(model, PipelineModel) else model, optimizer)
+        return parts if self._scale is None else {**parts, "loss_scale": self._scale}
 
     def _make_scale(self) -> None:
-        if self.device_parameters.param_dtype == "float16" and self._scale is None:
+        self._scale = None
+        if self.device_parameters.param_dtype == "float16":
             self._scale = LossScale(group=self.world.get_group("cell"), device=self.device)
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from xffl.cluster.allocator import return_large_blocks
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world import DistributedWorld
@@ -35,6 +36,7 @@ SAVED_OPERATORS = (
     torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 """What selective checkpointing keeps: what takes longest to compute again."""
@@ -61,7 +63,7 @@ def spread(
         raise StateError("torch.distributed is not initialized; open xffl.session() or call init_process_group first")
     options, is_bare = _agree_on_model(model, state, options, world)
     device = _device(state)
-    modules = list(model.modules())
+    modules = dict(model.named_modules())
     if not is_bare:
         model.to(device)
         send_weights(model, state)
@@ -77,7 +79,9 @@ def spread(
     if form == "fsdp":
         _cut(model, _fsdp_mesh(state, world), options)
     if is_bare:
-        materialize(model, device, options.init_weights, modules=modules)
+        is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
+        place = torch.device("cpu") if is_offloaded else device
+        materialize(model, place, options.init_weights, modules=modules)
     return _replicate(model, state, world, options.ddp) if form == "ddp" else model
 
 
@@ -97,7 +101,10 @@ def _agree_on_model(
         is_bare = is_meta(model)
         if is_bare:
             check_initializers(model, options.init_weights)
-        check_model(model, [_form(state, world, c) for c in range(state.topology.cells)], options, is_meta=is_bare)
+        forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
+        # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
+        checked = options if world is None else replace(options, mp_policy=None)
+        check_model(model, forms, checked, is_meta=is_bare)
         text = _text(model, options)
     except XfflError as wrong:
         error = wrong
@@ -125,9 +132,10 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
         if state.topology.sizes[cell] == 1:
             return "plain"
         return "ddp" if state.topology.replica_size == 1 else "fsdp"
-    replicas = state.topology.replicas(cell)
+    place = world.place_in(cell)
+    replicas = place.size("dp_replicate")
     # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
-    if world.fsdp_enabled or (world.tp_enabled and replicas > 1):
+    if place.size("dp_shard_cp") > 1 or (place.size("tp") > 1 and replicas > 1):
         return "fsdp"
     return "ddp" if replicas > 1 else "plain"
 
@@ -165,6 +173,8 @@ def _keep_or_recompute(_: Any, operator: Any, *__: Any, **___: Any) -> Checkpoin
 
 def _cut(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
     """Shard a model with FSDP2, inner layers first: a module shards what its children have not claimed."""
+    if mesh.device_type == "cpu":
+        return_large_blocks()
     for module in reversed(list(model.modules())):
         if module is model or (options.layers and isinstance(module, options.layers)):
             fully_shard(

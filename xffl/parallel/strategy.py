@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ class DistributedStrategy(ABC):
 
        with DistributedStrategy.from_config(config) as strategy:
            model = strategy.wrap_model(build_model(), loss=loss_of)
-           optimizer = torch.optim.AdamW(model.parameters())
+           optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
            for inputs, target in strategy.micro_batches(loader, model):
                strategy.forward_backward(model, inputs, target=target)
                if not strategy.is_accumulating_gradients:
@@ -57,7 +57,10 @@ class DistributedStrategy(ABC):
     def __init__(self, config: object = None) -> None:
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
         self.device_parameters = self._parameters()
-        self.world = DistributedWorld(self.device_parameters, self.config.distributed.federated)
+        distributed = self.config.distributed
+        self.world = DistributedWorld(
+            self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
+        )
         self._window, self._is_last = 1, True
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
@@ -156,6 +159,18 @@ class DistributedStrategy(ABC):
         :return: The model to use.
         """
 
+    def wrap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer to use: the same one, except with DeepSpeed.
+
+        Collective over the world with DeepSpeed, where it makes the engine; else nothing moves.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param optimizer: An optimizer of its parameters.
+        :return: The optimizer that :meth:`step` and rounds take.
+        """
+        del model
+        return optimizer
+
     def train_context(self) -> AbstractContextManager[None]:
         """Return the context of the forward pass and the loss; local."""
         return self.world.train_context()
@@ -170,28 +185,41 @@ class DistributedStrategy(ABC):
 
         A window is ``training.gradient_accumulation`` batches, the last of a loader what is left of them. Gradients are
         synchronized in the backward pass of a window's last batch only. Collective in so far as all ranks of a cell
-        need as many batches.
+        need as many batches. A loop that is left in the middle of a window leaves gradients that are not synchronized,
+        and no optimizer steps on them: leave it at a window's end.
 
         :param loader: Batches.
         :param model: What :meth:`wrap_model` returned.
         :yield: The batches, as :meth:`to_device` gives them.
         """
         batches = iter(loader)
-        while window := list(itertools.islice(batches, self.config.training.gradient_accumulation)):
-            self._window = len(window)
-            for index, batch in enumerate(window):
-                self._is_last = index + 1 == len(window)
-                with nullcontext() if self._is_last else self.no_gradient_sync(model):
+        try:
+            while window := list(itertools.islice(batches, self.config.training.gradient_accumulation)):
+                self._window = len(window)
+                for index, batch in enumerate(window):
+                    self._synchronize(model, index + 1 == len(window))
                     yield self.to_device(batch)
+        finally:
+            self._window = 1
+            self._synchronize(model, True)
 
-    def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward passes add up gradients without any communication; local.
+    @contextmanager
+    def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
+        """Let backward passes of what is called in the block add gradients up without any communication; local.
 
         :param model: What :meth:`wrap_model` returned.
-        :return: The context.
+        :yield: Nothing.
         """
+        self._synchronize(model, False)
+        try:
+            yield
+        finally:
+            self._synchronize(model, True)
+
+    def _synchronize(self, model: nn.Module, is_last: bool) -> None:
+        """Say whether the next backward pass synchronizes gradients."""
         del model
-        return nullcontext()
+        self._is_last = is_last
 
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
@@ -242,15 +270,25 @@ class DistributedStrategy(ABC):
         :return: The norm before, the same on all ranks of the cell.
         """
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step an optimizer and zero its gradients; the ranks of a cell do so together.
+    def step(self, *optimizers: torch.optim.Optimizer) -> bool:
+        r"""Step the optimizers and zero their gradients; the ranks of a cell do so together.
 
-        :param optimizer: An optimizer of the wrapped model's parameters.
-        :return: Whether it stepped; False where gradients in float16 have overflowed.
+        :param \*optimizers: All optimizers of the window's gradients.
+        :return: Whether they stepped; False where gradients in float16 have overflowed.
+        :raises StateError: in the middle of a window, where gradients are not synchronized yet.
         """
-        optimizer.step()
-        optimizer.zero_grad()
+        self._check_window()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return True
+
+    def _check_window(self) -> None:
+        if self.is_accumulating_gradients:
+            raise StateError(
+                "step was called in the middle of a window, whose gradients are not synchronized; call it where "
+                "is_accumulating_gradients is False, and close() a generator of micro_batches that is left early"
+            )
 
     def to_device(self, batch: T) -> T:
         """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.moving.to_device`.
@@ -265,15 +303,15 @@ class DistributedStrategy(ABC):
     def save_checkpoint(
         self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **values: Any
     ) -> None:
-        """Write a checkpoint, each rank its part; collective over the world.
+        r"""Write a checkpoint, each rank its part; collective over the world.
 
         :param path: Folder of the checkpoint, on a file system that all ranks see.
         :param model: What :meth:`wrap_model` returned.
         :param optimizer: Its optimizer.
-        :param values: Plain numbers, texts, lists and mappings to keep beside.
+        :param \**values: Plain numbers, texts, lists and mappings to keep beside.
         :raises CheckpointError: if it could not be written; on all ranks.
         """
-        save_checkpoint(path, self._parts(model, optimizer), self.state, values={**values, **self._own_values()})
+        save_checkpoint(path, self._parts(model, optimizer), self.state, values=values)
 
     def load_checkpoint(
         self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
@@ -286,8 +324,7 @@ class DistributedStrategy(ABC):
         :return: The values that were kept beside.
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
-        values = load_checkpoint(path, self._parts(model, optimizer), self.state)
-        return self._take_own_values(values)
+        return load_checkpoint(path, self._parts(model, optimizer), self.state)
 
     # What the strategies say ------------------------------------------------------------------------------------------
 
@@ -298,14 +335,6 @@ class DistributedStrategy(ABC):
 
     def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         return {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
-
-    def _own_values(self) -> dict[str, Any]:
-        """Return what this strategy keeps in a checkpoint."""
-        return {}
-
-    def _take_own_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Take what :meth:`_own_values` gave out of a checkpoint's values."""
-        return values
 
     @classmethod
     @abstractmethod

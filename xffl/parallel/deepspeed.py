@@ -1,0 +1,335 @@
+"""ZeRO inside a cell, by DeepSpeed; ``pip install xffl[deepspeed]``. The package is imported where a model is cut."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from xffl.checkpoint import load_checkpoint, save_checkpoint
+from xffl.distributed.agreement import agree
+from xffl.distributed.parameters import AXES, DeviceParameters
+from xffl.errors import ConfigError, StateError, XfflError
+from xffl.parallel.checks import check_model, named_tensors
+from xffl.parallel.engine import MISSING, CellUnit, EngineOptimizer, ZeroModel, engine_optimizer
+from xffl.parallel.materialize import is_meta
+from xffl.parallel.options import SpreadOptions
+from xffl.parallel.strategy import DistributedStrategy
+from xffl.parallel.weights import send_weights
+from xffl.parallel.zero import Masters, find_masters, is_cut, mark, mark_unready
+
+__all__ = ["DeepSpeedStrategy"]
+
+OWN = ("cpu_offload", "compile", "fsdp_forward_prefetch", "activation_checkpointing", "reduce_dtype")
+"""Device parameters that are for other strategies."""
+
+
+class DeepSpeedStrategy(DistributedStrategy):
+    """One copy of the optimizer's state, the gradients and the weights in a cell, cut over its ranks by ZeRO.
+
+    ``distributed.zero_stage`` says what is cut: 1 the optimizer's state, 2 the gradients, too, 3 the weights, too; 0
+    nothing, which is slower than ``ddp``. The optimizer has to be wrapped, which makes the engine:
+
+    .. code-block:: python
+
+       model = strategy.wrap_model(build_model(), loss=loss_of)
+       optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
+
+    Gradients are computed by :meth:`backward` or :meth:`forward_backward`, not by ``loss.backward()``, where DeepSpeed
+    would take all cells for one. Rounds average the master weights in fp32 that the optimizer keeps, whatever the
+    weights' data type; aggregators take what :meth:`wrap_model` returned. Clients that change gradients (``fedprox``,
+    ``scaffold``) cannot.
+
+    With ``mixed_precision`` the weights themselves are bf16 or fp16. A step that is skipped where float16 has
+    overflowed counts as a local step in :class:`xffl.FederatedScaling`.
+
+    Source: Rajbhandari et al., ZeRO, 2020 (arXiv:1910.02054).
+
+    :param config: As for :class:`DistributedStrategy`.
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, config: object = None) -> None:
+        super().__init__(config)
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ConfigError(MISSING)
+        asked, plain = self.device_parameters, DeviceParameters()
+        wrong = [axis for axis in AXES if axis != "dp_shard" and getattr(asked, axis) != 1]
+        if wrong:
+            raise ConfigError(
+                f"strategy 'deepspeed' cuts over all ranks of a cell, but {wrong[0]} is {getattr(asked, wrong[0])}; "
+                "leave it at 1 and dp_shard 'auto', or give strategy='fsdp'"
+            )
+        other = [name for name in OWN if getattr(asked, name) != getattr(plain, name)]
+        if other or self.config.distributed.wrap:
+            name = other[0] if other else "wrap"
+            raise ConfigError(f"strategy 'deepspeed' does not know {name}; leave it out, or give strategy='fsdp'")
+        if self._stage == 0 and asked.param_dtype != "float32":
+            raise ConfigError(f"zero_stage 0 with {asked.param_dtype!r} keeps no master weights here; give 1, 2 or 3")
+        if self._stage == 0 and self.config.distributed.offload:
+            raise ConfigError("offload is for what ZeRO cuts, but zero_stage is 0; give 1, 2 or 3, or leave it out")
+        self._ds_config = self._build_ds_config()
+        self._model: ZeroModel | None = None
+
+    @classmethod
+    def _preset(cls) -> DeviceParameters:
+        return DeviceParameters.FSDP()
+
+    @property
+    def _stage(self) -> int:
+        return self.config.distributed.zero_stage
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration; changes of it hold for engines that are made later."""
+        return self._ds_config
+
+    @property
+    def model_engine(self) -> Any:
+        """DeepSpeed's engine of the model that was wrapped last.
+
+        :raises StateError: before :meth:`wrap_optimizer`.
+        """
+        if self._model is None:
+            raise StateError("there is no model yet; call wrap_model and wrap_optimizer first")
+        return self._model.engine
+
+    def _build_ds_config(self) -> dict[str, Any]:
+        """Write DeepSpeed's configuration; it finds out the number of ranks itself."""
+        training, dtype = self.config.training, self.device_parameters.param_dtype
+        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": False, "round_robin_gradients": False}
+        if self.config.distributed.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": training.batch_size,
+            "gradient_accumulation_steps": training.gradient_accumulation,
+            "gradient_clipping": training.max_grad_norm or 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "fp16": {
+                "enabled": dtype == "float16",
+                "initial_scale_power": 16,
+                "loss_scale_window": 2000,
+                "hysteresis": 1,
+            },
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "steps_per_print": 2**62,
+        }
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def wrap_model(
+        self,
+        model: nn.Module,
+        *,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        init_weights: Callable[[nn.Module], object] | None = None,
+    ) -> nn.Module:
+        """Give all ranks rank 0's weights; they are cut by :meth:`wrap_optimizer`.
+
+        Collective over the world. Each rank holds the whole model until then.
+
+        :param model: The whole model, not on the meta device.
+        :param loss: What :meth:`forward_backward` calls as ``loss(output, target)``.
+        :param init_weights: Nothing; DeepSpeed takes no model on the meta device.
+        :return: The model to use.
+        :raises ConfigError: if the model cannot be cut, or the ranks' models differ; on all ranks alike.
+        """
+        error: XfflError | None = None
+        text = ""
+        try:
+            if not isinstance(model, nn.Module):
+                raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
+            if is_meta(model) or init_weights is not None:
+                raise ConfigError(
+                    "strategy 'deepspeed' makes no weights of a model on the meta device; build it on a device, "
+                    "without init_weights, or give strategy='fsdp'"
+                )
+            if is_cut(model):
+                raise ConfigError("DeepSpeed has cut this model already; wrap a model once")
+            check_model(model, [], SpreadOptions(), is_meta=False)
+            text = "\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model))
+        except XfflError as wrong:
+            error = wrong
+        agree("models given to wrap_model", text, error=error)
+        model.to(self.device)
+        send_weights(model, self.state)
+        self._loss = loss
+        mark_unready(model)
+        self._model = ZeroModel(model)
+        return self._model
+
+    def wrap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Make the engine: it takes over the optimizer and cuts what the stage says.
+
+        Collective over the world.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param optimizer: An optimizer of its parameters that has not stepped yet.
+        :return: The optimizer to use from here on. Its options (learning rates) are those of the one that was given.
+        :raises ConfigError: if the arguments cannot be meant, or DeepSpeed is missing; on all ranks.
+        """
+        error: XfflError | None = None
+        try:
+            self._check_optimizer(model, optimizer)
+        except XfflError as wrong:
+            error = wrong
+        agree("optimizers given to wrap_optimizer", f"{type(optimizer).__name__} {self.ds_config}", error=error)
+        assert isinstance(model, ZeroModel)
+        unit = CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
+        engine = model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
+        masters = None if self._stage == 0 else Masters(engine, model.module, self.world.get_mesh("dp_shard"))
+        mark(model.module, masters)
+        return engine_optimizer(model, optimizer)
+
+    def _check_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(model, ZeroModel):
+            raise ConfigError(f"model is a {type(model).__name__}; give what wrap_model returned")
+        if model.has_engine:
+            raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"{type(optimizer).__name__} is no optimizer; give a torch.optim.Optimizer")
+        if optimizer.state:
+            raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
+        names = {parameter: name for name, parameter in model.module.named_parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter not in names for parameter in held):
+            raise ConfigError("the optimizer holds a parameter that the model has not; make it of model.parameters()")
+        left = [name for p, name in names.items() if p.requires_grad and p not in set(held)]
+        if left:
+            raise ConfigError(f"the optimizer lacks parameter {left[0]!r}; give it all that train, or freeze it")
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: the weights have the data type that is asked for."""
+        return nullcontext()
+
+    def _synchronize(self, model: nn.Module, is_last: bool) -> None:
+        super()._synchronize(model, is_last)
+        _engine_of(model).set_gradient_accumulation_boundary(is_last)
+
+    def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
+        """Compute gradients, in float16 of a scaled loss; collective over the cell.
+
+        :param loss: This micro-batch's mean loss on this rank.
+        :param share: What the micro-batch counts for in its window; by default all count alike.
+        """
+        engine = self.model_engine
+        assert self._model is not None, "it has an engine"
+        with self._model.working():
+            engine.backward(loss * (1.0 / self._window if share is None else share), scale_wrt_gas=False)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Let the next step scale the gradients down to a norm; collective over the cell.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param max_norm: The largest norm that stays, above 0; ``training.max_grad_norm`` holds, too.
+        :return: The norm before, the same on all ranks of the cell; not finite where float16 has overflowed.
+        :raises ConfigError: if ``max_norm`` is no norm.
+        """
+        if math.isnan(max_norm) or max_norm <= 0:
+            raise ConfigError(f"max_norm {max_norm} is no norm; give a number above 0")
+        engine = _engine_of(model)
+        zero = engine.optimizer
+        if self._stage == 0:
+            return nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
+        zero.clip_grad = min(max_norm, self.config.training.max_grad_norm or max_norm)
+        if self._stage < 3:
+            norm = torch.as_tensor(zero.scaled_global_norm(), device=self.device).float()
+            norm = norm.where(norm >= 0, torch.inf)  # DeepSpeed says -1 of what is not finite
+        else:
+            squares = torch.zeros((), device=self.device)
+            for group in zero.get_fp32_grad_partitions().values():
+                for part in group.values():
+                    squares += part.to(self.device).square().sum()
+            norm = self.world.all_reduce(squares, "sum", "cell").sqrt()
+            norm = norm.where(norm.isfinite(), torch.inf)
+        return norm / float(zero.loss_scale)
+
+    def step(self, *optimizers: torch.optim.Optimizer) -> bool:
+        r"""Step the engine; collective over the cell.
+
+        :param \*optimizers: What :meth:`wrap_optimizer` returned, and nothing else.
+        :return: Whether it stepped; the same on all ranks of the cell.
+        :raises StateError: if it is another optimizer, or in the middle of a window.
+        """
+        self._check_window()
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
+        if not isinstance(optimizer, EngineOptimizer):
+            raise StateError(
+                f"{[type(given).__name__ for given in optimizers]} step without what ZeRO has cut; give step what "
+                "wrap_optimizer(model, optimizer) returned"
+            )
+        optimizer.step()
+        if self._stage:  # what clip_grad_norm asked for was for this step
+            optimizer.engine.optimizer.clip_grad = self.config.training.max_grad_norm or 0.0
+        return bool(optimizer.engine.was_step_applied())
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **values: Any
+    ) -> None:
+        r"""Write a checkpoint, each rank its part; collective over the world.
+
+        With stages 1 to 3 it holds the master weights in fp32 as rows, each parameter one: any number of ranks and any
+        of these stages can read it, other strategies cannot.
+
+        :param path: Folder of the checkpoint, on a file system that all ranks see.
+        :param model: What :meth:`wrap_model` returned.
+        :param optimizer: What :meth:`wrap_optimizer` returned.
+        :param \**values: Plain numbers, texts, lists and mappings to keep beside.
+        """
+        self._read_masters(model)
+        save_checkpoint(path, self._parts(model, optimizer), self.state, values=values)
+
+    def load_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; collective over the world.
+
+        :param path: Folder of the checkpoint.
+        :param model: What :meth:`wrap_model` returned.
+        :param optimizer: What :meth:`wrap_optimizer` returned.
+        :return: The values that were kept beside.
+        """
+        masters = self._read_masters(model)
+        if masters is not None and optimizer is not None:
+            masters.fill_state()
+        found = load_checkpoint(path, self._parts(model, optimizer), self.state)
+        if masters is not None:
+            masters.write()
+        if isinstance(optimizer, EngineOptimizer):
+            optimizer.look_up()
+        model.load_state_dict(model.state_dict())  # changes nothing, and tells a torn model that it is whole
+        return found
+
+    def _read_masters(self, model: nn.Module) -> Masters | None:
+        _engine_of(model)
+        masters = find_masters(model)
+        if masters is not None:
+            masters.read()
+        return masters
+
+    def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        if optimizer is not None and not isinstance(optimizer, EngineOptimizer):
+            raise StateError("a checkpoint takes the optimizer that wrap_optimizer(model, optimizer) returned")
+        masters = find_masters(model)
+        if masters is None:
+            engine = _engine_of(model)
+            return super()._parts(engine.module, None if optimizer is None else engine.optimizer)
+        return {"model": masters.view} if optimizer is None else {"model": masters.view, "optimizer": masters}
+
+
+def _engine_of(model: nn.Module) -> Any:
+    if not isinstance(model, ZeroModel):
+        raise ConfigError(f"model is a {type(model).__name__}; give what wrap_model returned")
+    return model.engine
