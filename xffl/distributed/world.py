@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from xffl.cluster.environment import requested_federation
 from xffl.cluster.failure import note_failure
 from xffl.distributed.agreement import agree
+from xffl.distributed.collectives import Collectives
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.meshes import make_cell_meshes
@@ -28,21 +29,14 @@ from xffl.distributed.process_group import (
     set_up_cells,
     setup_distributed_process_group,
 )
-from xffl.distributed.standing import Standing, dtype_of
+from xffl.distributed.standing import dtype_of
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["DistributedWorld"]
 
-OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 
-
-class DistributedWorld(Standing):
+class DistributedWorld(Collectives):
     """The ranks, the mesh inside each cell, and what is done over its axes.
 
     .. code-block:: python
@@ -195,68 +189,6 @@ class DistributedWorld(Standing):
     def pp_mesh(self) -> DeviceMesh:
         """The stages of the pipeline."""
         return self.get_mesh("pp")
-
-    # Collectives ------------------------------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
-        """Combine a tensor of each rank, element by element.
-
-        Collective over the ranks of the mesh; each sends and receives about twice the tensor's bytes.
-
-        :param tensor: This rank's values, of the same shape and data type on all ranks; left as it is.
-        :param op: ``sum``, ``mean``, ``max`` or ``min``.
-        :param mesh: ``world`` (all ranks, across the slow link), ``cell``, or a name that :meth:`get_mesh` knows.
-        :return: The same values on all of them.
-        :raises ConfigError: if the operation, the mesh or the tensor cannot be meant.
-        """
-        if op not in OPERATIONS:
-            raise ConfigError(f"op {op!r} is none of {', '.join(OPERATIONS)}")
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
-        group = self._made.group(mesh)
-        result = _own_values(tensor).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, op=OPERATIONS[op], group=group)
-        return result.div_(group.size()) if op == "mean" else result
-
-    def all_gather(self, tensor: torch.Tensor, mesh: str = "world") -> torch.Tensor:
-        """Collect a tensor of each rank.
-
-        Collective over the ranks of the mesh; each receives the tensors of all others.
-
-        :param tensor: This rank's values, of the same shape and data type on all ranks.
-        :param mesh: As in :meth:`all_reduce`.
-        :return: The tensors stacked by rank, shape ``(ranks, *tensor.shape)``, the same on all of them.
-        """
-        group = self._made.group(mesh)
-        values = _own_values(tensor).contiguous()
-        gathered = [torch.empty_like(values) for _ in range(group.size())]
-        dist.all_gather(gathered, values, group=group)
-        return torch.stack(gathered)
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
-        """Give a tensor of one rank to the others.
-
-        Collective over the ranks of the mesh.
-
-        :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
-        :param src: The rank that sends, counted along the mesh.
-        :param mesh: As in :meth:`all_reduce`.
-        :return: The same values on all ranks.
-        :raises ConfigError: if there is no such rank.
-        """
-        group = self._made.group(mesh)
-        if not 0 <= src < group.size():
-            raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
-        result = _own_values(tensor).clone(memory_format=torch.contiguous_format)
-        dist.broadcast(result, group=group, group_src=src)
-        return result
-
-    def barrier(self, mesh: str = "world") -> None:
-        """Wait until all ranks of the mesh have come here.
-
-        :param mesh: As in :meth:`all_reduce`.
-        """
-        dist.barrier(group=self._made.group(mesh))
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
@@ -423,11 +355,3 @@ def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) ->
             f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, the device "
             f"parameters ask for {mesh.replica_size} and {shape}; set the state up with device_parameters"
         )
-
-
-def _own_values(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        raise ConfigError(
-            f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
-        )
-    return tensor.detach()

@@ -18,6 +18,7 @@ from xffl.parallel.zero import NO_ENGINE
 __all__ = ["MISSING", "CellUnit", "EngineOptimizer", "ZeroModel", "engine_optimizer"]
 
 MISSING = "strategy 'deepspeed' needs DeepSpeed, which is not installed; pip install xffl[deepspeed]"
+"""What is said where the package is missing."""
 
 
 class CellUnit:

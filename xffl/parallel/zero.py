@@ -39,6 +39,7 @@ NO_ENGINE = (
     "DeepSpeed has no optimizer yet; call optimizer = strategy.wrap_optimizer(model, optimizer) before the model is "
     "used"
 )
+"""What is said where the engine is not made yet."""
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes: adding zeros to them keeps the bits of any number."""
 
