@@ -57,7 +57,7 @@ def train(rank: int, world_size: int) -> list[tuple[list[float], dict[str, torch
         strategy = DistributedStrategy.from_config(configure(stage, batch_size=24 // world_size))
         strategy.setup(state)
         torch.manual_seed(rank)  # only rank 0's weights count
-        model = strategy.wrap_model(Decoder(), loss=loss_of)
+        model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
         optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=5e-4))
         world, losses = strategy.world, []
         for step in range(20):
@@ -78,7 +78,7 @@ def test_every_stage_trains_like_one_process() -> None:
             assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-5
             assert set(held) == set(weights)
             assert max((held[key] - weights[key]).abs().max().item() for key in held) < 1e-5
-    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] < losses[0] - 0.2
 
 
 ROUNDS, EVERY = 3, 3
@@ -94,7 +94,7 @@ def average_alone(kind: type[torch.optim.Optimizer], **options: Any) -> list[dic
     models, means = [], []
     for _ in COUNTS:
         torch.manual_seed(0)
-        models.append(Decoder())
+        models.append(Decoder(layers=2))
     optimizers = [kind(model.parameters(), **options) for model in models]
     for step in range(ROUNDS * EVERY):
         for cell, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -121,7 +121,7 @@ def average_with(stage: int, rank: int, world_size: int, cells: tuple[int, ...])
     strategy.setup(joined(rank, world_size))
     cell, world = strategy.state.federated_rank, strategy.world
     torch.manual_seed(rank)
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     means, reports, weight = [], [], COUNTS[cell] / cells[cell]
 
@@ -167,7 +167,7 @@ def train_windows(
             strategy.setup(state)
             world = strategy.world
             torch.manual_seed(0)
-            model = strategy.wrap_model(Decoder())
+            model = strategy.wrap_model(Decoder(layers=2))
             optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
             batches = [
                 tuple(part.chunk(world.dp_size)[world.dp_rank] for part in text_batch(step, batch=4))
@@ -206,7 +206,7 @@ def overflow(rank: int, world_size: int) -> dict[int, Any]:
         strategy = DistributedStrategy.from_config(configure(stage, mixed_precision="fp16", max_grad_norm=1e6))
         strategy.setup(state)
         torch.manual_seed(0)
-        model = strategy.wrap_model(Decoder())
+        model = strategy.wrap_model(Decoder(layers=2))
         optimizer = strategy.wrap_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
         steps = []
         for step in range(4):
@@ -225,7 +225,7 @@ def overflow(rank: int, world_size: int) -> dict[int, Any]:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     torch.manual_seed(0)
-    model = Decoder()
+    model = Decoder(layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     norms = []
     for step in (0, 2, 3):
@@ -272,7 +272,7 @@ def average_bf16_with(stage: int, rank: int, world_size: int) -> Any:
     strategy.setup(joined(rank, world_size))
     cell, world = strategy.state.federated_rank, strategy.world
     torch.manual_seed(0)
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     aggregator = xffl.Aggregator(model, strategy.state, overlap=True)
 
@@ -332,7 +332,7 @@ def keep_one(rank: int, world_size: int, folder: str, stage: int, saves: bool) -
     strategy.setup(joined(rank, world_size))
     world = strategy.world
     torch.manual_seed(rank + 5 * (not saves))
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3 if saves else 1.0))
     if not saves:
         Tear(model, "planted")
@@ -441,7 +441,7 @@ def offload(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
         strategy = DistributedStrategy.from_config(configure(stage, offload=True, batch_size=12))
         strategy.setup(joined(rank, world_size))
         torch.manual_seed(0)
-        model = strategy.wrap_model(Decoder(), loss=loss_of)
+        model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
         optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=5e-4))
         for step in range(5):
             tokens, targets = (part.chunk(2)[rank] for part in text_batch(step, batch=24))

@@ -77,7 +77,7 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def train_alone(steps: int = STEPS, seed: int = 0) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train with one process and the whole batch, by hand."""
     torch.manual_seed(seed)
-    model = Decoder()
+    model = Decoder(layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     losses = []
     for step in range(steps):
@@ -96,7 +96,7 @@ def train(rank: int, world_size: int, name: str) -> tuple[list[float], dict[str,
     strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options))
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(rank)  # only rank 0's weights count
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     losses = []
     world = strategy.world
@@ -119,7 +119,7 @@ def each(rank: int, world_size: int, run: Callable[[int, int, str], T], names: l
 @pytest.mark.parametrize("ranks", sorted({ranks for ranks, *_ in CASES.values()}))
 def test_strategies_train_like_one_process(ranks: int) -> None:
     losses, weights = train_alone()
-    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] < losses[0] - 0.2
     names = [name for name, case in CASES.items() if case[0] == ranks]
     told = run_world(ranks, each, train, names, timeout_s=240)
     for name in names:
@@ -129,10 +129,11 @@ def test_strategies_train_like_one_process(ranks: int) -> None:
             assert held and max((held[key] - weights[key]).abs().max().item() for key in held) < 1e-5, name
 
 
-ROUNDS, BETWEEN = 3, 3
+ROUNDS, BETWEEN = 3, 2
 WEIGHTS = (1.0, 3.0)
-FEDERATED = {name: case for name, case in CASES.items() if name not in ("ddp, static", "fsdp, selective")}
-FEDERATED = {name: case for name, case in FEDERATED.items() if case[0] <= 4}
+SAME = ("ddp, static", "fsdp, layers", "fsdp, selective", "fsdp, kept whole", "pipeline, gpipe", "tensor, cut loss")
+"""Cases whose tensors lie as in another one."""
+FEDERATED = {name: case for name, case in CASES.items() if case[0] <= 4 and name not in SAME}
 
 
 def round_batch(cell: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +144,7 @@ def round_batch(cell: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def average_alone() -> list[dict[str, torch.Tensor]]:
     """Train two models by hand, and average them from time to time; their weights after each round."""
     torch.manual_seed(0)
-    cells = [Decoder(), Decoder()]
+    cells = [Decoder(layers=2), Decoder(layers=2)]
     cells[1].load_state_dict(cells[0].state_dict())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=5e-4) for model in cells]
     found = []
@@ -171,7 +172,7 @@ def federate(rank: int, world_size: int, name: str) -> list[dict[str, torch.Tens
     strategy.setup(joined(rank, world_size))
     world = strategy.world
     torch.manual_seed(rank)
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     cell = strategy.state.topology.cell_of(rank)
     aggregator = xffl.Aggregator(model, strategy.state)

@@ -30,7 +30,7 @@ MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 def train_large_batches(accumulation: int) -> dict[str, torch.Tensor]:
     """Train by hand with the batches of each window as one."""
     torch.manual_seed(0)
-    model = Decoder()
+    model = Decoder(layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = [text_batch(step, batch=4) for step in range(BATCHES)]
     for start in range(0, BATCHES, accumulation):
@@ -52,7 +52,7 @@ def train_windows(rank: int, world_size: int, name: str) -> list[tuple[dict[str,
         strategy.setup(state)
         world = strategy.world
         torch.manual_seed(0)
-        model = strategy.wrap_model(Decoder())
+        model = strategy.wrap_model(Decoder(layers=2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batches = [
             {"x": x.chunk(world.dp_size)[world.dp_rank], "y": y.chunk(world.dp_size)[world.dp_rank]}
@@ -86,7 +86,7 @@ def overflow(rank: int, world_size: int, name: str) -> list[Any]:
     strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options, mixed_precision="fp16"))
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(0)
-    model = strategy.wrap_model(Decoder())
+    model = strategy.wrap_model(Decoder(layers=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     told: list[Any] = []
     for step in range(4):
@@ -114,7 +114,7 @@ def overflow(rank: int, world_size: int, name: str) -> list[Any]:
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "hsdp"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str) -> None:
     torch.manual_seed(0)
-    model = Decoder()
+    model = Decoder(layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in (0, 2, 3):
         tokens, targets = text_batch(step, batch=4)
@@ -137,7 +137,7 @@ def compressed(rank: int, world_size: int, hook: str) -> tuple[list[torch.Tensor
     strategy = DistributedStrategy.from_config(configure("ddp", {"dp_replicate": 2}, options))
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(0)
-    model = strategy.wrap_model(Decoder())
+    model = strategy.wrap_model(Decoder(layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     gradients: list[torch.Tensor] = []
     for step in range(12):
@@ -154,7 +154,7 @@ def compressed(rank: int, world_size: int, hook: str) -> tuple[list[torch.Tensor
 @pytest.mark.parametrize(("hook", "error"), [("none", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("powersgd", 1e-6)])
 def test_communication_hooks(hook: str, error: float) -> None:
     torch.manual_seed(0)
-    model = Decoder()
+    model = Decoder(layers=2)
     tokens, targets = text_batch(0, batch=8)
     loss_of(model(tokens), targets).backward()
     dense = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -180,7 +180,7 @@ def leave_windows(rank: int, world_size: int, name: str) -> None:
     strategy = DistributedStrategy.from_config(configure(strategy_name, mesh, options, gradient_accumulation=4))
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(0)
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [text_batch(rank, batch=2)] * 6
 
@@ -308,7 +308,7 @@ def uneven(rank: int, world_size: int) -> None:
     strategy = DistributedStrategy.from_config(config)
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(0)
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     loss = strategy.forward_backward(model, text_batch(0)[0], target=text_batch(0)[1])
     assert 5.5 < loss.item() < 6.2
     xffl.Aggregator(model, strategy.state).aggregate(1.0)
@@ -316,7 +316,7 @@ def uneven(rank: int, world_size: int) -> None:
     narrow = configure("fsdp", {"dp_shard": 3, "reduce_dtype": "bfloat16"}, {})
     strategy = DistributedStrategy.from_config(narrow)
     strategy.setup(joined(rank, world_size))
-    model = strategy.wrap_model(Decoder(), loss=loss_of)
+    model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     strategy.forward_backward(model, text_batch(rank)[0], target=text_batch(rank)[1])
     gradient = model.norm.weight.grad.full_tensor()
     assert torch.equal(gradient.bfloat16().float(), gradient)
@@ -343,7 +343,7 @@ def build_on_meta(
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(rank)
     with torch.device("meta"):
-        bare = Decoder()
+        bare = Decoder(layers=2)
     model = strategy.wrap_model(bare)
     made = full_weights(model)
     own = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
@@ -353,13 +353,13 @@ def build_on_meta(
             parameter.fill_(float(parameter.numel()))
 
     with torch.device("meta"):
-        bare = Decoder()
+        bare = Decoder(layers=2)
     counted = full_weights(strategy.wrap_model(bare, init_weights=ones))
     with torch.device("meta"):
         custom = Custom()
     with pytest.raises(ConfigError, match=r"module 'model' \(Custom\) .* init_weights"):
         strategy.wrap_model(custom)
-    mixed = Decoder()
+    mixed = Decoder(layers=2)
     mixed.norm = nn.RMSNorm(32, device="meta")
     with pytest.raises(ConfigError, match=r"tensor 'norm.weight' is on the meta device and .* is not"):
         strategy.wrap_model(mixed)
@@ -370,7 +370,7 @@ def build_on_meta(
 @pytest.mark.parametrize("name", MESHES)
 def test_weights_made_part_by_part_are_those_of_the_whole_model(name: str) -> None:
     torch.manual_seed(0)
-    eager = full_weights(Decoder())
+    eager = full_weights(Decoder(layers=2))
     for made, keeps_generator, counted in run_world(MESHES[name][0], build_on_meta, name):
         assert set(made) == set(eager)
         for key, values in eager.items():
