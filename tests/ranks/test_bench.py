@@ -267,7 +267,6 @@ def test_the_models_of_the_round_benchmark() -> None:
     [
         ("--processes 2 --federated 1,1", "--parameters 2e5 --codec int8", 800_000),
         ("--processes 4 --federated 2,2 --hsdp 1", "--tensors 8 --elements 512 --form two_hop --rails", 16_384),
-        ("--processes 4 --federated 2,2", "--tensors 8 --elements 512", 8192),
         ("--processes 4 --federated 2,2", "--tensors 8 --elements 512 --plain", 16_384),
     ],
 )

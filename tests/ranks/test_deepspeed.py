@@ -15,7 +15,7 @@ from torch import nn
 
 import xffl
 from tests.decoder import Decoder, loss_of, text_batch
-from tests.ranks.test_strategies import full_weights, joined, train_alone
+from tests.ranks.test_strategies import STEPS, full_weights, joined, train_alone
 from tests.ranks.test_strategy_steps import ACCUMULATIONS, BATCHES, train_large_batches
 from tests.worlds import run_world
 from xffl.aggregation.torn import Tear, find_tear
@@ -72,7 +72,7 @@ def train(rank: int, world_size: int) -> list[tuple[list[float], dict[str, torch
 
 def test_every_stage_trains_like_one_process() -> None:
     torch.manual_seed(0)
-    losses, weights = train_alone()
+    losses, weights = train_alone(STEPS)
     for ranks in run_world(2, train):
         for found, held in ranks:
             assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-5

@@ -202,7 +202,7 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
             dist.all_gather_object(gathered, mine)
             assert all(other == mine for other in gathered), [n for n in mine if len({g[n] for g in gathered}) > 1]
             rounds += 1
-        for again in range(5):
+        for again in range(5 if dtype == "mixed" else 1):
             report = aggregator.aggregate(0.1 + 3.7 * again + 1.3 * rank)
             assert report.round == again + 2
             assert {n: d for n, d in digests(model).items() if n in mine} == mine

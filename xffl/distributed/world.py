@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -255,10 +255,12 @@ class DistributedWorld(Collectives):
 
         :yield: Nothing.
         """
-        with ExitStack() as stack:
-            if self.mixed_precision_enabled and not self.fsdp_enabled:  # FSDP casts by itself
-                stack.enter_context(torch.autocast(self.device.type, dtype=self.mixed_precision_dtype))
-            stack.enter_context(self.loss_parallel())
+        is_cast = self.mixed_precision_enabled and not self.fsdp_enabled  # FSDP casts by itself
+        if not is_cast and not self.loss_parallel_enabled:
+            yield
+            return
+        cast = torch.autocast(self.device.type, dtype=self.mixed_precision_dtype) if is_cast else nullcontext()
+        with cast, self.loss_parallel():
             yield
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -132,8 +132,11 @@ class NativeStrategy(DistributedStrategy):
 
         :yield: Nothing.
         """
-        attention = context_parallel(self.world.get_mesh("cp")) if self.world.cp_enabled else nullcontext()
-        with self.world.train_context(), attention:
+        if not self.world.cp_enabled:
+            with self.world.train_context():
+                yield
+            return
+        with self.world.train_context(), context_parallel(self.world.get_mesh("cp")):
             yield
 
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:

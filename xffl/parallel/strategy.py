@@ -197,11 +197,13 @@ class DistributedStrategy(ABC):
             while window := list(itertools.islice(batches, self.config.training.gradient_accumulation)):
                 self._window = len(window)
                 for index, batch in enumerate(window):
-                    self._synchronize(model, index + 1 == len(window))
+                    if self._is_last != (index + 1 == len(window)):
+                        self._synchronize(model, not self._is_last)
                     yield self.to_device(batch)
         finally:
             self._window = 1
-            self._synchronize(model, True)
+            if not self._is_last:
+                self._synchronize(model, True)
 
     @contextmanager
     def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
@@ -258,8 +260,8 @@ class DistributedStrategy(ABC):
         :param loss: This micro-batch's mean loss on this rank.
         :param share: What the micro-batch counts for in its window; by default all count alike.
         """
-        scaled = loss * (1.0 / self._window if share is None else share)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        part = 1.0 / self._window if share is None else share
+        (loss if part == 1.0 else loss * part).backward()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
