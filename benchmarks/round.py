@@ -33,6 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import xffl
+from xffl.cluster.hardware import resident_bytes
 
 KINDS = {"atomic": True, "in-place": False}
 MIB = 2**20
@@ -150,14 +151,6 @@ def time_all(options: argparse.Namespace) -> dict[str, Any] | None:
         }
 
 
-def resident(name: str) -> int:
-    """Return ``VmRSS`` or its peak ``VmHWM`` of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise SystemExit(f"/proc/self/status does not tell {name}; --memory needs Linux")
-
-
 def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
     """Measure the memory of one kind of round in this process; rank 0 returns that of the rank that took most."""
     with xffl.session() as state:
@@ -167,13 +160,13 @@ def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
         dist.barrier()
         ctypes.CDLL(None).malloc_trim(0)  # what was freed must not pass for the model's
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmRSS")
+        before = resident_bytes("VmRSS")
         asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
         aggregator = xffl.Aggregator(model, state, atomic=KINDS[options.memory], **asked)
         for _ in range(3):
             aggregator.aggregate()
             prepare()
-        rise = torch.tensor([resident("VmHWM") - before, shard])
+        rise = torch.tensor([resident_bytes("VmHWM") - before, shard])
         dist.all_reduce(rise, op=dist.ReduceOp.MAX)
         found = {**circumstances(options, state), "peak_bytes": int(rise[0]), "shard_bytes": int(rise[1])}
         return found if state.rank == 0 else None

@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import xffl
+from xffl.cluster.hardware import resident_bytes
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 
@@ -144,14 +145,6 @@ def lower_rank(count: int) -> int:
     return max(place - 1, 0)
 
 
-def resident(name: str) -> int:
-    """Return ``VmRSS`` or its peak ``VmHWM`` of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise SystemExit(f"/proc/self/status does not tell {name}; memory needs Linux")
-
-
 def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
     """Measure the peak of a rank's memory while it makes a model on the meta device and trains it with Adam."""
     name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
@@ -161,18 +154,18 @@ def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmRSS")
+        before = resident_bytes("VmRSS")
         with torch.device("meta"):
             bare = build(options.width, layers)
         parameters = sum(parameter.numel() for parameter in bare.parameters())
         model = strategy.wrap_model(bare, loss=mean_square)
-        made = resident("VmHWM") - before
+        made = resident_bytes("VmHWM") - before
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         x = torch.randn(options.batch, options.width)
         for _ in range(2):  # the second has optimizer states beside gradients
             strategy.forward_backward(model, x, target=-x)
             strategy.step(optimizer)
-        rise = strategy.world.all_reduce(torch.tensor([made, resident("VmHWM") - before]), "max").tolist()
+        rise = strategy.world.all_reduce(torch.tensor([made, resident_bytes("VmHWM") - before]), "max").tolist()
         if strategy.rank != 0:
             return None
     print(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
+from tests.unit.test_checkpoint import Own
 from tests.worlds import run_world
 from xffl.checkpoint import CheckpointManager, auto_resume, find_latest_checkpoint, load_checkpoint, save_checkpoint
 from xffl.checkpoint.storage import CellWriter
@@ -261,19 +262,6 @@ def test_each_cell_gets_its_own_weights_back(tmp_path: Path) -> None:
 
 
 # What fails -----------------------------------------------------------------------------------------------------------
-
-
-class Own:
-    """A part that holds something else on each rank."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
 
 
 def told(call: Callable[[], Any]) -> tuple[str, str]:

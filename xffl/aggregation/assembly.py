@@ -10,7 +10,7 @@ from torch import nn
 
 from xffl.aggregation.axes import gather_axes
 from xffl.aggregation.crossing import Crossing
-from xffl.aggregation.entries import Facts
+from xffl.aggregation.entries import Entry, Facts
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.feedback import Feedback
 from xffl.aggregation.globals import GlobalState
@@ -194,10 +194,7 @@ def _assemble(
     tracks = _tracks(manifest, items, options, place, routes)
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
-    here = {entry.name: entry for entry in manifest.moving}
-    tensors: Sequence[Facts] = manifest.moving if spread is None else spread.moving
-    entries = [here.get(tensor.name) for tensor in tensors]
-    layout = Layout(entries, items, axes, at, is_written_in_place=not options.atomic)
+    layout = Layout(_entries(manifest, spread), items, axes, at, is_written_in_place=not options.atomic)
     exchange = Exchange(
         layout,
         tracks,
@@ -212,7 +209,9 @@ def _assemble(
     )
     if exchange.agreed is not None:
         exchange.agreed.take()
-        agree_start(tensors, exchange, topology, rank, device, routes.world)
+        agree_start(
+            manifest.moving if spread is None else spread.moving, exchange, topology, rank, device, routes.world
+        )
     protocol = Protocol(
         exchange,
         topology=topology,
@@ -237,6 +236,13 @@ def _assemble(
         tracks=tracks,
         feedback=crossing.feedback,
     )
+
+
+def _entries(manifest: Manifest, spread: Spread | None) -> list[Entry | None]:
+    """Return the moving tensors of all shards in the plan's order; ``None`` for one that this rank has not."""
+    here = {entry.name: entry for entry in manifest.moving}
+    tensors: Sequence[Facts] = manifest.moving if spread is None else spread.moving
+    return [here.get(tensor.name) for tensor in tensors]
 
 
 def _tracks(

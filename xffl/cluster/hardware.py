@@ -7,9 +7,12 @@ import platform
 import socket
 from pathlib import Path
 
-__all__ = ["describe_host"]
+from xffl.errors import ConfigError
+
+__all__ = ["describe_host", "resident_bytes"]
 
 _CPUINFO = Path("/proc/cpuinfo")
+_STATUS = Path("/proc/self/status")
 
 
 def describe_host() -> dict[str, str | int | float]:
@@ -26,6 +29,19 @@ def describe_host() -> dict[str, str | int | float]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def resident_bytes(name: str) -> int:
+    """Return how much memory this process has in use, as Linux counts it; local.
+
+    :param name: ``VmRSS`` for now, ``VmHWM`` for the most so far.
+    :return: Bytes.
+    :raises ConfigError: if this system does not tell.
+    """
+    for line in _STATUS.read_text().splitlines() if _STATUS.exists() else ():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise ConfigError(f"{_STATUS} does not tell {name} of this process; give VmRSS or VmHWM, on Linux")
 
 
 def _cpu_model() -> str:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from xffl.cluster.environment import requested_federation
 from xffl.cluster.failure import note_failure
@@ -21,6 +20,7 @@ from xffl.distributed.agreement import agree
 from xffl.distributed.collectives import Collectives
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
+from xffl.distributed.losses import loss_parallel
 from xffl.distributed.meshes import make_cell_meshes
 from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import DeviceParameters, MeshSizes

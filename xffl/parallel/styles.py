@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from xffl.errors import ConfigError
 
-__all__ = ["GatheredInput", "Replicated", "loss_parallel"]
+__all__ = ["GatheredInput", "Replicated"]
 
 
 class Replicated(ParallelStyle):
@@ -71,21 +69,6 @@ class GatheredInput(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"GatheredInput(layout={self.layout})"
-
-
-@contextmanager
-def loss_parallel() -> Iterator[None]:
-    """Let cross-entropy work on logits that are cut by the vocabulary; the backward pass belongs inside, too.
-
-    No rank gathers the logits: a few numbers for each token are all-reduced over the mesh. torch's context of the same
-    name stays switched on where the block raises; this one does not.
-    """
-    context = parallel.loss_parallel()
-    context.__enter__()
-    try:
-        yield
-    finally:
-        context.__exit__(None, None, None)
 
 
 def _take(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "MUTED", "PALETTE", "SUFFIXES", "checked_path", "new_figure", "save", "tint"]
+__all__ = ["INK", "MUTED", "PALETTE", "SUFFIXES", "checked_path", "new_figure", "save", "tint", "write"]
 
 SUFFIXES = (".png", ".svg")
 """Formats that are written."""
@@ -75,3 +76,28 @@ def tint(colour: str, strength: float) -> str:
     """
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - (255 - part) * strength):02X}" for part in parts)
+
+
+def write(
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 9,
+    colour: str = INK,
+    weight: str = "normal",
+    align: str = "left",
+) -> None:
+    """Write a text into axes, centred on its height.
+
+    :param axes: Where to write.
+    :param x: Place of its left end, its middle or its right end, as ``align`` says.
+    :param y: Place of its middle.
+    :param text: The text.
+    :param size: Size of its letters, in points.
+    :param colour: Their colour.
+    :param weight: ``normal`` or ``bold``.
+    :param align: ``left``, ``center`` or ``right``.
+    """
+    axes.text(x, y, text, fontsize=size, color=colour, fontweight=weight, ha=align, va="center", zorder=6)

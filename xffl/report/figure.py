@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from xffl.report.drawing import INK, MUTED, PALETTE, checked_path, new_figure, save, tint
+from xffl.report.drawing import INK, MUTED, PALETTE, checked_path, new_figure, save, tint, write
 from xffl.report.pieces import Piece, count_pieces, exchange_pieces
 from xffl.report.text import counted, describe_cell, describe_ranks, describe_world
 from xffl.topology import Topology
@@ -109,25 +109,25 @@ def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     axes.set_xlim(-MARGIN, width + MARGIN)
     axes.set_ylim(height + MARGIN, -MARGIN)
     axes.set_axis_off()
-    _write(axes, 0.0, 0.35, describe_world(topology), size=12, weight="bold")
+    write(axes, 0.0, 0.35, describe_world(topology), size=12, weight="bold")
     if rail_rows:
         _rectangle(axes, 0.0, rails, span, rail_rows * RAIL, "#E9EDF1", rounding=0.2)
-        _write(axes, 0.15, rails - 0.3, "slow link between cells", colour=MUTED)
+        write(axes, 0.15, rails - 0.3, "slow link between cells", colour=MUTED)
     for panel in panels:
         _draw_panel(axes, panel, pieces, bottom)
     if hidden_cells:
         note = f"… {hidden_cells}\nmore\n{'cell' if hidden_cells == 1 else 'cells'}"
-        _write(axes, span - NOTE / 2, (TITLE + bottom) / 2, note, size=10, colour=MUTED, align="center")
+        write(axes, span - NOTE / 2, (TITLE + bottom) / 2, note, size=10, colour=MUTED, align="center")
     for index, piece in enumerate(pieces if rail_rows else ()):
         level = rails + (index + 0.5) * RAIL
         name = f"shard {index}" if topology.is_cut_alike else f"{piece.start} to {piece.stop}"
-        _write(axes, 0.25, level, name)
+        write(axes, 0.25, level, name)
         last = _draw_rail(axes, panels, pieces, index, level)
         if hidden_cells:
             _line(axes, [last, span - 0.3], [level, level], _colour(index), dotted=True)
     if rail_rows and hidden_pieces:
         kind = "more shard" if topology.is_cut_alike else "more piece"
-        _write(axes, 0.25, rails + (len(pieces) + 0.5) * RAIL, f"… {counted(hidden_pieces, kind)}", colour=MUTED)
+        write(axes, 0.25, rails + (len(pieces) + 0.5) * RAIL, f"… {counted(hidden_pieces, kind)}", colour=MUTED)
     _draw_legend(axes, topology, legend)
     save(figure, target)
 
@@ -148,8 +148,8 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
     _rectangle(
         axes, panel.left, TITLE - 0.2, panel.width, bottom - TITLE + 0.2, "#F7F8FA", edge="#B4BCC5", rounding=0.2
     )
-    _write(axes, panel.left + 0.3, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
-    _write(
+    write(axes, panel.left + 0.3, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
+    write(
         axes,
         panel.left + 0.3,
         TITLE + 0.85,
@@ -157,13 +157,13 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
         colour=MUTED,
     )
     for column in range(panel.columns):
-        _write(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, align="center")
+        write(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, align="center")
     for row in range(panel.rows):
-        _write(axes, panel.left + 0.3, panel.y(row) + 0.5, f"replica {row}", size=8)
+        write(axes, panel.left + 0.3, panel.y(row) + 0.5, f"replica {row}", size=8)
         for column in range(panel.columns):
             _draw_rank(axes, panel, row, column, pieces)
     if panel.hidden_rows:
-        _write(
+        write(
             axes,
             panel.left + 0.3,
             panel.y(panel.rows) + 0.1,
@@ -173,7 +173,7 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
     if panel.hidden_columns:
         middle = (panel.y(0) + panel.y(panel.rows) - GAP) / 2
         note = f"… {panel.hidden_columns}\nmore\nshards"
-        _write(axes, panel.x(panel.columns) + NOTE / 2 - 0.3, middle, note, colour=MUTED, align="center")
+        write(axes, panel.x(panel.columns) + NOTE / 2 - 0.3, middle, note, colour=MUTED, align="center")
 
 
 def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Piece]) -> None:
@@ -189,7 +189,7 @@ def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Pi
             start, stop = (float(edge * shards) - column for edge in (piece.start, piece.stop))
             _rectangle(axes, x + start, y, stop - start, 1.0, tint(_colour(index), 0.7 if is_sender else 0.3))
     _rectangle(axes, x, y, 1.0, 1.0, "none", edge=INK if is_sender else "#8A949E", line=2.2 if is_sender else 0.8)
-    _write(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", align="center")
+    write(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", align="center")
     if topology.cells > 1 and row < sender_row:
         _arrow(axes, x + 0.5, y + 1 + GAP - 0.06, y + 1 + 0.06)
     elif topology.cells > 1 and row > sender_row:
@@ -249,25 +249,11 @@ def _draw_legend(axes: Axes, topology: Topology, top: float) -> None:
             axes.plot(ends, [y, y], "o", color=_colour(0), markersize=5.5, markeredgecolor="white", zorder=5)
         elif mark == "arrow":
             _arrow(axes, 0.32, y - 0.2, y + 0.2)
-        _write(axes, 1.0, y, meaning)
+        write(axes, 1.0, y, meaning)
 
 
 def _colour(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
-
-
-def _write(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 9,
-    colour: str = INK,
-    weight: str = "normal",
-    align: str = "left",
-) -> None:
-    axes.text(x, y, text, fontsize=size, color=colour, fontweight=weight, ha=align, va="center", zorder=6)
 
 
 def _line(axes: Axes, x: list[float], y: list[float], colour: str, *, line: float = 1.6, dotted: bool = False) -> None:

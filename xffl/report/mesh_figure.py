@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from xffl.report.drawing import INK, MUTED, PALETTE, checked_path, new_figure, save, tint
+from xffl.report.drawing import MUTED, PALETTE, checked_path, new_figure, save, tint, write
 from xffl.report.mesh import COLUMN_AXES, MAX_COLUMNS, MAX_ROWS, MESH_AXES, MOVES, ROW_AXES, Grid, describe_mesh
 from xffl.report.text import counted
 
@@ -64,20 +64,20 @@ def mesh_figure(
     area.set_ylim(height + MARGIN, -MARGIN)
     area.set_axis_off()
     _square(area, 0.0, 0.0, right, bottom, fill="#F7F8FA", edge="#B4BCC5")
-    _write(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
-    _write(area, 0.3, 1.15, describe_mesh(axes), colour=MUTED)
+    write(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
+    write(area, 0.3, 1.15, describe_mesh(axes), colour=MUTED)
     _draw_ranks(area, grid, x, y)
     notes = [(grid.rows - rows, "more row"), (grid.columns - columns, "more column")]
     for line, (count, what) in enumerate([note for note in notes if note[0]]):
-        _write(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", colour=MUTED)
+        write(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", colour=MUTED)
     if cells > 1:
         _draw_others(area, right, bottom, cells)
     for line, axis in enumerate(legend):
-        _write(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
-        _write(area, 3.4, bottom + 0.8 + line * LINE, MOVES[axis])
+        write(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
+        write(area, 3.4, bottom + 0.8 + line * LINE, MOVES[axis])
     if cells > 1:
-        _write(area, 0.1, bottom + 0.8 + len(legend) * LINE, "federated", weight="bold")
-        _write(area, 3.4, bottom + 0.8 + len(legend) * LINE, OUTSIDE)
+        write(area, 0.1, bottom + 0.8 + len(legend) * LINE, "federated", weight="bold")
+        write(area, 3.4, bottom + 0.8 + len(legend) * LINE, OUTSIDE)
     save(figure, target)
 
 
@@ -97,19 +97,19 @@ def _draw_ranks(area: Axes, grid: Grid, x: list[float], y: list[float]) -> None:
     heads = grid.shown(COLUMN_AXES)
     for line, axis in enumerate(heads):
         level = y[0] - LINE * (len(heads) - line) + 0.1
-        _write(area, 0.3, level, axis, size=8, colour=MUTED)
+        write(area, 0.3, level, axis, size=8, colour=MUTED)
         for left, place in zip(x, grid.places(COLUMN_AXES), strict=False):
-            _write(area, left + 0.5, level, str(place[axis]), size=8, align="center")
+            write(area, left + 0.5, level, str(place[axis]), size=8, align="center")
     sides = grid.shown(ROW_AXES)
     for line, axis in enumerate(sides):
-        _write(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, colour=MUTED)
+        write(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, colour=MUTED)
     for row, (top, at) in enumerate(zip(y, grid.places(ROW_AXES), strict=False)):
         for line, axis in enumerate(sides):
-            _write(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
+            write(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
         for column, left in enumerate(x):
             colour = tint(PALETTE[at.get("pp", 0) % len(PALETTE)], 0.35)
             _square(area, left, top, 1.0, 1.0, fill=colour, edge="#8A949E")
-            _write(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), align="center")
+            write(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), align="center")
 
 
 def _draw_others(area: Axes, right: float, bottom: float, cells: int) -> None:
@@ -117,27 +117,13 @@ def _draw_others(area: Axes, right: float, bottom: float, cells: int) -> None:
     left, middle = right + 1.4, bottom / 2
     _square(area, left, 0.0, STUB, bottom, fill="#F7F8FA", edge="#B4BCC5")
     others = "the\nother\ncell" if cells == 2 else f"{cells - 1}\nother\ncells"
-    _write(area, left + STUB / 2, middle, others, align="center", colour=MUTED)
+    write(area, left + STUB / 2, middle, others, align="center", colour=MUTED)
     style = {"arrowstyle": "<|-|>", "color": PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
     area.annotate("", (left - 0.05, middle), (right + 0.05, middle), arrowprops=style, zorder=5)
-    _write(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, colour=MUTED, align="center")
+    write(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, colour=MUTED, align="center")
 
 
 def _square(area: Axes, x: float, y: float, width: float, height: float, *, fill: str, edge: str) -> None:
     from matplotlib.patches import Rectangle
 
     area.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge, linewidth=0.8, zorder=2))
-
-
-def _write(
-    area: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 9,
-    colour: str = INK,
-    weight: str = "normal",
-    align: str = "left",
-) -> None:
-    area.text(x, y, text, fontsize=size, color=colour, fontweight=weight, ha=align, va="center", zorder=6)
