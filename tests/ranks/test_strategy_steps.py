@@ -377,3 +377,63 @@ def test_weights_made_part_by_part_are_those_of_the_whole_model(name: str) -> No
             assert torch.equal(made[key], values), key
             assert torch.equal(counted[key], torch.full_like(values, values.numel())), key
         assert keeps_generator
+
+
+class Forked(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)
+
+
+def fork(rank: int, world_size: int) -> list[torch.Tensor]:
+    options = {"ddp": DDPConfig(find_unused_parameters=True, gradient_as_bucket_view=False)}
+    strategy = DistributedStrategy.from_config(configure("ddp", {"dp_replicate": 2}, options))
+    strategy.setup(joined(rank, world_size))
+    torch.manual_seed(0)
+    model = strategy.wrap_model(Forked())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(3):
+        strategy.backward(model(torch.full((1, 3), 1.0 + rank), (rank + step) % 2).sum())
+        strategy.step(optimizer)
+    weights = list(full_weights(model).values())
+    strategy.teardown()
+    return weights
+
+
+def test_ddp_finds_parameters_that_a_rank_does_not_use() -> None:
+    torch.manual_seed(0)
+    before = list(full_weights(Forked()).values())
+    first, second = run_world(2, fork)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    # Rank 0 sends ones through layers 0, 1, 0 and rank 1 twos through the others; each counts half.
+    assert torch.allclose(before[0] - first[0], torch.full((1, 3), (1 + 2 + 1) / 2))
+    assert torch.allclose(before[2] - first[2], torch.full((1, 3), (2 + 1 + 2) / 2))
+
+
+def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    as_torch_does = nn.Module.compile
+
+    def compile_without_a_compiler(module: nn.Module) -> None:
+        compiled.append(type(module).__name__)
+        as_torch_does(module, backend="aot_eager")  # no C++ is compiled
+
+    monkeypatch.setattr(nn.Module, "compile", compile_without_a_compiler)
+    losses = {}
+    for is_compiled in (False, True):
+        mesh = {"dp_shard": "auto", "compile": is_compiled}
+        with DistributedStrategy.from_config(configure("fsdp", mesh, {"wrap": (Block,)})) as strategy:
+            torch.manual_seed(0)
+            model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
+            assert set(full_weights(model)) == set(full_weights(Decoder(layers=2)))
+            losses[is_compiled] = [
+                strategy.forward_backward(model, tokens, target=targets).item()
+                for tokens, targets in map(text_batch, range(2))
+            ]
+    assert compiled == ["Block", "Block"]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
