@@ -26,7 +26,7 @@ demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digi
 	$(BIN)/python examples/01_digits/run.py
 
 noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
-	$(BIN)/python examples/02_noniid/run.py
+	$(BIN)/python examples/05_noniid/run.py
 
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 	$(BIN)/python -m pytest

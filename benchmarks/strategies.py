@@ -17,10 +17,8 @@ import argparse
 import ctypes
 import gc
 import json
-import math
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pairs import summary
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -118,31 +117,12 @@ def compare(options: argparse.Namespace) -> dict[str, Any] | None:
             return None
         told = dict(zip(calls, longest[:, 1:].tolist(), strict=True))
         busy = dict(zip(calls, busiest[:, 1:].tolist(), strict=True))
-    ratios = sorted(a / b for a, b in zip(told["by hand"], told["strategy"], strict=True))
-    added = [1e6 * (b - a) / options.steps for a, b in zip(busy["by hand"], busy["strategy"], strict=True)]
-    found = {
-        "ratio": statistics.median(ratios),
-        "ratio_lower_95": ratios[lower_rank(len(ratios))],
-        "step_ms": 1e3 * statistics.median(told["strategy"]) / options.steps,
-        "cpu_added_us_per_step": statistics.median(added),
-        "ratios": ratios,
-    }
+    found = summary(told["by hand"], told["strategy"], busy["by hand"], busy["strategy"], options.steps)
     print(
         f"{options.what}: by hand / strategy {found['ratio']:.3f}, at least {found['ratio_lower_95']:.3f} (95 %), "
         f"{found['step_ms']:.2f} ms a step, {found['cpu_added_us_per_step']:+.0f} us of processor time added"
     )
     return found
-
-
-def lower_rank(count: int) -> int:
-    """Return the place of the ordered sample that the median lies above with a probability of 95 % at least.
-
-    The number of samples below the median is binomial with one half.
-    """
-    below, place = 0.0, 0
-    while (below := below + math.comb(count, place) / 2**count) <= 0.05:
-        place += 1
-    return max(place - 1, 0)
 
 
 def weigh(options: argparse.Namespace) -> dict[str, Any] | None:

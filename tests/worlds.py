@@ -26,6 +26,7 @@ __all__ = ["WorldError", "fake_world", "run_world"]
 PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
     *("pytest", "xffl.aggregation.levels", "xffl.aggregation.scaling", "xffl.parallel.shard"),
+    *("sklearn.datasets", "torchmetrics", "xffl.training.trainer"),
 ]
 GRACE_S = 0.5
 """How long the other ranks may still tell what happened to them after the first one failed."""

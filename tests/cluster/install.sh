@@ -1,9 +1,9 @@
 #!/bin/sh
-# Install the system packages that tests/cluster needs: Open MPI, SLURM, munge, ip. For root on Debian or Ubuntu.
+# Install the system packages that tests/cluster needs: Open MPI, SLURM, munge, ip, Chromium. For root on Debian or Ubuntu.
 set -eu
 # The slow link between cells (net/wan_relay.py) is made of it; containers start without it.
 [ -c /dev/net/tun ] || { mkdir -p /dev/net && mknod /dev/net/tun c 10 200; }
-packages="openmpi-bin libopenmpi-dev slurm-wlm munge iproute2"
+packages="openmpi-bin libopenmpi-dev slurm-wlm munge iproute2 chromium"
 missing=
 for package in $packages; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"

@@ -321,12 +321,52 @@ def failures(rank: int, world_size: int, folder: str) -> list[tuple[str, tuple[s
         file = path.with_name("cut") / "cell_1" / "__1_0.distcp"
         os.truncate(file, file.stat().st_size - 1)
         shutil.copytree(path, path.with_name("forged"))
+        shutil.copytree(path, path.with_name("flipped"))
+        flip(path.with_name("flipped") / "cell_1" / "__0_0.distcp")
         index = path.with_name("forged") / "cell_0" / "index.json"
         index.write_text(index.read_text().replace("float32", "float64", 1))
     dist.barrier()
     note("cut", lambda: load_checkpoint(path.with_name("cut"), parts, state))
     note("forged", lambda: load_checkpoint(path.with_name("forged"), parts, state))
+    kit.train(range(1), rank, world_size)
+    now = kit.truth()
+    note("flipped", lambda: load_checkpoint(path.with_name("flipped"), parts, state))
+    found += own_failures(rank, path, parts, state)
+    assert_same(kit.truth(), now, "nothing was changed by what failed")
     return found
+
+
+def own_failures(
+    rank: int, path: Path, parts: dict[str, Any], state: DistributedState
+) -> list[tuple[str, tuple[str, str]]]:
+    """What goes wrong with what each rank keeps for itself."""
+    own = {"codec": Own([rank])}
+    save_checkpoint(path, parts, state, own=own)
+    found = [("own names", told(lambda: save_checkpoint(path, parts, state, own={f"codec{rank}": Own(1)})))]
+    bad = {"codec": Own(object() if rank == 3 else 1)}
+    found.append(("own pickle", told(lambda: save_checkpoint(path, parts, state, own=bad))))
+    save = torch.save
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", "a file")
+
+    torch.save = full if rank == 3 else save
+    found.append(("own disk", told(lambda: save_checkpoint(path, parts, state, own=own))))
+    torch.save = save
+    given: dict[str, Any] = {"reset": ["codec"]} if rank == 1 else {}
+    found.append(("reset", told(lambda: load_checkpoint(path, parts, state, own=own, **given))))
+    if rank == 0:
+        flip(path / "cell_1" / "own_0.pt")
+    dist.barrier()
+    found.append(("own flipped", told(lambda: load_checkpoint(path, parts, state, own=own))))
+    return found
+
+
+def flip(file: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
 
 
 EXPECTED = {
@@ -343,7 +383,13 @@ EXPECTED = {
     "no folder": ("CheckpointError", "does not exist"),
     "not of xffl": ("CheckpointError", "no checkpoint.json"),
     "other model": ("CheckpointError", "'model/embed_tokens.weight' is missing", "more"),
-    "cut": ("CheckpointError", "cell_1/__1_0.distcp has", "rank 2 of 4"),
+    "cut": ("CheckpointError", "cell_1/__1_0.distcp has", "rank 3 of 4"),  # the two share the files out
+    "flipped": ("CheckpointError", "flipped/cell_1/__0_0.distcp is not as it was written", "rank 2 of 4"),
+    "own names": ("ConfigError", "own=['codec1']"),
+    "own pickle": ("ConfigError", "codec/value is object", "rank 3 of 4"),
+    "own disk": ("CheckpointError", "rank 3 cannot write what it keeps for itself", "No space left"),
+    "own flipped": ("CheckpointError", "cell_1/own_0.pt is not as it was written", "rank 2 of 4"),
+    "reset": ("ConfigError", "reset=['codec']"),
     "forged": ("CheckpointError", "cell_0/index.json", "checksum"),
 }
 
@@ -514,15 +560,15 @@ def rotates(rank: int, world_size: int, folder: str) -> None:
     for number in (8, 9, 10, 11):
         manager.save(strategy, number, parts={"own": own})
     dist.barrier()
-    assert sorted(os.listdir(manager.output_dir)) == ["step_10", "step_11"]
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_10", "step_11"]
     dist.barrier()
     for wrong in (rank, -1, "7", True):
         with pytest.raises(xffl.ConfigError):
             manager.save(strategy, wrong, parts={"own": own})
     assert auto_resume(config, strategy) and strategy.loaded == manager.output_dir / "step_11"
     manager.save(strategy, 3, parts={"own": own})  # after going back: what was just saved stays
-    assert find_latest_checkpoint(folder) == manager.output_dir / "step_11"
-    assert sorted(os.listdir(manager.output_dir)) == ["step_10", "step_11", "step_3"]
+    assert find_latest_checkpoint(folder) == manager.output_dir / "step_3"  # the pointer says so
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_10", "step_11", "step_3"]
     config.experiment.output_dir = f"{folder}/elsewhere" if rank == 0 else folder
     with pytest.raises(xffl.ConfigError, match="latest one"):
         auto_resume(config, strategy)

@@ -25,7 +25,7 @@ from xffl.training.sampler import CellBatchSampler
 np = pytest.importorskip("numpy")
 pytest.importorskip("sklearn")
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "02_noniid"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "05_noniid"
 
 
 def load(name: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from torch import nn
 
 import xffl
 from xffl.checkpoint import CheckpointManager, auto_resume, find_latest_checkpoint, load_checkpoint, save_checkpoint
+from xffl.checkpoint.folder import read_record, record_text
 from xffl.checkpoint.plain import from_plain, tensors_named, to_plain
 from xffl.distributed.distributed_state import DistributedState
 
@@ -50,6 +52,19 @@ class Own:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
+
+
+def seal(path: Path) -> None:
+    """Make the checksums of a checkpoint fit its files."""
+    record = read_record(path)
+    for cell in record.indexes:
+        index = json.loads((path / cell / "index.json").read_text())
+        for name in index["files"]:
+            data = (path / cell / name).read_bytes()
+            index["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+        (path / cell / "index.json").write_text(json.dumps(index))
+        record.indexes[cell] = hashlib.sha256((path / cell / "index.json").read_bytes()).hexdigest()
+    (path / "checkpoint.json").write_text(record_text(record))
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
@@ -139,6 +154,9 @@ def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:
     size = file.stat().st_size
     torch.save(Bomb(), file)
     file.write_bytes(file.read_bytes()[:size].ljust(size, b"\0"))
+    with pytest.raises(xffl.CheckpointError, match=r"__0_0\.distcp is not as it was written"):
+        load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    seal(tmp_path / "it")  # a forger knows how checksums are made
     with pytest.raises(xffl.CheckpointError, match=r"reading failed.*load another checkpoint"):
         load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
     assert not (tmp_path / "ran").exists()
@@ -257,8 +275,35 @@ def test_damage_is_told(tmp_path: Path) -> None:
     assert "unfinished" in told("no_record", lambda path: (path / "checkpoint.json").unlink())
     assert "cannot be read" in told("bad_record", lambda path: (path / "checkpoint.json").write_text("{"))
     assert "not of xffl" in told("foreign", edit(format="other"))
-    assert "format version 2" in told("newer", edit(version=2))
-    assert "lacks fields" in told("lacking", edit(cells=None))
+    for version in (1, 3):
+        text = told(f"version_{version}", edit(version=version))
+        assert f"format version {version}, this xffl reads version 2; load it with the xffl that wrote it" in text
+    assert "checkpoint.json is not as it was written" in told("lacking", edit(cells=None))
+
+
+def test_a_flipped_byte_anywhere_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
+    model, own, parts = nn.Linear(2, 2), Own([1.5, torch.arange(3)]), {"schedule": Own("text")}
+    save_checkpoint(tmp_path / "it", {"model": model, **parts}, ALONE, values={"step": 1}, own={"own": own})
+    files = sorted(file for file in (tmp_path / "it").rglob("*") if file.is_file())
+    assert [file.name for file in files] == ["__0_0.distcp", "index.json", "own_0.pt", "checkpoint.json"]
+    before, loaded = model.weight.clone(), []
+    own.load_state_dict = loaded.append  # type: ignore[method-assign]
+    for file in files:
+        data = file.read_bytes()
+        for place in range(0, len(data), 2 if file.suffix == ".json" else len(data) // 40):
+            flip = (0x01, 0x20, 0x80)[place % 3]
+            file.write_bytes(data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :])
+            with pytest.raises(xffl.CheckpointError) as told:
+                load_checkpoint(tmp_path / "it", {"model": model, **parts}, ALONE, own={"own": own})
+            assert str(file) in str(told.value), (place, flip)
+        file.write_bytes(data)
+    assert torch.equal(model.weight, before) and not loaded
+    load_checkpoint(tmp_path / "it", {"model": model, **parts}, ALONE, own={"own": own})
+    assert loaded
+
+
+def is_new(path: Path) -> bool:
+    return "own" in read_record(path if path.exists() else path.with_name(f".{path.name}.old")).own
 
 
 class Killed(BaseException):
@@ -281,7 +326,15 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypa
     """Die before each change of the file system in turn: what is found is the old one or the new one, never nothing."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and nothing here cuts the power
     model = nn.Linear(2, 2)
-    changes = [(Path, "rename"), (Path, "open"), (Path, "mkdir"), (shutil, "rmtree"), (os, "fsync"), (os, "rmdir")]
+    changes = [
+        (Path, "rename"),
+        (Path, "open"),
+        (Path, "mkdir"),
+        (shutil, "rmtree"),
+        (os, "fsync"),
+        (os, "rmdir"),
+        (torch, "save"),
+    ]
     found = []
     for moment in range(100):
         folder = tmp_path / str(moment) / "checkpoints"
@@ -295,13 +348,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypa
             for home, name in changes:
                 patch.setattr(home, name, deadly(getattr(home, name), left))
             try:
-                save_checkpoint(path, {"model": model}, ALONE, values={"turn": 1})
+                save_checkpoint(path, {"model": model}, ALONE, values={"turn": 1}, own={"own": Own(1)})
                 is_whole = True
             except (Killed, xffl.CheckpointError):
                 is_whole = False
         latest = find_latest_checkpoint(tmp_path / str(moment))
         assert latest == path, moment
-        values = load_checkpoint(latest, {"model": model}, ALONE)
+        values = load_checkpoint(latest, {"model": model}, ALONE, reset=["own"] if is_new(latest) else [])
         found.append(values["turn"])
         save_checkpoint(path, {"model": model}, ALONE, values={"turn": 2})
         assert load_checkpoint(path, {"model": model}, ALONE) == {"turn": 2}
@@ -337,7 +390,7 @@ def test_rotation_keeps_the_newest_the_final_and_what_is_not_ours(tmp_path: Path
     (manager.output_dir / ".step_2.removed").mkdir()
     for step in (2, 9, 10, 100):
         manager.save(strategy, step, values={"step": step})
-    kept = {".step_50.partial", "best", "final", "step_0", "step_10", "step_100"}
+    kept = {".step_50.partial", "best", "final", "latest", "step_0", "step_10", "step_100"}
     assert set(os.listdir(manager.output_dir)) == kept
     shutil.copytree(manager.output_dir / "step_10", manager.output_dir / ".step_10.old")  # left by a kill
     manager.save(strategy, 101)

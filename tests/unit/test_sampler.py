@@ -286,11 +286,28 @@ def test_a_loader_of_another_sampler_is_noticed() -> None:
         list(sampler.follow(loader_of(sampler, batch_size=2)))
 
 
+@pytest.mark.parametrize("kind", [CellBatchSampler, CellSampler])
+def test_other_ranks_may_go_on_with_the_same_steps(kind: Any) -> None:
+    def cells(ranks: int, batch_size: int) -> list[Any]:
+        return [kind(range(150), Topology(ranks), rank, batch_size=batch_size, seed=3) for rank in range(ranks)]
+
+    def steps(samplers: list[Any]) -> list[set[int]]:
+        taken = [as_lists(loader_of(sampler)) for sampler in samplers]
+        return [{index for batch in step for index in batch} for step in zip(*taken, strict=True)]
+
+    whole = steps(cells(4, 6))
+    state = cells(4, 6)[0].state_dict(consumed=3)
+    for ranks, batch_size in ((1, 24), (2, 12), (6, 4)):
+        others = cells(ranks, batch_size)
+        for other in others:
+            other.load_state_dict(state)
+        assert steps(others) == whole[3:]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"batch_size": 5}, "batch_size 5, but this one has 4"),
-        ({"ranks": 4}, "ranks 4"),
+        ({"samples_a_step": 10}, "samples_a_step 10, but this one has 8"),
         ({"seed": 4}, "seed 4"),
         ({"tail": "pad"}, "tail 'pad'"),
         ({"data": "0"}, "data '0'"),

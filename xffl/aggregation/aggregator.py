@@ -283,6 +283,7 @@ class Aggregator:
         dist.barrier()  # nobody still listens to a group that another one destroys
         for group in self._made.routes.own:
             destroy_group(group)
+        dist.barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     @property
     def is_closed(self) -> bool:

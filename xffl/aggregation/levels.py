@@ -263,6 +263,7 @@ class Levels(Aggregator):
         self._is_closed = True
         dist.barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
+        dist.barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     def _destroy(self) -> None:
         own = [*(stage.aggregator._made.routes.own for stage in self._stages), *(place.own for place in self._places)]

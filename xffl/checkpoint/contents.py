@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from xffl.checkpoint.plain import Plain, to_plain
 from xffl.errors import ConfigError
 
-__all__ = ["Contents", "Part", "check_parts", "collect", "parameter_names", "saved_options"]
+__all__ = ["Contents", "Part", "check_parts", "collect", "parameter_names", "saved_options", "trained_names"]
 
 Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
@@ -31,6 +31,13 @@ class Contents:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Plain] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    """Tensors of a model that are another one of it, which comes first"""
+
+    def on_host(self) -> Contents:
+        """Return a copy in the memory of the host, that nothing else changes."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        return Contents(copies, self.values, self.ties)
 
 
 def check_parts(parts: Mapping[str, Part]) -> None:
@@ -64,7 +71,9 @@ def collect(parts: Mapping[str, Part]) -> Contents:
     contents = Contents()
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            for key, value in get_model_state_dict(part).items():
+            found = get_model_state_dict(part)
+            contents.ties |= {f"{name}/{key}": f"{name}/{first}" for key, first in _ties(found).items()}
+            for key, value in found.items():
                 plain = to_plain(value, f"{name}/{key}", contents.tensors)
                 if not isinstance(value, torch.Tensor):
                     contents.values[f"{name}/{key}"] = plain
@@ -123,6 +132,37 @@ def saved_options(name: str, values: Mapping[str, Plain]) -> dict[str, Plain]:
         if key.startswith(f"{name}/group/") and isinstance(group, dict):
             options |= dict.fromkeys(group["params"], group["options"])
     return options
+
+
+def trained_names(parts: Mapping[str, Part]) -> list[str]:
+    """Return the names of what is trained in the models among the parts.
+
+    :param parts: Parts by name.
+    :return: Names such as ``model/layers.0.weight``.
+    """
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    trained = {id(p): p for model in models for p in model.parameters() if p.requires_grad}
+    if not trained:
+        return []
+    return parameter_names("", torch.optim.Optimizer(list(trained.values()), {}), parts)[0]
+
+
+def _ties(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names under which a tensor comes again, with the first one."""
+    first: dict[tuple[Any, ...], str] = {}
+    ties = {}
+    for key, value in found.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.is_meta or not local.numel():
+            continue
+        try:
+            address = local.data_ptr()
+        except RuntimeError:  # a tensor made of others, such as a quantized one
+            continue
+        place = (address, local.device, local.dtype, value.shape, local.stride())
+        if address and first.setdefault(place, key) != key:
+            ties[key] = first[place]
+    return ties
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

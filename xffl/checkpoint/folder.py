@@ -3,9 +3,11 @@
 .. code-block:: text
 
    step_100/                  a whole checkpoint
-     checkpoint.json          its record: what it holds, and the checksum of each cell's index
-     cell_0/index.json        where each tensor of the cell lies, and the plain values
+     checkpoint.json          its record: what it holds, and the checksum of each cell's index and of itself
+     cell_0/index.json        where each tensor of the cell lies, the plain values, and the files' checksums
      cell_0/__3_0.distcp      what rank 3 of the cell has written
+     cell_0/own_3.pt          what rank 3 of the cell keeps for itself
+   latest                     the name of the newest one, written by CheckpointManager
    .step_100.partial/         being written, or left by a save that was killed
    .step_100.old/             the one before, while the new one takes its name
    .step_100.removed/         being deleted
@@ -17,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,21 +30,24 @@ __all__ = [
     "INDEX",
     "Record",
     "aside",
-    "checksum",
     "find_record",
     "publish",
+    "read_pointer",
     "read_record",
+    "record_text",
     "remove_checkpoint",
     "settle",
     "sync_folder",
+    "write_pointer",
     "write_text",
 ]
 
+LATEST = "latest"
 RECORD = "checkpoint.json"
 INDEX = "index.json"
 """Name of the file that tells where a cell's tensors lie."""
 FORMAT = "xffl checkpoint"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,13 @@ class Record:
     cells: tuple[int, ...]
     """Ranks of each cell"""
     replica_size: int | None
+    cell_shape: tuple[tuple[str, int], ...] | None
+    """Sizes of the axes of the mesh inside a cell"""
+    after_round: bool
+    """Whether all cells held the same averaged weights"""
     parts: tuple[str, ...]
+    own: tuple[str, ...]
+    """Names of what each rank keeps for itself"""
     values: dict[str, Any]
     """Plain values, as :func:`xffl.checkpoint.plain.to_plain` writes them"""
     indexes: dict[str, str]
@@ -102,31 +114,59 @@ def read_record(folder: Path) -> Record:
     :return: The record.
     :raises CheckpointError: if the folder is no whole checkpoint of this version.
     """
+    file = folder / RECORD
     try:
-        told = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        raw = file.read_bytes().decode("utf-8")
+        told = json.loads(raw)
     except FileNotFoundError:
         what = (
             "does not exist" if not folder.exists() else f"is no checkpoint of xffl, or an unfinished one: no {RECORD}"
         )
         raise CheckpointError(f"checkpoint {folder} {what}; give the folder of a finished one") from None
     except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not of xffl; give the folder of a checkpoint of xffl")
+    if (version := told.get("version")) != VERSION:
         raise CheckpointError(
-            f"{folder / RECORD} cannot be read: {error}; the checkpoint is damaged, load another one"
-        ) from error
-    if not isinstance(told, dict) or told.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{folder / RECORD} is not of xffl; give the folder of a checkpoint of xffl")
-    if (version := told.pop("version", None)) != VERSION:
-        raise CheckpointError(
-            f"checkpoint {folder} has format version {version!r}, this xffl reads version {VERSION}; load it with the "
-            f"xffl that wrote it ({told.get('xffl')})"
+            f"{file} has format version {version!r}, this xffl reads version {VERSION}; load it with the xffl that "
+            f"wrote it ({told.get('xffl')})"
         )
-    try:
-        record = Record(**{**told, "cells": tuple(told["cells"]), "parts": tuple(told["parts"])})
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / RECORD} lacks fields: {error}; the checkpoint is damaged") from error
-    if not all((folder / cell / INDEX).is_file() for cell in record.indexes):
-        raise CheckpointError(f"checkpoint {folder} lacks the index of a cell; it is damaged, load another one")
+    if raw != _sealed(told):
+        raise CheckpointError(
+            f"{file} is not as it was written (its checksum differs); the checkpoint is damaged, load another one"
+        )
+    record = _record_of(told, file)
+    if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
+        raise CheckpointError(
+            f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; it is damaged, load another one"
+        )
     return record
+
+
+def record_text(record: Record) -> str:
+    """Return what the record's file holds: JSON, and the checksum of all of it but the checksum.
+
+    :param record: The record.
+    :return: The text, which is the only one of this record.
+    """
+    return _sealed({"format": FORMAT, "version": VERSION, **asdict(record)})
+
+
+def _sealed(fields: Mapping[str, Any]) -> str:
+    body = {name: value for name, value in fields.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
+
+
+def _record_of(told: dict[str, Any], file: Path) -> Record:
+    try:
+        fields = {name: value for name, value in told.items() if name not in ("format", "version", "sha256")}
+        fields |= {name: tuple(told[name]) for name in ("cells", "parts", "own")}
+        fields["cell_shape"] = None if (shape := told["cell_shape"]) is None else tuple(map(tuple, shape))
+        return Record(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -153,15 +193,6 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a small file.
-
-    :param path: The file.
-    :return: The digest in hexadecimal.
-    """
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def publish(path: Path, record: Record) -> None:
     """Give the finished partial folder its name; one process calls it, when all ranks have written theirs.
 
@@ -172,8 +203,7 @@ def publish(path: Path, record: Record) -> None:
     :param record: What it says of itself.
     """
     partial, old = aside(path, "partial"), aside(path, "old")
-    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(record)}, indent=1, allow_nan=False)
-    write_text(partial / RECORD, text + "\n")
+    write_text(partial / RECORD, record_text(record))
     sync_folder(partial)
     if path.exists():
         if old.exists():  # of a save that was killed while it deleted this
@@ -197,3 +227,26 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(removed)
     found.rename(removed)
     shutil.rmtree(removed)
+
+
+def write_pointer(path: Path) -> None:
+    """Let the file ``latest`` beside a checkpoint name it, at once; one process calls it.
+
+    :param path: The checkpoint.
+    """
+    new = path.with_name(f".{LATEST}.new")
+    write_text(new, path.name + "\n")
+    new.replace(path.with_name(LATEST))
+    sync_folder(path.parent)
+
+
+def read_pointer(folder: Path) -> str | None:
+    """Return the name in the file ``latest``, which may be of nothing that is there.
+
+    :param folder: The folder of checkpoints.
+    :return: The name, or ``None`` where there is no such file.
+    """
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None

@@ -1,11 +1,11 @@
-"""Loading: into models and optimizers however they are spread now, in the same cells."""
+"""Loading: into models and optimizers however they are spread now."""
 
 from __future__ import annotations
 
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,27 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.checkpoint.contents import Contents, Part, check_parts, collect, parameter_names, saved_options
-from xffl.checkpoint.folder import INDEX, Record, checksum, read_record, settle
+from xffl.checkpoint.cells import compare_cells
+from xffl.checkpoint.contents import (
+    Contents,
+    Part,
+    check_parts,
+    collect,
+    parameter_names,
+    saved_options,
+    trained_names,
+)
+from xffl.checkpoint.folder import Record, read_record, settle
+from xffl.checkpoint.own import check_own, load_own, read_own, wanted_own
 from xffl.checkpoint.plain import from_plain, tensors_named
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
-from xffl.checkpoint.storage import CellIndex, CellReader, read_index
+from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError
+from xffl.errors import CheckpointError, ConfigError
+from xffl.topology import Topology
 
 __all__ = ["load_checkpoint"]
 
@@ -44,51 +56,94 @@ class _Plan:
     unused: set[str] = field(default_factory=set)
 
 
-def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Part], state: DistributedState) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Asked:
+    """What a caller wants to load."""
+
+    parts: Mapping[str, Part]
+    own: Mapping[str, Stateful]
+    reset: frozenset[str]
+    local: frozenset[str]
+    path: Path
+    topology: Topology
+    cell: Cell
+
+    def __str__(self) -> str:
+        """Write what must be the same on all ranks."""
+        told = f"path={self.path} parts={sorted(self.parts)} own={sorted(self.own)}"
+        return f"{told} reset={sorted(self.reset)} local={sorted(self.local)}"
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part],
+    state: DistributedState,
+    *,
+    own: Mapping[str, Stateful] | None = None,
+    reset: Collection[str] = (),
+    local: Collection[str] = (),
+) -> dict[str, Any]:
     """Load a checkpoint into the parts, in place, and return the values that were saved with it.
 
     Collective over the world. The parts may be spread otherwise than they were: another number of ranks in a cell or of
-    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. The number of cells must
-    be that of the checkpoint. All names, shapes and dtypes are compared before anything is changed. Tensors do not
-    move between ranks.
+    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. All names, shapes and
+    dtypes are compared before anything is changed. Tensors do not move between ranks.
 
-    The files hold tensors, which torch reads with ``weights_only``, and JSON: reading them runs no code. The index of
-    each cell is compared with its checksum, and the files with their sizes.
+    The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
+    ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between
+    the cells (moments of optimizers, tensors with the policy ``local``) comes from there. Everything that is trained in
+    the models is compared over the saved cells first, bit for bit.
+
+    The files hold tensors, which torch reads with ``weights_only``, and JSON: reading them runs no code. Before
+    anything is changed, all that is read is compared with its checksum; a cell's ranks share its files out for this.
 
     :param path: The checkpoint's folder.
     :param parts: What to load into, under the names that were saved; see :func:`xffl.checkpoint.save_checkpoint`.
     :param state: The state that says where this rank stands.
+    :param own: Objects that this rank has kept for itself, under the names that were saved; the layout (sizes of cells,
+        replica size, mesh) must be the same then.
+    :param reset: Names of own state that are left as they are, whatever the checkpoint holds of them.
+    :param local: Names of trained tensors, such as ``model/head.weight``, that may differ between the saved cells.
     :return: The values.
     :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
 
-    def given() -> tuple[Path, Cell]:
+    def given() -> _Asked:
         check_parts(parts)
-        return check_path(path), this_cell(state)
+        for knob, names in (("reset", reset), ("local", local)):
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ConfigError(f"{knob} is {names!r}; give a list of names")
+        checked = check_own(own)
+        asked = check_path(path), state.topology, this_cell(state)
+        return _Asked(parts, checked, frozenset(reset), frozenset(local), *asked)
 
-    shown = Path(str(path))
-    target, cell = together(
-        "arguments", given, shown, UNTOUCHED, lambda found: f"path={found[0]} parts={sorted(parts)}"
-    )
+    asked = together("arguments", given, Path(str(path)), UNTOUCHED, str)
+    target, cell = asked.path, asked.cell
     folder = settle(target)
-    record = together("record", lambda: _record(folder, parts, cell), target, UNTOUCHED, str)
+    record, wanted = together("record", lambda: _record(folder, asked), target, UNTOUCHED, str)
     current = together("contents", lambda: collect(parts), target, UNTOUCHED)
-    plan = together("comparing", lambda: _plan(folder, record, parts, current, cell), target, UNTOUCHED)
+    if len(record.cells) != len(cell.sizes):
+        names = together("contents", lambda: trained_names(parts), target, UNTOUCHED)
+        together("comparing cells", lambda: compare_cells(folder, record, names, asked.local, cell), target, UNTOUCHED)
+    plan = together("comparing", lambda: _plan(folder, record, asked, current), target, UNTOUCHED)
     together("comparing", lambda: _check_unused(plan, cell), target, UNTOUCHED)
+    kept = together("own state", lambda: read_own(plan.folder, cell.place, plan.index.files, wanted), target, UNTOUCHED)
     together("reading", lambda: _read(plan, cell), target, TORN)
     together("applying", lambda: _apply(plan, parts), target, TORN)
+    together("applying own state", lambda: load_own(asked.own, kept), target, TORN)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
-def _record(folder: Path, parts: Mapping[str, Part], cell: Cell) -> Record:
-    """Read the record and see whether it fits the cells and parts of this run."""
-    record = read_record(folder)
-    if len(record.cells) != len(cell.sizes):
+def _record(folder: Path, asked: _Asked) -> tuple[Record, list[str]]:
+    """Read the record and see whether it fits the cells and parts of this run; also tell the own state to load."""
+    record, parts, sizes = read_record(folder), asked.parts, asked.cell.sizes
+    if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
-            f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(cell.sizes)} "
-            f"{cell.sizes}; each cell holds other weights, so start {len(record.cells)} cells (of any sizes)"
+            f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
+            f"each cell holds other weights, so start {len(record.cells)} cells (of any sizes), or save right after a "
+            "round (after_round=True)"
         )
     missing, extra = sorted(set(parts) - set(record.parts)), sorted(set(record.parts) - set(parts))
     if missing or extra:
@@ -97,19 +152,15 @@ def _record(folder: Path, parts: Mapping[str, Part], cell: Cell) -> Record:
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {' and '.join(told)}; give the parts that were "
             "saved"
         )
-    return record
+    return record, sorted(wanted_own(folder, record, asked.own, asked.reset, asked.topology))
 
 
-def _plan(folder: Path, record: Record, parts: Mapping[str, Part], current: Contents, cell: Cell) -> _Plan:
+def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Plan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    home = folder / cell.name
-    if checksum(home / INDEX) != record.indexes.get(cell.name):
-        raise CheckpointError(
-            f"{home / INDEX} is not the file that was saved (its checksum differs); load another checkpoint"
-        )
-    index = read_index(home)
-    if cell.is_first:  # once for each cell: on a large world many looks at many files are slow
-        _check_files(home, index)
+    parts, cell = asked.parts, asked.cell
+    home = folder / f"cell_{cell.number % len(record.cells)}"
+    index = read_index(home, record.indexes.get(home.name))
+    check_data(home, index, cell.place, cell.sizes[cell.number])
     plan = _Plan(home, index)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -184,15 +235,6 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     whole = torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     everywhere = [Replicate()] * parameter.device_mesh.ndim
     return DTensor.from_local(whole, parameter.device_mesh, everywhere, run_check=False)
-
-
-def _check_files(folder: Path, index: CellIndex) -> None:
-    for name, size in index.files().items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            told = "is missing" if found is None else f"has {found} bytes in place of {size}"
-            raise CheckpointError(f"{file} {told}; the checkpoint is damaged, load another one")
 
 
 def _check_unused(plan: _Plan, cell: Cell) -> None:

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from xffl.checkpoint.folder import Record, aside, find_record, remove_checkpoint
+from xffl.checkpoint.background import PendingSave
+from xffl.checkpoint.folder import Record, aside, find_record, read_pointer, remove_checkpoint, write_pointer
 from xffl.checkpoint.steps import together
-from xffl.errors import ConfigError
+from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointManager", "auto_resume", "find_latest_checkpoint"]
 
@@ -32,25 +33,35 @@ class Saver(Protocol):
 class CheckpointManager:
     """Save checkpoints by step and keep the newest ones.
 
+    The file ``latest`` beside them holds the name of the newest one.
+
     :param output_dir: The run's folder; checkpoints go to ``checkpoints/step_<step>`` in it.
     :param keep_last: How many to keep, at least 1; ``final`` is never deleted, nor is what is no checkpoint of xffl.
+    :param keep_every: Steps that this divides are kept for good.
     :raises ConfigError: if an argument cannot be meant.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], keep_last: int = 3) -> None:
-        if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
+    def __init__(
+        self, output_dir: str | os.PathLike[str], keep_last: int = 3, *, keep_every: int | None = None
+    ) -> None:
+        if not _is_whole_number(keep_last) or keep_last < 1:
             raise ConfigError(f"keep_last {keep_last!r} is no positive number; keep at least 1 checkpoint")
+        if keep_every is not None and (not _is_whole_number(keep_every) or keep_every < 1):
+            raise ConfigError(f"keep_every {keep_every!r} is no positive number; give steps, or None")
         if not isinstance(output_dir, (str, os.PathLike)):
             raise ConfigError(f"output_dir {output_dir!r} is no path; give the run's folder")
         self.output_dir = Path(output_dir) / FOLDER
         self.keep_last = keep_last
+        self.keep_every = keep_every
 
     def save(self, strategy: Saver, step: int, **kwargs: Any) -> None:
         r"""Save the checkpoint of a step through a strategy, then delete the oldest.
 
-        Collective over the world, where it is initialized.
+        Collective over the world, where it is initialized. Where the strategy saves in the background, the thread
+        that writes also deletes, when the new checkpoint is whole.
 
-        :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called.
+        :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
+            :class:`PendingSave`, saves in the background.
         :param step: Number of the step, the same on all ranks.
         :param \**kwargs: Given on to the strategy.
         :raises ConfigError: if the step is none, or the ranks were given different ones.
@@ -58,50 +69,81 @@ class CheckpointManager:
         """
 
         def given() -> Path:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            if not _is_whole_number(step) or step < 0:
                 raise ConfigError(f"step {step!r} is no step; give a whole number from 0")
             return self.output_dir / f"step_{step}"
 
-        path = together("step", given, self.output_dir, "give all ranks the same step", str)
-        strategy.save_checkpoint(path, **kwargs)
-        self._rotate(path)
+        self._save(strategy, together("step", given, self.output_dir, "give all ranks the same step", str), kwargs)
 
-    def _rotate(self, saved: Path | None = None) -> None:
-        """Delete all but the newest checkpoints by step; rank 0 does it, when all ranks have come here.
+    def save_final(self, strategy: Saver, **kwargs: Any) -> None:
+        r"""Save the checkpoint ``final``, which is never deleted; otherwise as :meth:`save`.
+
+        :param strategy: As for :meth:`save`.
+        :param \**kwargs: Given on to the strategy; give it the ``step`` among its values.
+        :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
+        """
+        self._save(strategy, self.output_dir / FINAL, kwargs)
+
+    def _save(self, strategy: Saver, path: Path, kwargs: dict[str, Any]) -> None:
+        saved = strategy.save_checkpoint(path, **kwargs)
+        if isinstance(saved, PendingSave):
+            saved.then(lambda world: self._rotate(path, world))
+        else:
+            self._rotate(path)
+
+    def _rotate(self, saved: Path | None = None, world: dist.ProcessGroup | None = None) -> None:
+        """Point to the new checkpoint and delete all but the newest; rank 0 does it, when all ranks have come here.
 
         Collective over the world, where it is initialized.
 
         :param saved: The one that was just saved, which stays even where others have a higher step.
+        :param world: Group of all ranks; by default torch's own.
         """
         advice = "see who may write there; the new checkpoint is whole"
-        together("saving", lambda: None, self.output_dir, advice)
+        together("saving", lambda: None, self.output_dir, advice, world=world)
 
         def delete() -> None:
             if dist.is_initialized() and dist.get_rank() != 0:
                 return
+            if saved is not None:
+                if find_record(saved) is None:
+                    raise CheckpointError(
+                        f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
+                        "write it, or return what AsyncSaver.save returned"
+                    )
+                write_pointer(saved)
             for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
                 shutil.rmtree(left)
             by_step = sorted(_steps(self.output_dir).items(), reverse=True)
-            for _, (folder, _) in by_step[self.keep_last :]:
-                if saved is None or folder.name != saved.name:
+            for step, (folder, _) in by_step[self.keep_last :]:
+                is_kept = self.keep_every is not None and step % self.keep_every == 0
+                if not is_kept and (saved is None or folder.name != saved.name):
                     remove_checkpoint(folder)
 
-        together("deleting old ones", delete, self.output_dir, advice)
+        together("deleting old ones", delete, self.output_dir, advice, world=world)
 
 
 def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:
     """Find the newest checkpoint of a run. Reads files only; nothing moves.
 
-    The newest is the one of the highest step. ``final`` is it where it was saved at that step or a later one (at a
-    later time, where it does not say its ``step`` among its values). Unfinished and foreign folders do not count.
+    The newest is the one that the file ``latest`` names. Where that is gone or unfinished, or another one was saved at
+    a later time (a kill came before the file was written), it is the one of the highest step. ``final`` is it where it
+    was saved at that step or a later one (at a later time, where it does not say its ``step`` among its values).
+    Unfinished and foreign folders do not count.
 
     :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
     :return: The checkpoint's folder, or ``None`` where there is none.
     """
     folder = Path(experiment_dir) / FOLDER
     steps = _steps(folder)
-    latest = max(steps) if steps else None
     final = _whole(folder / FINAL)
+    whole = {path.name: (path, record) for path, record in steps.values()}
+    if final is not None:
+        whole[FINAL] = (folder / FINAL, final)
+    pointed = whole.get(read_pointer(folder) or "")
+    if pointed is not None and all(record.saved_at <= pointed[1].saved_at for _, record in whole.values()):
+        return pointed[0]
+    latest = max(steps) if steps else None
     if final is not None and (latest is None or _is_newer(final, latest, steps[latest][1])):
         return folder / FINAL
     return None if latest is None else steps[latest][0]
@@ -149,3 +191,7 @@ def _is_newer(final: Record, step: int, record: Record) -> bool:
     if isinstance(own, int) and not isinstance(own, bool):
         return own >= step
     return final.saved_at > record.saved_at
+
+
+def _is_whole_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,64 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import __version__
+from xffl.checkpoint.checksums import FileEntry, checksum
 from xffl.checkpoint.contents import Contents, Part, check_parts, collect
-from xffl.checkpoint.folder import INDEX, Record, aside, checksum, find_record, publish, settle
+from xffl.checkpoint.folder import INDEX, Record, aside, find_record, publish, settle
+from xffl.checkpoint.own import OwnState, check_own, collect_own, write_own
 from xffl.checkpoint.plain import Plain, to_plain
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellWriter
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
+from xffl.topology import Topology
 
-__all__ = ["save_checkpoint"]
+__all__ = ["Kept", "Saving", "begin", "save_checkpoint", "write"]
 
 KEPT = "what was saved before stays; see that there is space and that the folder can be written, then save again"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a caller gives to be kept; see :func:`save_checkpoint`."""
+
+    parts: Mapping[str, Part]
+    values: Mapping[str, Any] | None = None
+    own: Mapping[str, Stateful] | None = None
+    after_round: bool = False
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is to be written."""
+
+    target: Path
+    topology: Topology
+    cell: Cell
+    parts: tuple[str, ...]
+    values: dict[str, Plain]
+    after_round: bool
+    contents: Contents
+    own: OwnState
+
+    def record(self) -> Record:
+        """Return what the checkpoint says of itself, but for the indexes' checksums."""
+        return Record(
+            xffl=__version__,
+            torch=torch.__version__,
+            saved_at=datetime.now(timezone.utc).isoformat(),
+            world_size=self.topology.world_size,
+            cells=self.topology.sizes,
+            replica_size=self.topology.replica_size,
+            cell_shape=_shape(self.topology),
+            after_round=self.after_round,
+            parts=self.parts,
+            own=tuple(sorted(self.own.values)),
+            values=self.values,
+            indexes={},
+        )
 
 
 def save_checkpoint(
@@ -37,15 +82,17 @@ def save_checkpoint(
     state: DistributedState,
     *,
     values: Mapping[str, Any] | None = None,
+    own: Mapping[str, Stateful] | None = None,
+    after_round: bool = False,
 ) -> None:
     """Write a checkpoint, whole or not at all.
 
     Collective over the world; the folder must be on a file system that all ranks share. Each cell writes its own
     tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
     not sharded its first rank. Tensors do not move between ranks. A small all-reduce over the world ends each step, so
-    that all ranks fail alike. The files are written aside, flushed to the disk, and take their name in the end; a
-    checkpoint of the same name is replaced only then. A save that was killed leaves a folder ``.NAME.partial``, which
-    the next one of this name removes.
+    that all ranks fail alike. The files are written aside, flushed to the disk, read back for their checksums, and take
+    their name in the end; a checkpoint of the same name is replaced only then. A save that was killed leaves a folder
+    ``.NAME.partial``, which the next one of this name removes.
 
     Tensors are kept in torch's own files, everything else in JSON; reading them runs no code.
 
@@ -54,39 +101,79 @@ def save_checkpoint(
         the same on all ranks. What such an object holds must be the same on all ranks of a cell.
     :param state: The state that says where this rank stands.
     :param values: Plain values (step, epoch) that loading returns; the same on all ranks.
+    :param own: Objects with ``state_dict`` and ``load_state_dict`` that each rank keeps for itself (random numbers,
+        what lossy codecs still have to send), by name; the names are the same on all ranks, what they hold need not be.
+        They load into the same layout only. Their tensors are copied to the host and come back on the CPU.
+    :param after_round: Whether a round has just given all cells the same weights; then the checkpoint also loads into
+        other numbers of cells. The same on all ranks.
     :raises ConfigError: if an argument cannot be meant or kept, or the ranks were given different ones.
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
+    write(begin(path, Kept(parts, values, own, after_round), state))
 
-    def given() -> tuple[Path, dict[str, Plain], Cell]:
-        check_parts(parts)
-        return check_path(path), _plain_values(values), this_cell(state)
 
-    target, plain, cell = together(
-        "arguments", given, Path(str(path)), KEPT, lambda found: _text(found[0], parts, found[1])
+def begin(
+    path: str | os.PathLike[str],
+    kept: Kept,
+    state: DistributedState,
+    *,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
+    is_copied: bool = False,
+) -> Saving:
+    """Check what is to be kept and take it; collective over the world.
+
+    :param path: The folder to make.
+    :param kept: What is to be kept.
+    :param state: The state that says where this rank stands.
+    :param groups: Groups to communicate over in place of the state's, see :func:`xffl.checkpoint.steps.this_cell`.
+    :param is_copied: Copy tensors to the memory of the host, so that they may change from here on.
+    :return: What :func:`write` writes.
+    :raises XfflError: the same on all ranks.
+    """
+    world = None if groups is None else groups[0]
+
+    def given() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
+        check_parts(kept.parts)
+        if not isinstance(kept.after_round, bool):
+            raise ConfigError(f"after_round is {kept.after_round!r}; give True or False")
+        own = check_own(kept.own)
+        return check_path(path), _plain_values(kept.values), this_cell(state, groups), own
+
+    shown = Path(str(path))
+    target, plain, cell, own = together(
+        "arguments", given, shown, KEPT, lambda it: _text(it[0], kept, it[1], it[3]), world=world
     )
-    contents = together("contents", lambda: collect(parts), target, KEPT)
-    together("preparing", lambda: _prepare(target, cell), target, KEPT)
+
+    def take() -> tuple[Contents, OwnState]:
+        found = collect(kept.parts)
+        return found.on_host() if is_copied else found, collect_own(own)
+
+    contents, own_state = together("contents", take, target, KEPT, world=world)
+    names = tuple(sorted(kept.parts))
+    return Saving(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
+
+
+def write(saving: Saving) -> None:
+    """Write a checkpoint and give it its name; collective over the world.
+
+    :param saving: What :func:`begin` returned.
+    :raises XfflError: the same on all ranks.
+    """
+    target, cell = saving.target, saving.cell
+    together("preparing", lambda: _prepare(target, cell), target, KEPT, world=cell.world)
     partial = aside(target, "partial")
     try:
-        together("writing", lambda: _write(partial / cell.name, contents, cell), target, KEPT)
-        record = Record(
-            xffl=__version__,
-            torch=torch.__version__,
-            saved_at=datetime.now(timezone.utc).isoformat(),
-            world_size=sum(cell.sizes),
-            cells=cell.sizes,
-            replica_size=state.topology.replica_size,
-            parts=tuple(sorted(parts)),
-            values=plain,
-            indexes={},
-        )
-        together("publishing", lambda: _publish(target, record, cell), target, KEPT)
+        together("writing", lambda: _write(partial / cell.name, saving), target, KEPT, world=cell.world)
+        together("publishing", lambda: _publish(target, saving.record(), cell), target, KEPT, world=cell.world)
     except CheckpointError:
         if cell.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
         raise
+
+
+def _shape(topology: Topology) -> tuple[tuple[str, int], ...] | None:
+    return None if topology.cell_shape is None else tuple(dict(topology.cell_shape).items())
 
 
 def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
@@ -97,9 +184,10 @@ def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
     return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
 
 
-def _text(path: Path, parts: Mapping[str, Part], values: dict[str, Plain]) -> str:
+def _text(path: Path, kept: Kept, values: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
     """Return what must be the same on all ranks."""
-    return f"path={path} parts={sorted(parts)} values={json.dumps(values, sort_keys=True)}"
+    told = f"path={path} parts={sorted(kept.parts)} values={json.dumps(values, sort_keys=True)}"
+    return f"{told} own={sorted(own)} after_round={kept.after_round}"
 
 
 def _prepare(path: Path, cell: Cell) -> None:
@@ -120,32 +208,48 @@ def _prepare(path: Path, cell: Cell) -> None:
         (aside(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
 
-def _write(folder: Path, contents: Contents, cell: Cell) -> None:
+def _write(folder: Path, saving: Saving) -> None:
     """Write this rank's tensors; collective over the cell."""
+    contents, cell = saving.contents, saving.cell
     values = _merged(contents.values, cell)
     conflict = values if isinstance(values, str) else None
-    if not folder.is_dir():
-        conflict = (
-            f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
-        )
+    files: dict[str, FileEntry] = {}
+    try:
+        if not folder.is_dir():
+            conflict = (
+                f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
+            )
+        elif conflict is None:
+            files = write_own(folder, cell.place, saving.own)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
     # Before torch's collectives, which a rank that raises alone would leave the others in.
-    conflicts = [told for told in gather(conflict, cell) if told is not None]
+    told = gather((conflict, files, contents.ties), cell)
+    conflicts = [text for text, _, _ in told if text is not None]
     if conflicts:
         raise CheckpointError(conflicts[0])
     assert isinstance(values, dict)
+    ties = {name: first for _, _, found in told for name, first in found.items()}
+    own_files = {name: entry for _, found, _ in told for name, entry in found.items()}
     planner = DefaultSavePlanner(
         flatten_state_dict=False,
         flatten_sharded_tensors=False,
         dedup_save_to_lowest_rank=True,  # buffers that go together are of one rank, and one replica writes
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(
-            dict(contents.tensors),
-            storage_writer=CellWriter(folder, values),
-            planner=planner,
-            process_group=cell.group,
-        )
+    writer = CellWriter(folder, values, ties, own_files)
+    if dist.is_initialized():
+        save(dict(contents.tensors), storage_writer=writer, planner=planner, process_group=cell.group)
+    else:
+        _save_alone(contents.tensors, writer, planner)
+
+
+def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner: DefaultSavePlanner) -> None:
+    """Take torch's steps of a save in one process, where its ``save`` warns (filters of warnings are no thread's)."""
+    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
 def _merged(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:

@@ -31,6 +31,13 @@ class Cell:
     group: dist.ProcessGroup | None
     is_first: bool
     """Whether this is the cell's first rank, which writes the index"""
+    world: dist.ProcessGroup | None = None
+    """Group of all ranks; ``None`` for torch's default one"""
+
+    @property
+    def place(self) -> int:
+        """Rank in the cell."""
+        return self.rank - sum(self.sizes[: self.number])
 
     @property
     def name(self) -> str:
@@ -38,10 +45,14 @@ class Cell:
         return f"cell_{self.number}"
 
 
-def this_cell(state: DistributedState) -> Cell:
+def this_cell(
+    state: DistributedState, groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None
+) -> Cell:
     """Return the cell of this rank. Nothing moves.
 
     :param state: The state that says where this rank stands.
+    :param groups: Groups of the world and of the cell to use in place of the state's; ``None`` for the cell where it is
+        the world.
     :return: The cell; all ranks where there is no federation.
     :raises StateError: if the state and torch.distributed do not fit each other.
     """
@@ -56,7 +67,11 @@ def this_cell(state: DistributedState) -> Cell:
         )
     topology = state.topology
     number = topology.cell_of(rank)
-    return Cell(number, topology.sizes, rank, state.federation, rank == topology.offsets[number])
+    is_first = rank == topology.offsets[number]
+    if groups is None:
+        return Cell(number, topology.sizes, rank, state.federation, is_first)
+    world, group = groups
+    return Cell(number, topology.sizes, rank, group or world, is_first, world)
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -75,7 +90,13 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def together(
-    what: str, act: Callable[[], T], path: Path, advice: str, show: Callable[[T], str] = lambda _: "done"
+    what: str,
+    act: Callable[[], T],
+    path: Path,
+    advice: str,
+    show: Callable[[T], str] = lambda _: "done",
+    *,
+    world: dist.ProcessGroup | None = None,
 ) -> T:
     """Do this rank's share of something; it counts only where it worked on all ranks.
 
@@ -86,6 +107,7 @@ def together(
     :param path: The checkpoint, for messages.
     :param advice: What to do where it fails.
     :param show: Writes what the ranks must have in common.
+    :param world: Group of all ranks; by default torch's own.
     :return: What ``act`` returned.
     :raises XfflError: the same on all ranks: what ``act`` raised somewhere, other errors as a CheckpointError.
     """
@@ -101,7 +123,7 @@ def together(
         error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
         error.__cause__ = wrong
     try:
-        agree(f"{what} of a checkpoint", text, error=error)
+        agree(f"{what} of a checkpoint", text, error=error, group=world)
     except XfflError:
         raise
     except RuntimeError as lost:  # a rank died: there is nobody to agree with

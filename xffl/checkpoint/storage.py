@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from dataclasses import dataclass
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from xffl.checkpoint.checksums import ALGORITHM, FileEntry, check_file, checksum, entry_of
 from xffl.checkpoint.folder import INDEX, sync_folder, write_text
 from xffl.checkpoint.plain import Plain
 from xffl.errors import CheckpointError
 
-__all__ = ["CellIndex", "CellReader", "CellWriter", "read_index"]
+__all__ = ["CellIndex", "CellReader", "CellWriter", "check_data", "read_index", "read_tensor"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,16 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
+class _Written:
+    """Where a rank has written a piece, and what its file is."""
+
+    relative_path: str
+    offset: int
+    length: int
+    file: FileEntry
+
+
+@dataclass(frozen=True)
 class _Tensor:
     dtype: torch.dtype
     shape: torch.Size
@@ -53,16 +67,15 @@ class CellIndex:
 
     tensors: dict[str, _Tensor]
     values: dict[str, Plain]
+    files: dict[str, FileEntry]
+    """Bytes and checksum of each file"""
+    ties: dict[str, str]
+    """Tensors that are another one of the same model, by name"""
 
-    def files(self) -> dict[str, int]:
-        """Return the bytes of each file.
-
-        :return: Sizes by file name.
-        """
-        sizes: dict[str, int] = {}
-        for chunk in (chunk for tensor in self.tensors.values() for chunk in tensor.chunks):
-            sizes[chunk.relative_path] = max(sizes.get(chunk.relative_path, 0), chunk.offset + chunk.length)
-        return sizes
+    def data_files(self) -> list[str]:
+        """Return the files that hold tensors, the largest first."""
+        names = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
+        return sorted(names, key=lambda name: (-self.files[name][0], name))
 
     def metadata(self) -> Metadata:
         """Return what torch's planners and reader want to know.
@@ -84,29 +97,42 @@ class CellWriter(FileSystemWriter):
     """Write a cell's tensors, each rank a file, and the index by the cell's first rank.
 
     :param folder: The cell's folder.
-    :param values: Plain values for the index; they count on the cell's first rank.
+    :param values: Plain values for the index; like what follows they count on the cell's first rank.
+    :param ties: Tensors that are another one.
+    :param files: Further files of the folder.
     """
 
-    def __init__(self, folder: Path, values: dict[str, Plain]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        values: dict[str, Plain],
+        ties: Mapping[str, str] | None = None,
+        files: Mapping[str, FileEntry] | None = None,
+    ) -> None:
         super().__init__(folder, sync_files=True)
         self.folder = folder
         self.values = values
+        self.ties = dict(ties or {})
+        self.files = dict(files or {})
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; ranks whose tensors another one writes make none.
+        """Write this rank's file and read it back for its checksum; ranks whose tensors another one writes make none.
 
         :param plan: What this rank writes.
         :param planner: Where it gets the data.
         :return: Where each piece lies.
         """
+        told: Future[list[WriteResult]] = Future()
         if not plan.items:
-            nothing: Future[list[WriteResult]] = Future()
-            nothing.set_result([])
-            return nothing
-        written: Future[list[WriteResult]] = super().write_data(plan, planner)
-        written.wait()
+            told.set_result([])
+            return told
+        written: list[WriteResult] = super().write_data(plan, planner).wait()
         sync_folder(self.folder)
-        return written
+        entries = {
+            name: entry_of(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
+        }
+        told.set_result([replace(piece, storage_data=_placed(piece.storage_data, entries)) for piece in written])
+        return told
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on the cell's first rank when all have written.
@@ -115,6 +141,7 @@ class CellWriter(FileSystemWriter):
         :param results: Where each piece lies, by rank.
         """
         places = {written.index: written.storage_data for by_rank in results for written in by_rank}
+        files = self.files | {place.relative_path: place.file for place in places.values()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), "only tensors are given to torch"
@@ -124,7 +151,14 @@ class CellWriter(FileSystemWriter):
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-        write_text(self.folder / INDEX, json.dumps({"tensors": tensors, "values": self.values}, allow_nan=False))
+        index = {
+            "checksum": ALGORITHM,
+            "files": files,
+            "tensors": tensors,
+            "ties": self.ties,
+            "values": self.values,
+        }
+        write_text(self.folder / INDEX, json.dumps(index, allow_nan=False))
         sync_folder(self.folder)
 
 
@@ -149,25 +183,81 @@ class CellReader(FileSystemReader):
         return self.index.metadata()
 
 
-def read_index(folder: Path) -> CellIndex:
+def read_index(folder: Path, digest: str | None) -> CellIndex:
     """Read the index of a cell's folder.
 
     :param folder: The cell's folder.
+    :param digest: Its checksum.
     :return: What it holds.
-    :raises CheckpointError: if it cannot be read.
+    :raises CheckpointError: if it cannot be read, or is another one.
     """
     path = folder / INDEX
     try:
+        if checksum(path) != digest:
+            raise CheckpointError(
+                f"{path} is not the file that was saved (its checksum differs); load another checkpoint"
+            )
         told = json.loads(path.read_text(encoding="utf-8"))
+        if told["checksum"] != ALGORITHM:
+            raise ValueError(f"its checksums are {told['checksum']!r}")
+        files = {str(name): (int(size), str(checked)) for name, (size, checked) in told["files"].items()}
         tensors = {}
         for name, tensor in told["tensors"].items():
             chunks = tuple(_Chunk(tuple(chunk[0]), tuple(chunk[1]), *chunk[2:]) for chunk in tensor["chunks"])
-            if any(os.path.basename(chunk.relative_path) != chunk.relative_path for chunk in chunks):
-                raise ValueError(f"{name!r} lies outside the folder")
+            if any(chunk.relative_path not in files for chunk in chunks):
+                raise ValueError(f"{name!r} lies in no file that it knows")
             dtype = getattr(torch, tensor["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name!r} is of no known dtype")
             tensors[name] = _Tensor(dtype, torch.Size(tensor["shape"]), chunks)
-        return CellIndex(tensors, dict(told["values"]))
+        if wrong := [name for name in files if os.path.basename(name) != name]:
+            raise ValueError(f"{wrong[0]!r} lies outside the folder")
+        return CellIndex(tensors, dict(told["values"]), files, dict(told["ties"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is damaged, load another one") from error
+
+
+def check_data(folder: Path, index: CellIndex, place: int = 0, places: int = 1) -> None:
+    """Read this rank's share of a cell's files and compare them with their checksums.
+
+    :param folder: The cell's folder.
+    :param index: Its index.
+    :param place: Rank among those that share the files out.
+    :param places: How many these are.
+    :raises CheckpointError: if a file is missing or not as it was written.
+    """
+    for name in index.data_files()[place::places]:
+        check_file(folder / name, index.files[name])
+
+
+def read_tensor(folder: Path, index: CellIndex, name: str) -> torch.Tensor:
+    """Read a whole tensor on the CPU, with no process group.
+
+    :param folder: The cell's folder.
+    :param index: Its index.
+    :param name: The tensor.
+    :return: The tensor.
+    :raises CheckpointError: if a file does not hold it.
+    """
+    tensor = index.tensors[name]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk in tensor.chunks:
+        file = folder / chunk.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(chunk.offset)
+                piece = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
+            if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype:
+                raise ValueError("it holds something else than a tensor of this dtype")
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = piece
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{file} does not hold {name!r}: {type(error).__name__}; the checkpoint is damaged, load another one"
+            ) from error
+    return whole
+
+
+def _placed(found: Any, entries: Mapping[str, FileEntry]) -> _Written:
+    """Return torch's place of a piece with what its file is."""
+    return _Written(found.relative_path, found.offset, found.length, entries[found.relative_path])

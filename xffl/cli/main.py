@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from xffl import __version__
-from xffl.cli import bench, env, execute, listing, plan
+from xffl.cli import bench, consolidate, env, execute, init, listing, plan, report
 from xffl.cli.formatter import HelpFormatter
 from xffl.errors import XfflError
 
@@ -18,6 +18,8 @@ __all__ = ["build_parser", "main"]
 _EXAMPLES = """\
 examples:
   xffl plan --federated 4,4 --hsdp 2 --params 8e9 --link-gbps 10
+  xffl init demo
+  xffl exec config.yaml --training.epochs 3
   xffl exec --processes 4 --federated 2,2 train.py
   xffl bench --processes 4 --federated 2,2
   xffl env
@@ -44,7 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = chosen[name]
         if name == "exec":
             return execute.run(options, command)
-        run = {"bench": bench.run, "env": env.run, "list": listing.run, "plan": plan.run}[name]
+        run = {
+            "bench": bench.run,
+            "consolidate": consolidate.run,
+            "env": env.run,
+            "init": init.run,
+            "list": listing.run,
+            "plan": plan.run,
+            "report": report.run,
+        }[name]
         return run(options)
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -69,7 +79,10 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subcommands(required=True)
     commands.add_subcommand("exec", execute.build_parser(), help="start a script in several processes on this machine")
     commands.add_subcommand("bench", bench.build_parser(), help="time the paths between ranks, and rounds over them")
+    commands.add_subcommand("consolidate", consolidate.build_parser(), help="write a checkpoint's model as safetensors")
     commands.add_subcommand("env", env.build_parser(), help="show who started this process, and how that was found out")
+    commands.add_subcommand("init", init.build_parser(), help="write a project that runs, to begin with")
     commands.add_subcommand("list", listing.build_parser(), help="show the algorithms by name, with their papers")
     commands.add_subcommand("plan", plan.build_parser(), help="draw a federation and count the traffic of a round")
+    commands.add_subcommand("report", report.build_parser(), help="write a page about a run, or about several compared")
     return parser

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = ["ProcessEnvironment", "detect_environment", "parse_sizes", "requested_federation", "use_interface"]
+__all__ = [
+    "ProcessEnvironment",
+    "detect_environment",
+    "federation_variables",
+    "parse_sizes",
+    "request_federation",
+    "requested_federation",
+    "requested_settings",
+    "use_interface",
+]
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
 """Fields that count from 0, each with the field that says to where."""
@@ -207,6 +216,48 @@ def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[int 
         parse_sizes(federated, "XFFL_FEDERATED") if federated else None,
         read_number("XFFL_HSDP", hsdp) if hsdp else None,
     )
+
+
+def federation_variables(federated: int | tuple[int, ...] | None, hsdp: int | None) -> dict[str, str]:
+    """Return the variables from which :func:`requested_federation` reads a federation.
+
+    :param federated: Federated sizes, or one size for equal ones; ``None`` for none.
+    :param hsdp: Replica size; ``None`` for none.
+    :return: ``XFFL_FEDERATED`` and ``XFFL_HSDP``, as far as there is something to say.
+    """
+    found = {}
+    if federated is not None:
+        found["XFFL_FEDERATED"] = ",".join(map(str, federated if isinstance(federated, tuple) else (federated,)))
+    if hsdp is not None:
+        found["XFFL_HSDP"] = str(hsdp)
+    return found
+
+
+def request_federation(
+    federated: int | tuple[int, ...] | None, hsdp: int | None, environ: MutableMapping[str, str] | None = None
+) -> None:
+    """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts.
+
+    :param federated: Federated sizes, or one size for equal ones; ``None`` leaves what is there.
+    :param hsdp: Replica size; ``None`` leaves what is there.
+    :param environ: Environment to change; ``None`` means the process's own.
+    """
+    environ = os.environ if environ is None else environ
+    environ.update(federation_variables(federated, hsdp))
+
+
+_OWN = ("XFFL_FEDERATED", "XFFL_HSDP", "XFFL_IFNAME")
+"""Variables that this module reads; all other ``XFFL_`` ones may be for configurations."""
+
+
+def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that may set values of a configuration, such as ``XFFL_TRAINING__EPOCHS``.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Variable to text: all that start with ``XFFL_``, but those that this module reads.
+    """
+    environ = os.environ if environ is None else environ
+    return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
 
 
 def use_interface(name: str | None, environ: MutableMapping[str, str] | None = None) -> str | None:

@@ -47,7 +47,7 @@ def agree(
         return
     told = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
     h = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8], "big") >> 1
-    extremes = torch.tensor([h, -h], dtype=torch.int64, device=_device())
+    extremes = torch.tensor([h, -h], dtype=torch.int64, device=_device(group))
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
     low, high = extremes.tolist()
     if low == -high:
@@ -112,9 +112,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
 
 
-def _device() -> torch.device:
-    """Return where a tensor must lie for the default group: NCCL alone has no CPU side."""
-    if "cpu:" in dist.get_backend_config():
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a tensor must lie for a group: NCCL alone has no CPU side."""
+    if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

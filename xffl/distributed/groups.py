@@ -14,7 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from xffl.errors import StateError
 from xffl.topology import Topology
 
-__all__ = ["ALL_KINDS", "Groups", "cell_mesh", "destroy_group", "fresh_suffix", "make_groups", "make_round_groups"]
+__all__ = [
+    "ALL_KINDS",
+    "Groups",
+    "cell_mesh",
+    "destroy_group",
+    "fresh_suffix",
+    "make_groups",
+    "make_host_groups",
+    "make_round_groups",
+]
 
 logger = logging.getLogger("xffl")
 
@@ -85,6 +94,35 @@ def make_round_groups(
         group_desc="xffl_world",
     )
     return {"world": (world,), **make_groups(create, topology, rank, {"federation", "replica", "federated"}, 1)}
+
+
+def make_host_groups(
+    topology: Topology, rank: int, timeout_s: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Make groups over gloo for what goes on beside the training, in the memory of the host.
+
+    Collective over the world.
+
+    :param topology: The topology that all ranks agreed on.
+    :param rank: Rank of this process.
+    :param timeout_s: Seconds that a rank may wait for another.
+    :return: The group of all ranks and that of the rank's cell, ``None`` where the cell is the world.
+    """
+
+    def make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+        return group
+
+    world = make(tuple(range(topology.world_size)), "xffl_host_world")
+    if topology.cells == 1:
+        return world, None
+    return world, make(tuple(topology.federation(topology.cell_of(rank))), "xffl_host_federation")
 
 
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:

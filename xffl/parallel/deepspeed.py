@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.distributed.agreement import agree
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.errors import ConfigError, StateError, XfflError
@@ -275,41 +274,40 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **values: Any
-    ) -> None:
+    def save_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **kept: Any) -> Any:
         r"""Write a checkpoint, each rank its part; collective over the world.
 
         With stages 1 to 3 it holds the master weights in fp32 as rows, each parameter one: any number of ranks and any
         of these stages can read it, other strategies cannot.
 
         :param path: Folder of the checkpoint, on a file system that all ranks see.
-        :param model: What :meth:`wrap_model` returned.
-        :param optimizer: What :meth:`wrap_optimizer` returned.
-        :param \**values: Plain numbers, texts, lists and mappings to keep beside.
+        :param model: What :meth:`wrap_model` returned, or a mapping with that alone.
+        :param optimizer: What :meth:`wrap_optimizer` returned, or a mapping with that alone.
+        :param \**kept: As for :meth:`DistributedStrategy.save_checkpoint`.
+        :return: As there.
         """
-        self._read_masters(model)
-        save_checkpoint(path, self._parts(model, optimizer), self.state, values=values)
+        self._read_masters(_only("model", model))
+        return super().save_checkpoint(path, model, optimizer, **kept)
 
-    def load_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint; collective over the world.
+    def load_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **kept: Any) -> dict[str, Any]:
+        r"""Read a checkpoint; collective over the world.
 
         :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned.
-        :param optimizer: What :meth:`wrap_optimizer` returned.
+        :param model: What :meth:`wrap_model` returned, or a mapping with that alone.
+        :param optimizer: What :meth:`wrap_optimizer` returned, or a mapping with that alone.
+        :param \**kept: As for :meth:`DistributedStrategy.load_checkpoint`.
         :return: The values that were kept beside.
         """
-        masters = self._read_masters(model)
-        if masters is not None and optimizer is not None:
+        given, engine_optimizer = _only("model", model), _only("optimizer", optimizer)
+        masters = self._read_masters(given)
+        if masters is not None and engine_optimizer is not None:
             masters.fill_state()
-        found = load_checkpoint(path, self._parts(model, optimizer), self.state)
+        found = super().load_checkpoint(path, model, optimizer, **kept)
         if masters is not None:
             masters.write()
-        if isinstance(optimizer, EngineOptimizer):
-            optimizer.look_up()
-        model.load_state_dict(model.state_dict())  # changes nothing, and tells a torn model that it is whole
+        if isinstance(engine_optimizer, EngineOptimizer):
+            engine_optimizer.look_up()
+        given.load_state_dict(given.state_dict())  # changes nothing, and tells a torn model that it is whole
         return found
 
     def _read_masters(self, model: nn.Module) -> Masters | None:
@@ -319,14 +317,25 @@ class DeepSpeedStrategy(DistributedStrategy):
             masters.read()
         return masters
 
-    def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+        model, optimizer = _only("model", models), _only("optimizer", optimizers)
         if optimizer is not None and not isinstance(optimizer, EngineOptimizer):
             raise StateError("a checkpoint takes the optimizer that wrap_optimizer(model, optimizer) returned")
         masters = find_masters(model)
         if masters is None:
             engine = _engine_of(model)
-            return super()._parts(engine.module, None if optimizer is None else engine.optimizer)
-        return {"model": masters.view} if optimizer is None else {"model": masters.view, "optimizer": masters}
+            kept = dict.fromkeys(optimizers, engine.optimizer)
+            return super()._parts(dict.fromkeys(models, engine.module), kept)
+        return {**dict.fromkeys(models, masters.view), **dict.fromkeys(optimizers, masters)}
+
+
+def _only(what: str, given: Any) -> Any:
+    """Return the only model or optimizer, which may come by name; ``None`` where there is none."""
+    if not isinstance(given, Mapping):
+        return given
+    if len(given) > 1:
+        raise ConfigError(f"DeepSpeed trains one model, and {sorted(given)} are several of {what}; give one")
+    return next(iter(given.values()), None)
 
 
 def _engine_of(model: nn.Module) -> Any:

@@ -218,8 +218,9 @@ class NativeStrategy(DistributedStrategy):
         self._scale.update()
         return not has_overflowed
 
-    def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        parts = super()._parts(model.module if isinstance(model, PipelineModel) else model, optimizer)
+    def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+        stages = {name: model.module if isinstance(model, PipelineModel) else model for name, model in models.items()}
+        parts = super()._parts(stages, optimizers)
         return parts if self._scale is None else {**parts, "loss_scale": self._scale}
 
     def _make_scale(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -180,8 +180,8 @@ class DistributedStrategy(ABC):
         """Whether more micro-batches follow before the optimizer steps."""
         return not self._is_last
 
-    def micro_batches(self, loader: Iterable[T], model: nn.Module) -> Iterator[T]:
-        """Yield a loader's batches on this rank's device, and let gradients add up over each window of them.
+    def micro_batches(self, loader: Iterable[T], *models: nn.Module) -> Iterator[T]:
+        r"""Yield a loader's batches on this rank's device, and let gradients add up over each window of them.
 
         A window is ``training.gradient_accumulation`` batches, the last of a loader what is left of them. Gradients are
         synchronized in the backward pass of a window's last batch only. Collective in so far as all ranks of a cell
@@ -189,7 +189,7 @@ class DistributedStrategy(ABC):
         and no optimizer steps on them: leave it at a window's end.
 
         :param loader: Batches.
-        :param model: What :meth:`wrap_model` returned.
+        :param \*models: What :meth:`wrap_model` returned, of all models that train on them.
         :yield: The batches, as :meth:`to_device` gives them.
         """
         batches = iter(loader)
@@ -198,25 +198,30 @@ class DistributedStrategy(ABC):
                 self._window = len(window)
                 for index, batch in enumerate(window):
                     if self._is_last != (index + 1 == len(window)):
-                        self._synchronize(model, not self._is_last)
+                        self._synchronize_all(models, not self._is_last)
                     yield self.to_device(batch)
         finally:
             self._window = 1
             if not self._is_last:
-                self._synchronize(model, True)
+                self._synchronize_all(models, True)
 
     @contextmanager
-    def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let backward passes of what is called in the block add gradients up without any communication; local.
+    def no_gradient_sync(self, *models: nn.Module) -> Iterator[None]:
+        r"""Let backward passes of what is called in the block add gradients up without any communication; local.
 
-        :param model: What :meth:`wrap_model` returned.
+        :param \*models: What :meth:`wrap_model` returned.
         :yield: Nothing.
         """
-        self._synchronize(model, False)
+        self._synchronize_all(models, False)
         try:
             yield
         finally:
-            self._synchronize(model, True)
+            self._synchronize_all(models, True)
+
+    def _synchronize_all(self, models: Iterable[nn.Module], is_last: bool) -> None:
+        self._is_last = is_last  # also where there is no model
+        for model in models:
+            self._synchronize(model, is_last)
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
         """Say whether the next backward pass synchronizes gradients."""
@@ -303,30 +308,62 @@ class DistributedStrategy(ABC):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **values: Any
-    ) -> None:
+        self,
+        path: str | Path,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        *,
+        others: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+        after_round: bool = False,
+        saver: Callable[..., T] | None = None,
+        **values: Any,
+    ) -> T | None:
         r"""Write a checkpoint, each rank its part; collective over the world.
 
         :param path: Folder of the checkpoint, on a file system that all ranks see.
-        :param model: What :meth:`wrap_model` returned.
-        :param optimizer: Its optimizer.
+        :param model: What :meth:`wrap_model` returned, or several by name.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: Other parts by name, the same on all ranks of a cell: schedulers, samplers.
+        :param own: What each rank keeps for itself, by name: random numbers, the state of rounds.
+        :param after_round: Whether all cells hold the weights of a round, without a step since.
+        :param saver: What writes, such as ``AsyncSaver.save``; by default :func:`xffl.checkpoint.save_checkpoint`.
         :param \**values: Plain numbers, texts, lists and mappings to keep beside.
+        :return: What the saver has returned.
         :raises CheckpointError: if it could not be written; on all ranks.
         """
-        save_checkpoint(path, self._parts(model, optimizer), self.state, values=values)
+        parts = self._all_parts(model, optimizer, others)
+        if saver is not None:
+            return saver(path, parts, values=values, own=own, after_round=after_round)
+        save_checkpoint(path, parts, self.state, values=values, own=own, after_round=after_round)
+        return None
 
     def load_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        path: str | Path,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        *,
+        others: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+        reset: Collection[str] = (),
+        local: Collection[str] = (),
     ) -> dict[str, Any]:
         """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
 
         :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned.
-        :param optimizer: Its optimizer.
+        :param model: What :meth:`wrap_model` returned, or several by name.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: As in :meth:`save_checkpoint`.
+        :param own: As in :meth:`save_checkpoint`.
+        :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded.
+        :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
+            between cells where another number of cells loads them.
         :return: The values that were kept beside.
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
-        return load_checkpoint(path, self._parts(model, optimizer), self.state)
+        parts = self._all_parts(model, optimizer, others)
+        return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
     # What the strategies say ------------------------------------------------------------------------------------------
 
@@ -335,8 +372,22 @@ class DistributedStrategy(ABC):
             raise StateError("forward_backward needs a loss; give wrap_model(model, loss=...)")
         return self._loss(output, target)
 
-    def _parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        return {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    def _all_parts(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+        others: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        models = {"model": model} if isinstance(model, nn.Module) else dict(model)
+        given = {} if optimizer is None else optimizer if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
+        parts = self._parts(models, dict(given))
+        if twice := sorted(parts.keys() & (others or {}).keys()):
+            raise ConfigError(f"the checkpoint has two parts called {twice[0]!r}; give one another name")
+        return {**parts, **(others or {})}
+
+    def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return what a checkpoint keeps of models and optimizers."""
+        return {**models, **optimizers}
 
     @classmethod
     @abstractmethod

@@ -1,6 +1,118 @@
-"""What a training loop needs around its steps: which samples each cell owns and each rank takes.
+"""The loop: data, metrics, callbacks, records, and a trainer that puts the public parts together.
 
 :mod:`xffl.training.partition` deals a dataset out to the cells, as index arrays over any dataset, without torch;
-:mod:`xffl.training.sampler` turns a cell's part into the batches of each of its ranks, epoch by epoch, and can resume
-between any two batches.
+:mod:`xffl.training.sampler` turns a cell's part into the batches of each of its ranks, and
+:mod:`xffl.training.loaders` reads them; :class:`BaseTrainer` and its mixins train on them. The names below are imported
+when they are first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xffl.training.callbacks.base import Callback, CallbackCollection
+    from xffl.training.config import BaseTrainerConfig, ExperimentConfig, TrainingParameters
+    from xffl.training.configuration import main
+    from xffl.training.loaders import CellLoader, adopt_loader
+    from xffl.training.mixins.federated import FederatedConfigMixin, FederatedMixin, FederationConfig
+    from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
+    from xffl.training.mixins.logging import (
+        LoggerConfigMixin,
+        LoggerMixin,
+        MLflowLoggerMixin,
+        TensorBoardLoggerMixin,
+        WandBLoggerConfigMixin,
+        WandBLoggerMixin,
+    )
+    from xffl.training.mixins.metrics import EvalMetricConfigMixin, EvalMetricMixin
+    from xffl.training.mixins.models import ModelSetupMixin
+    from xffl.training.mixins.optimizers import OptimizerAndSchedulerSetupMixin
+    from xffl.training.mixins.quantize import QuantizeConfigMixin, QuantizeMixin
+    from xffl.training.mixins.setup import SetupConfig, SetupConfigMixin, SetupMixin
+    from xffl.training.streams import CellStream
+    from xffl.training.tokens import TokenDataset
+    from xffl.training.trainer import BaseTrainer
+    from xffl.training.validation import validation_loader
+
+_HOMES = {
+    "BaseTrainer": "trainer",
+    "BaseTrainerConfig": "config",
+    "Callback": "callbacks.base",
+    "CallbackCollection": "callbacks.base",
+    "CellLoader": "loaders",
+    "CellStream": "streams",
+    "DataConfig": "mixins.loaders",
+    "DataLoaderSetupMixin": "mixins.loaders",
+    "EvalMetricConfigMixin": "mixins.metrics",
+    "EvalMetricMixin": "mixins.metrics",
+    "ExperimentConfig": "config",
+    "FederatedConfigMixin": "mixins.federated",
+    "FederatedMixin": "mixins.federated",
+    "FederationConfig": "mixins.federated",
+    "LoggerConfigMixin": "mixins.logging",
+    "LoggerMixin": "mixins.logging",
+    "MLflowLoggerMixin": "mixins.logging",
+    "ModelSetupMixin": "mixins.models",
+    "OptimizerAndSchedulerSetupMixin": "mixins.optimizers",
+    "QuantizeConfigMixin": "mixins.quantize",
+    "QuantizeMixin": "mixins.quantize",
+    "SetupConfig": "mixins.setup",
+    "SetupConfigMixin": "mixins.setup",
+    "SetupMixin": "mixins.setup",
+    "TensorBoardLoggerMixin": "mixins.logging",
+    "TokenDataset": "tokens",
+    "TrainingParameters": "config",
+    "WandBLoggerConfigMixin": "mixins.logging",
+    "WandBLoggerMixin": "mixins.logging",
+    "adopt_loader": "loaders",
+    "main": "configuration",
+    "validation_loader": "validation",
+}
+"""Where the names live."""
+
+__all__ = [
+    "BaseTrainer",
+    "BaseTrainerConfig",
+    "Callback",
+    "CallbackCollection",
+    "CellLoader",
+    "CellStream",
+    "DataConfig",
+    "DataLoaderSetupMixin",
+    "EvalMetricConfigMixin",
+    "EvalMetricMixin",
+    "ExperimentConfig",
+    "FederatedConfigMixin",
+    "FederatedMixin",
+    "FederationConfig",
+    "LoggerConfigMixin",
+    "LoggerMixin",
+    "MLflowLoggerMixin",
+    "ModelSetupMixin",
+    "OptimizerAndSchedulerSetupMixin",
+    "QuantizeConfigMixin",
+    "QuantizeMixin",
+    "SetupConfig",
+    "SetupConfigMixin",
+    "SetupMixin",
+    "TensorBoardLoggerMixin",
+    "TokenDataset",
+    "TrainingParameters",
+    "WandBLoggerConfigMixin",
+    "WandBLoggerMixin",
+    "adopt_loader",
+    "main",
+    "validation_loader",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xffl.training' has no attribute {name!r}")
+    return getattr(import_module(f"xffl.training.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

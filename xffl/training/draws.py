@@ -16,7 +16,18 @@ import numpy.typing as npt
 
 from xffl.errors import ConfigError
 
-__all__ = ["ORDER", "PROPORTIONS", "REPAIR", "SHUFFLING", "Draws", "Floats", "Indices", "checked_whole", "portions"]
+__all__ = [
+    "AUGMENTING",
+    "ORDER",
+    "PROPORTIONS",
+    "REPAIR",
+    "SHUFFLING",
+    "Draws",
+    "Floats",
+    "Indices",
+    "checked_whole",
+    "portions",
+]
 
 Floats = npt.NDArray[np.float64]
 """An array of real numbers."""
@@ -32,6 +43,8 @@ REPAIR = 2
 """Which samples move for the minimum."""
 SHUFFLING = 3
 """A cell's order in an epoch."""
+AUGMENTING = 4
+"""What a dataset draws while a batch is read."""
 
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """ln 2 in two numbers; the high one has so few digits that a product with a small whole number is exact."""

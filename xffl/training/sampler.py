@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from xffl.topology import Topology
 from xffl.training.draws import SHUFFLING, Draws, Indices, checked_whole
 from xffl.training.parts import Partition
 
-__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place"]
+__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "even_cut"]
 
 Drawn = TypeVar("Drawn")
 """What a sampler yields: indices, or lists of them."""
@@ -117,6 +118,26 @@ class CellOrder(Sampler[Drawn]):
         """
         return self._position
 
+    @property
+    def samples(self) -> int:
+        """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
+        return self._taken
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that the whole cell has taken since the first epoch, at the loop's position."""
+        before = self._step(self._position - 1)[1] if self._position else 0
+        return self._epoch * self._taken + before
+
+    def samples_of(self, step: int) -> int:
+        """Count this rank's samples of a step.
+
+        :param step: Number of the batch in its epoch, from 0.
+        :return: The length of the batch.
+        """
+        start, stop = self._share(step)
+        return stop - start
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to draw; local, and to be called alike on all ranks of the cell.
 
@@ -178,7 +199,8 @@ class CellOrder(Sampler[Drawn]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a loop stood; local, and to be called on all ranks of the cell, before iterating.
 
-        The batches that follow are those that would have followed without a stop.
+        The batches that follow are those that would have followed without a stop. The cell may have another number of
+        ranks, if ``batch_size`` changes with it: then the steps that follow are the same, shared out anew.
 
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if the state is of other data, another shuffling, or other steps than this sampler's.
@@ -227,7 +249,7 @@ class CellOrder(Sampler[Drawn]):
     def _share(self, step: int) -> tuple[int, int]:
         """Return where this rank's samples of a step start and stop in the order."""
         start, stop = self._step(step)
-        first, last = _even_cut(stop - start, self._places, self._place)
+        first, last = even_cut(stop - start, self._places, self._place)
         return start + first, start + last
 
     def _check_steps(self) -> None:
@@ -262,13 +284,17 @@ class CellOrder(Sampler[Drawn]):
         return {
             "kind": type(self).__name__,
             "cell": self.cell,
-            "ranks": self._places,
-            "batch_size": self.batch_size,
+            # Not both numbers: other ranks that share the same steps out may go on.
+            "samples_a_step": self.batch_size * self._places,
             "seed": self._seed,
             "is_shuffled": self._is_shuffled,
             "tail": self._tail,
-            "data": hashlib.sha256(self._indices.astype("<i8").tobytes()).hexdigest(),
+            "data": self._digest,
         }
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(self._indices.astype("<i8").tobytes()).hexdigest()
 
 
 class CellBatchSampler(CellOrder[list[int]]):
@@ -291,7 +317,7 @@ class CellBatchSampler(CellOrder[list[int]]):
         return self.steps
 
     def _step(self, step: int) -> tuple[int, int]:
-        return _even_cut(self._taken, self.steps, step)
+        return even_cut(self._taken, self.steps, step)
 
     @property
     def _knob(self) -> str:
@@ -356,8 +382,14 @@ def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) 
     return indices
 
 
-def _even_cut(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return where a part starts and stops if parts differ by one at most, larger ones first."""
+def even_cut(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Cut a number of things into parts that differ by one at most, larger ones first.
+
+    :param total: How many things there are.
+    :param parts: Number of parts.
+    :param index: Which part is asked for, from 0.
+    :return: Where that part starts and stops.
+    """
     size, larger = divmod(total, parts)
     start = index * size + min(index, larger)
     return start, start + size + (index < larger)

@@ -1,0 +1,278 @@
+"""``xffl exec config.yaml``: what is checked before a process starts, what ranks get, and ranks of a launcher.
+
+The trainer is a stand-in of a few lines; the last test trains the project that ``xffl init`` writes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ranks.test_session import be_rank, free_port
+from tests.worlds import run_world
+from xffl.cli import execute
+from xffl.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+TRAINER = """
+import json, os, sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import plan  # a module beside the configuration that is called as one of xffl's own
+import xffl
+
+
+@dataclass(frozen=True)
+class Training:
+    epochs: int = 1
+
+
+@dataclass
+class Config:
+    training: Training = field(default_factory=Training)
+    title: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    breaks: bool = False
+
+
+class Trainer:
+    config: Config
+
+    def __init__(self, config, *, callbacks=(), origins=None):
+        self.config, self.origins = config, origins
+
+    def fit(self):
+        with xffl.session(backend="gloo", device="cpu") as state:
+            total = torch.tensor([state.rank + 1])
+            dist.all_reduce(total)
+            if self.config.breaks and state.rank == 1:
+                raise xffl.ConfigError("this cannot be meant")
+            told = {"rank": state.rank, "total": int(total), "title": self.config.title, "extra": self.config.extra}
+            told |= {"epochs": self.config.training.epochs, "origins": self.origins, "plan": plan.here}
+            told |= {"cells": state.federated_local_size, "hsdp": state.replica_local_size, "path": sys.path[0]}
+            with open(f"told_{state.rank}.json", "w") as file:
+                json.dump(told, file)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a folder with a trainer and its configuration, in which this process is."""
+    (tmp_path / "fake_train.py").write_text(TRAINER)
+    (tmp_path / "plan.py").write_text("here = 'mine'")
+    text = "trainer: fake_train.Trainer\nlaunch: {processes: 2, federated: [1, 1]}\ntraining: {epochs: 2}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("fake_train", "plan"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def told_by(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"told_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def start(folder: Path, *words: str, timeout_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
+    environ["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "xffl", *words],
+        cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+# Before processes start -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Note what would be started."""
+    found: list[dict[str, Any]] = []
+
+    def note(
+        processes: int, command: Sequence[str], *, environ: Mapping[str, str], timeout_s: float | None = None
+    ) -> int:
+        found.append({"processes": processes, "command": command, "environ": environ, "timeout_s": timeout_s})
+        return 0
+
+    monkeypatch.setattr(execute, "launch_local", note)
+    return found
+
+
+def test_options_beat_the_section_launch(
+    project: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = str(Path(execute.__file__).with_name("exec_rank.py"))
+    cases: list[tuple[str, int, dict[str, str], float | None]] = [
+        ("config.yaml", 2, {"XFFL_FEDERATED": "1,1"}, None),
+        ("--processes 4 --federated 2,2 --hsdp 1 config.yaml", 4, {"XFFL_FEDERATED": "2,2", "XFFL_HSDP": "1"}, None),
+        ("--processes=3 config.yaml --launch.federated [1,2]", 3, {"XFFL_FEDERATED": "1,2"}, None),
+        ("config.yaml --launch.processes 4 --launch.federated 2 --launch.timeout_s 9", 4, {"XFFL_FEDERATED": "2"}, 9.0),
+        ("--timeout 5 config.yaml --launch.timeout_s 9", 2, {"XFFL_FEDERATED": "1,1"}, 5.0),
+        ("config.yaml --launch.processes null --launch.federated null", 1, {}, None),
+    ]
+    for words, processes, environ, timeout_s in cases:
+        given = words.split()
+        assert main(["exec", *given]) == 0, words
+        found = launched.pop()
+        assert found["command"] == [rank, *given[given.index("config.yaml") :]]
+        assert (found["processes"], found["environ"], found["timeout_s"]) == (processes, environ, timeout_s), words
+    monkeypatch.setenv("XFFL_LAUNCH__PROCESSES", "4")
+    monkeypatch.setenv("XFFL_FEDERATED", "3,1")
+    assert main(["exec", "config.yaml"]) == 0
+    assert (launched[-1]["processes"], launched[-1]["environ"]) == (4, {"XFFL_FEDERATED": "3,1"})
+
+
+WRONG = [
+    ("config.yaml --training.epoch 3", "ConfigError: training.epoch on the command line is unknown; did you mean trai"),
+    ("config.yaml --training.epochs x", "ConfigError: training.epochs on the command line is 'x', but int is expected"),
+    ("config.yaml --processes 3", "ConfigError: processes on the command line is unknown; did you mean launch.process"),
+    ("config.yaml --trainer fake_train.Nothing", "ConfigError: trainer fake_train.Nothing: module fake_train has no"),
+    ("--processes 3 config.yaml", "TopologyError: federated sizes (1, 1) sum to 2, but the world has 3"),
+    ("--federated 2,2 config.yaml", "TopologyError: federated sizes (2, 2) sum to 4, but the world has 2"),
+    ("--federated x config.yaml", "ConfigError: --federated is 'x'"),
+    ("--hsdp 2 config.yaml", "TopologyError: "),
+    ("--processes 0 config.yaml", "TopologyError: world size 0 is less than 1"),
+    ("config.yaml --launch.processes 0", "ConfigError: launch.processes 0 is not above 0"),
+    ("nowhere.yml", "ConfigError: file nowhere.yml cannot be read: No such file"),
+    ("config.yaml --config bad.yaml", "ConfigError: file bad.yaml is no YAML: line 1"),
+    ("bad.yaml", "ConfigError: file bad.yaml is no YAML: line 1"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_mistake_costs_no_start(
+    words: str, message: str, project: Path, launched: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "bad.yaml").write_text("a: [")
+    assert main(["exec", *words.split()]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(f"xffl: {message}") and told.err.count("\n") == 1, told.err
+    assert launched == []
+
+
+def test_showing_starts_nothing(
+    project: Path, launched: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["exec", "config.yaml", "--title", "a b", "--print_config"]) == 0
+    told = capsys.readouterr().out
+    assert "training:\n  epochs: 2  # file config.yaml\ntitle: a b  # command line\n" in told
+    (project / "again.yaml").write_text(told)
+    assert main(["exec", "again.yaml", "--print_config"]) == 0
+    values = [line.partition("  #")[0] for line in told.splitlines()]
+    assert [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()] == values
+    (project / "config.yaml").write_text("trainer: fake_train.Trainer\nwrong: 3")  # help comes all the same
+    assert main(["exec", "config.yaml", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("usage: xffl exec [options] config.yaml [--KEY VALUE ...]\n")
+        and "--training.epochs int" in told
+    )
+    assert launched == []
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_get_what_was_typed(project: Path) -> None:
+    title = 'it\'s "q" = $HOME ${local_rank} é\n--'
+    words = [f"--title={title}", "--extra.a b=-1e-3", "--extra.list", "[1, no]", "--training.epochs=3"]
+    ran = start(project, "exec", "config.yaml", *words)
+    assert ran.returncode == 0, ran.stderr
+    for rank, told in enumerate(told_by(project, 2)):
+        assert (told["rank"], told["total"], told["title"], told["epochs"]) == (rank, 3, title, 3)
+        assert told["extra"] == {"a b": -1e-3, "list": [1, "no"]}
+        assert told["origins"]["training.epochs"] == told["origins"]["title"] == "command line"
+        assert told["origins"]["launch.processes"] == "file config.yaml" and told["origins"]["breaks"] == "default"
+        assert (told["cells"], told["hsdp"], told["plan"], told["path"]) == ([1, 1], None, "mine", str(project))
+
+
+def test_a_rank_that_fails_is_told_once(project: Path) -> None:
+    ran = start(project, "exec", "config.yaml", "--breaks", "true")
+    assert ran.returncode == 2
+    lines = [line for line in ran.stderr.splitlines() if "this cannot be meant" in line]
+    assert lines == [
+        "xffl: rank 1 (cell 1) failed with ConfigError: this cannot be meant; all other ranks were stopped"
+    ]
+    assert "Traceback" not in ran.stderr
+
+
+def in_place(rank: int, world_size: int, port: int, folder: str) -> list[tuple[int, str]]:
+    """Be a rank that torchrun has started, once rightly and in several wrong ways."""
+    os.chdir(folder)
+    be_rank(rank, world_size, port)
+    told = []
+    for words in (
+        "config.yaml --title=x",
+        "--federated 2 config.yaml",
+        "--processes 2 config.yaml",
+        "config.yaml --launch.processes 4",
+        "config.yaml --launch.federated [2,2]",
+        "config.yaml --training.epoch 4",
+    ):
+        err = io.StringIO()
+        with redirect_stderr(err), redirect_stdout(io.StringIO()):
+            code = main(["exec", *words.split()])
+        told.append((code, err.getvalue()))
+        for name in ("XFFL_FEDERATED", "XFFL_HSDP"):
+            os.environ.pop(name, None)
+        if words.startswith("config.yaml --title"):
+            os.rename(f"told_{rank}.json", f"first_{rank}.json")
+    return told
+
+
+def test_ranks_that_a_launcher_started(project: Path) -> None:
+    for told in run_world(2, in_place, free_port(), str(project), init=False):
+        right, other, processes, launch, cells, unknown = told
+        assert right == other == (0, "")
+        assert processes[0] == 2 and "--processes is 2, but torchrun has started 2 processes already" in processes[1]
+        assert (
+            launch[0] == 2
+            and ("launch.processes is 4 (command line), but torchrun has started 2; start 4, or give") in launch[1]
+        )
+        assert cells[0] == 2 and "TopologyError: federated sizes (2, 2) sum to 4, but the world has 2" in cells[1]
+        assert unknown[0] == 2 and "did you mean training.epochs?" in unknown[1]
+    for rank, told in enumerate(told_by(project, 2)):
+        first = json.loads((project / f"first_{rank}.json").read_text())
+        assert (first["title"], first["cells"], told["title"], told["cells"]) == ("x", [1, 1], "", [2])
+        assert first["total"] == told["total"] == 3
+
+
+# A project ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_project_of_init_trains(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("torchmetrics")
+    made = start(tmp_path, "init", "demo")
+    assert made.returncode == 0 and made.stderr == "wrote demo; go on with: cd demo && xffl exec config.yaml\n"
+    ran = start(tmp_path / "demo", "exec", "--processes", "2", "--federated", "1,1", "config.yaml")
+    assert ran.returncode == 0, ran.stderr
+    run = tmp_path / "demo" / "runs" / "demo"
+    values = [json.loads(line)["values"] for line in (run / "metrics" / "federation.jsonl").read_text().splitlines()]
+    accuracies = [record["val/accuracy"] for record in values if "val/accuracy" in record]
+    assert accuracies[-1] > 0.9 and len(accuracies) > 2
+    origins = json.loads((run / "origins.json").read_text())
+    assert origins["federation.every"] == "file config.yaml" and origins["training.max_steps"] == "default"
+    # What the run has kept is a configuration, too.
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    again = start(tmp_path / "demo", "exec", "config.yaml", "--config", "runs/demo/config.yaml", "--print_config")
+    assert again.returncode == 0, again.stderr
+    assert {name: value for name, value in yaml.safe_load(again.stdout).items() if name in kept} == kept

@@ -1,0 +1,367 @@
+"""The trainer: its life in the documented order, and the same numbers as a loop by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import xffl
+from tests.ranks.test_strategies import joined
+from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits, whole_weights
+from tests.worlds import run_world
+from xffl.errors import ConfigError, StateError
+from xffl.parallel import DistributedConfig
+from xffl.training import (
+    BaseTrainer,
+    BaseTrainerConfig,
+    Callback,
+    CellLoader,
+    EvalMetricMixin,
+    ExperimentConfig,
+    FederationConfig,
+    SetupConfig,
+    SetupConfigMixin,
+    SetupMixin,
+    TrainingParameters,
+)
+from xffl.training.callbacks.base import STAGES
+
+
+class Diary(Callback):
+    """Notes each stage, by both of its names."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+
+def _noting(name: str) -> Any:
+    def note(self: Diary, trainer: Any, *_: Any) -> None:
+        self.stages.append(name)
+
+    return note
+
+
+for _first, _second in STAGES.items():
+    setattr(Diary, _first, _noting(_first))
+    setattr(Diary, _second, _noting(_second))
+
+
+def configure(folder: str, **changes: Any) -> TaskConfig:
+    training = {"epochs": 2, "batch_size": 20, "validate_every_epochs": None, **changes.pop("training", {})}
+    return TaskConfig(
+        experiment=ExperimentConfig(name="test", output_dir=folder, resume=False),
+        training=TrainingParameters(**training),
+        **{"samples": 60, "dropout": 0.0, **changes},
+    )
+
+
+def fit(rank: int, world_size: int, config: TaskConfig, kind: type[BaseTrainer] = TaskTrainer) -> Any:
+    diary = Diary()
+    weights: dict[str, torch.Tensor] = {}
+
+    class Last(Callback):
+        def post_fit(self, trainer: Any) -> None:
+            weights.update(whole_weights(trainer.model))
+
+    trainer = kind(config, callbacks=[diary, Last()])
+    trainer.fit(joined(rank, world_size))
+    return weights, diary.stages, (trainer.global_step, trainer.current_epoch, trainer.local_batches, trainer.samples)
+
+
+def by_hand(rank: int, world_size: int, config: TaskConfig, batch_size: int) -> dict[str, torch.Tensor]:
+    """Train in one process with torch alone, but for the order of the samples."""
+    trainer = TaskTrainer(config)
+    trainer.world.setup(joined(rank, world_size))
+    trainer.world.set_determinism(config.experiment.seed)
+    trainer.configure_models()
+    model, window = trainer.model, config.training.gradient_accumulation
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    images, labels = (one[HELD_OUT : HELD_OUT + config.samples] for one in digits())
+    loader = CellLoader(
+        TensorDataset(images, labels), trainer.state.topology, rank, batch_size=batch_size, seed=config.experiment.seed
+    )
+    for epoch in range(config.training.epochs):
+        batches = list(loader)
+        for start in range(0, len(batches), window):
+            group = batches[start : start + window]
+            for x, y in group:
+                (F.cross_entropy(model(x), y) / len(group)).backward()
+            if config.training.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), config.training.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        for options in optimizer.param_groups:
+            options["lr"] = config.learning_rate * 0.97 ** (epoch + 1)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_one_process_is_the_loop_by_hand(tmp_path: Path, window: int) -> None:
+    config = configure(str(tmp_path / "run"), training={"gradient_accumulation": window})
+    ((weights, _, counters),) = run_world(1, fit, config)
+    (expected,) = run_world(1, by_hand, config, 20)
+    assert counters == (2 * math.ceil(3 / window), 2, 6, 120)
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_sharded_ranks_are_one_process_with_their_batches(tmp_path: Path) -> None:
+    config = configure(
+        str(tmp_path / "run"),
+        distributed=DistributedConfig(strategy="fsdp"),
+        training={"batch_size": 10, "max_grad_norm": 1.0, "gradient_accumulation": 2},
+    )
+    found = run_world(2, fit, config)
+    (expected,) = run_world(1, by_hand, replace_batch(config, 20), 20)
+    for weights, _, counters in found:
+        assert counters == (4, 2, 6, 120)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6)
+
+
+def replace_batch(config: TaskConfig, batch_size: int) -> TaskConfig:
+    return replace(config, training=replace(config.training, batch_size=batch_size), distributed=DistributedConfig())
+
+
+def test_stages_come_in_order_by_both_names(tmp_path: Path) -> None:
+    config = configure(
+        str(tmp_path / "run"), training={"epochs": 1, "gradient_accumulation": 3, "validate_every_epochs": 1}
+    )
+    ((_, stages, _),) = run_world(1, fit, config)
+
+    def both(*names: str) -> list[str]:
+        return [one for name in names for one in (name, STAGES[name])]
+
+    batch = both("pre_train_batch", "post_train_batch")
+    val_batch = both("pre_val_batch", "post_val_batch")
+    assert stages == [
+        *both("pre_fit", "pre_configure", "post_configure", "pre_setup", "post_setup", "pre_train", "pre_train_epoch"),
+        *batch * 2,
+        *both("pre_train_batch", "pre_optimizer_step", "post_train_batch", "post_optimizer_step"),
+        *both("pre_val_epoch"),
+        *val_batch * 5,
+        *both("val_metrics", "post_val_epoch", "post_validation", "post_train_epoch", "post_train", "post_fit"),
+    ]
+
+
+@dataclass(kw_only=True)
+class DocumentConfig(BaseTrainerConfig, SetupConfigMixin):
+    """The document's example has sections of its own."""
+
+
+class DocumentTrainer(BaseTrainer, SetupMixin, EvalMetricMixin):
+    """Written as the reference document writes it."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+    def init_weights(self) -> None:
+        def init(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                module.weight.data.normal_(mean=0.0, std=0.02)
+                if module.bias is not None:
+                    module.bias.data.zero_()
+
+        self.model.apply(init)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def configure_dataloaders(self) -> Any:
+        images, labels = digits()
+        training, held_out = TensorDataset(images[:80], labels[:80]), TensorDataset(images[80:95], labels[80:95])
+        return DataLoader(training, batch_size=8, shuffle=True), DataLoader(held_out, batch_size=8, shuffle=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        loss = F.cross_entropy(self.model(images), labels)
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        self.log_scalar("train/loss", loss)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        return {"val_loss": F.cross_entropy(self.model(images), labels)}
+
+
+def first_weights(rank: int, world_size: int, folder: str, meta: bool, strategy: str) -> Any:
+    made: dict[str, torch.Tensor] = {}
+
+    class First(Callback):
+        def post_setup(self, trainer: Any) -> None:
+            made.update(whole_weights(trainer.model))
+
+    config = DocumentConfig(
+        experiment=ExperimentConfig(output_dir=folder, resume=False),
+        setup=SetupConfig(meta_device=meta),
+        distributed=DistributedConfig(strategy=strategy),
+    )
+    DocumentTrainer(config, callbacks=[First()]).fit(joined(rank, world_size))
+    records = [json.loads(line) for line in (Path(folder) / "metrics" / "cell_0.jsonl").read_text().splitlines()]
+    return made, records
+
+
+def test_the_documents_trainer(tmp_path: Path) -> None:
+    for world_size, meta, strategy in ((1, False, "single"), (1, True, "single"), (2, True, "fsdp"), (2, False, "ddp")):
+        folder = str(tmp_path / f"{strategy}_{meta}")
+        for weights, records in run_world(world_size, first_weights, folder, meta, strategy):
+            assert weights["0.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+            assert not weights["2.bias"].any()
+            assert records[0]["step"] == 5 * (1 if world_size == 2 else 2)  # 80 samples, 8 a rank
+            assert any("val/loss" in record["values"] for record in records)
+
+
+def rounds_and_metrics(rank: int, world_size: int, folder: str) -> Any:
+    config = configure(
+        folder,
+        samples=70,
+        distributed=DistributedConfig(strategy="fsdp", federated=(2, 1)),
+        training={"batch_size": 8, "validate_every_rounds": 1, "validate_every_epochs": 1},
+        federation=FederationConfig(every=2),
+    )
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def post_round(self, trainer: Any, report: Any) -> None:
+            trainer.eval()
+            images, labels = (one[:HELD_OUT] for one in digits())
+            with torch.no_grad():
+                logits = trainer.model(images)
+            trainer.train()
+            right = (logits.argmax(1) == labels).double().mean().item()
+            seen.append((report.round, report.weights, F.cross_entropy(logits, labels).item(), right))
+
+    TaskTrainer(config, callbacks=[Watch()]).fit(joined(rank, world_size))
+    return seen
+
+
+def test_rounds_are_told_recorded_and_measured_over_the_federation(tmp_path: Path) -> None:
+    found = run_world(3, rounds_and_metrics, str(tmp_path / "run"))
+    by_rank = [[one[0] for one in seen] for seen in found]
+    assert by_rank == [by_rank[0]] * 3
+    assert by_rank[0] == list(range(1, len(by_rank[0]) + 1))
+    lines = (tmp_path / "run" / "metrics" / "federation.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == len(by_rank[0]) + 1  # and one at the end
+    for record, (_, _, loss, accuracy) in zip(records, found[0], strict=False):
+        # All of the held-out data in each cell: the mean over both is that of one process over all of it.
+        assert record["values"]["val/loss"] == pytest.approx(loss, rel=1e-5)
+        assert record["values"]["val/accuracy"] == pytest.approx(accuracy, abs=1e-7)
+    for cell, ranks in ((0, (0, 1)), (1, (2,))):
+        rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds" / f"cell_{cell}.jsonl").open()]
+        assert [one["round"] for one in rounds] == by_rank[0]
+        assert [tuple(one["weights"]) for one in rounds] == [one[1] for one in found[ranks[0]]]
+    assert sum(sum(one[1]) for one in found[0]) == 2 * 70  # every sample of both epochs counts once
+
+
+class Forgetful(TaskTrainer):
+    """Computes gradients and never steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        return {"loss": loss}
+
+
+class Returning(TaskTrainer):
+    """Leaves backward and step to the trainer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+class Silent(TaskTrainer):
+    """Returns nothing that has a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Naked(BaseTrainer, SetupMixin):
+    """Says nothing of itself."""
+
+
+def failing(rank: int, world_size: int, config: TaskConfig, kind: type[BaseTrainer]) -> tuple[str, list[str], str]:
+    diary = Diary()
+    try:
+        kind(config, callbacks=[diary]).fit(joined(rank, world_size))
+    except (ConfigError, StateError) as error:
+        return type(error).__name__, diary.stages[-2:], str(error)
+    return "", diary.stages[-2:], ""
+
+
+def test_what_a_trainer_leaves_out_is_said(tmp_path: Path) -> None:
+    cases = {
+        Forgetful: ("StateError", "has not stepped"),
+        Silent: ("StateError", "neither called backward nor returned a loss"),
+        Naked: ("ConfigError", "overload configure_models"),
+    }
+    for kind, (error, words) in cases.items():
+        config = configure(str(tmp_path / kind.__name__), training={"gradient_accumulation": 2})
+        ((found, stages, text),) = run_world(1, failing, config, kind)
+        assert found == error
+        assert words in text
+        assert stages == ["exception", "on_exception"]
+
+
+def test_a_returned_loss_is_stepped(tmp_path: Path) -> None:
+    config = configure(str(tmp_path / "own"), training={"gradient_accumulation": 2})
+    ((own, _, _),) = run_world(1, fit, config, Returning)
+    ((expected, _, _),) = run_world(
+        1, fit, replace(config, experiment=ExperimentConfig(output_dir=str(tmp_path / "b")))
+    )
+    assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
+
+
+class Stopping(Callback):
+    """Ends training in its fourth step."""
+
+    def post_optimizer_step(self, trainer: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.stop("enough")
+
+
+def stopped(rank: int, world_size: int, folder: str, limit: int | None) -> Any:
+    config = configure(folder, training={"max_steps": limit, "epochs": 3})
+    trainer = TaskTrainer(config, callbacks=[] if limit else [Stopping()])
+    trainer.fit(joined(rank, world_size))
+    states = trainer.state_dict()
+    other = TaskTrainer(config)
+    other.strategy.setup(joined(rank, world_size))
+    other.run_folder = trainer.run_folder
+    other.configure()
+    other.setup()
+    other.load_state_dict(states)
+    same = all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), other.model.parameters(), strict=True))
+    return trainer.global_step, trainer.current_epoch, other.global_step, same, sorted(states)
+
+
+def test_training_ends_where_it_is_told_to(tmp_path: Path) -> None:
+    names = ["dataloaders", "models", "optimizers", "schedulers", "trainer"]
+    assert run_world(1, stopped, str(tmp_path / "stopped"), None) == [(4, 1, 4, True, names)]
+    assert run_world(1, stopped, str(tmp_path / "limited"), 6) == [(6, 2, 6, True, names)]
+
+
+def test_configurations_are_checked() -> None:
+    for wrong in ({"epochs": 0}, {"max_steps": -1}, {"log_every": True}, {"scheduler_interval": "hour"}):
+        with pytest.raises(ConfigError):
+            TrainingParameters(**wrong)
+    with pytest.raises(ConfigError, match="name"):
+        ExperimentConfig(name="a/b")
+    with pytest.raises(ConfigError, match="BaseTrainerConfig"):
+        TaskTrainer({"training": {}})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="two callbacks"):
+        TaskTrainer(TaskConfig(callbacks=[Stopping(), Stopping()]))
+    assert TaskConfig().training_parameters.epochs == 1
+    assert xffl.XfflError

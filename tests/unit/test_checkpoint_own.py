@@ -1,0 +1,341 @@
+"""What a process keeps for itself, random numbers, saving beside the training, the pointer, and safetensors."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import xffl
+from tests.unit.test_checkpoint import ALONE, Own, seal, stepped
+from xffl.checkpoint import (
+    AsyncSaver,
+    CheckpointManager,
+    RandomState,
+    consolidate_checkpoint,
+    find_latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from xffl.cli.main import main
+from xffl.distributed.distributed_state import DistributedState
+
+PARTS = {"part": Own(1)}
+
+
+def draw() -> tuple[Any, ...]:
+    return random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.randn(3), torch.rand(2)
+
+
+# Own state ------------------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_go_on_as_if_never_stopped(tmp_path: Path) -> None:
+    draw()  # an odd number of normals is left over in each generator
+    random.gauss(0, 1), np.random.randn(), torch.randn(3)
+    save_checkpoint(tmp_path / "it", PARTS, ALONE, own={"random": RandomState()})
+    first = draw()
+    draw()
+    load_checkpoint(tmp_path / "it", PARTS, ALONE, own={"random": RandomState()})
+    assert repr(draw()) == repr(first)
+    state = RandomState().state_dict()
+    with pytest.raises(xffl.CheckpointError, match="saved where a rank had a GPU"):
+        RandomState("cpu").load_state_dict({**state, "cuda": torch.zeros(1)})
+    with pytest.raises(xffl.ConfigError, match="device 'toaster' is none"):
+        RandomState("toaster")
+
+
+def test_own_state_comes_back_without_what_else_its_memory_holds(tmp_path: Path) -> None:
+    long = torch.arange(100_000.0)
+    bf16 = torch.tensor([1.5], dtype=torch.bfloat16)
+    value = {"cut": long[3:5], "empty": torch.zeros(0, 2), "bf16": bf16, 3: (1, None), "nan": float("nan")}
+    save_checkpoint(tmp_path / "it", PARTS, ALONE, own={"one": Own(value), "two": Own([])})
+    assert (tmp_path / "it" / "cell_0" / "own_0.pt").stat().st_size < 10_000
+    found, two = Own(None), Own(None)
+    load_checkpoint(tmp_path / "it", PARTS, ALONE, own={"two": two, "one": found})
+    assert two.value == [] and found.value[3] == (1, None) and found.value["nan"] != found.value["nan"]
+    assert found.value["cut"].tolist() == [3, 4] and found.value["bf16"].dtype == torch.bfloat16
+    assert found.value["empty"].shape == (0, 2)
+
+
+def test_own_state_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "it", PARTS, ALONE, own={"codec": Own(1)})
+    save_checkpoint(tmp_path / "none", PARTS, ALONE)
+    kept = Own(7)
+
+    def told(name: str, **given: Any) -> str:
+        with pytest.raises(xffl.CheckpointError) as error:
+            load_checkpoint(tmp_path / name, PARTS, ALONE, **given)
+        return str(error.value)
+
+    assert "['codec'] were not asked for" in told("it") and "name in reset" in told("it")
+    assert "it has no ['codec']" in told("none", own={"codec": kept})
+    assert "it has no ['x'] and ['codec'] were" in told("it", own={"x": kept})
+    assert "reset names ['kodec']" in told("it", own={"codec": kept}, reset=["kodec"])
+    load_checkpoint(tmp_path / "it", PARTS, ALONE, reset=["codec"])
+    load_checkpoint(tmp_path / "none", PARTS, ALONE, own={"codec": kept}, reset=["codec"])
+    load_checkpoint(tmp_path / "it", PARTS, ALONE, own={"codec": kept}, reset=["codec"])
+    assert kept.value == 7
+    for own, match in (
+        ([kept], "own is list"),
+        ({"a/b": kept}, "without '/'"),
+        ({"x": 3}, "is int"),
+        ({"x": nn.Linear(1, 1)}, "models and optimizers as parts"),
+        ({"x": Own(object())}, "x/value is object"),
+        ({"x": Own(torch.eye(2).to_sparse())}, "dense tensors"),
+    ):
+        with pytest.raises(xffl.ConfigError, match=match):
+            save_checkpoint(tmp_path / "it", PARTS, ALONE, own=own)  # type: ignore[arg-type]
+    for given, match in (({"reset": "codec"}, "reset is 'codec'"), ({"local": [1]}, "local is")):
+        with pytest.raises(xffl.ConfigError, match=match):
+            load_checkpoint(tmp_path / "it", PARTS, ALONE, **given)  # type: ignore[arg-type]
+    with pytest.raises(xffl.ConfigError, match="after_round"):
+        save_checkpoint(tmp_path / "it", PARTS, ALONE, after_round=1)  # type: ignore[arg-type]
+
+
+def test_a_planted_pickle_in_own_state_is_not_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.mkdir, (tmp_path / "ran",)
+
+    save_checkpoint(tmp_path / "it", PARTS, ALONE, own={"own": Own(1)})
+    for planted in (Bomb(), {"values": "{}", "tensors": Bomb()}, [1], {"values": "{}", "tensors": {}}):
+        torch.save(planted, tmp_path / "it" / "cell_0" / "own_0.pt")
+        seal(tmp_path / "it")
+        with pytest.raises(xffl.CheckpointError, match=r"own_0\.pt holds no own state"):
+            load_checkpoint(tmp_path / "it", PARTS, ALONE, own={"own": Own(2)})
+    assert not (tmp_path / "ran").exists()
+
+
+# Beside the training --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_later_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold the thread before it writes, and change everything meanwhile."""
+    from xffl.checkpoint import saving
+
+    go, prepare = threading.Event(), saving._prepare
+
+    def held(*args: Any) -> None:
+        assert go.wait(30)
+        prepare(*args)
+
+    monkeypatch.setattr(saving, "_prepare", held)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    own = Own([torch.ones(2), {"x": 1}])
+    parts = {"model": model, "optimizer": optimizer, "part": Own([torch.zeros(3)])}
+    before = json.dumps([str(model.state_dict()), str(optimizer.state_dict())])
+    with AsyncSaver(ALONE) as saver:
+        saver.save(tmp_path / "it", parts, values={"step": 1}, own={"own": own})
+        stepped(model, optimizer, 5.0)
+        optimizer.param_groups[0]["lr"] = 9
+        own.value[0].zero_()
+        own.value[1]["x"] = 2
+        parts["part"].value[0].fill_(7)
+        assert not (tmp_path / "it").exists()
+        go.set()
+    assert load_checkpoint(tmp_path / "it", parts, ALONE, own={"own": own}) == {"step": 1}
+    assert json.dumps([str(model.state_dict()), str(optimizer.state_dict())]) == before
+    assert own.value[0].tolist() == [1, 1] and own.value[1] == {"x": 1}
+    assert parts["part"].value[0].tolist() == [0, 0, 0]
+    with pytest.raises(xffl.StateError, match="closed"):
+        saver.save(tmp_path / "it", parts)
+
+
+def test_what_goes_wrong_beside_is_raised_once_and_the_next_save_works(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    saver = AsyncSaver(ALONE)
+    for act in (saver.wait, lambda: saver.save(tmp_path / "good", PARTS)):
+        saver.save(tmp_path / "file", PARTS)
+        with pytest.raises(xffl.CheckpointError, match="is no checkpoint that could be replaced"):
+            act()
+        assert not (tmp_path / "good").exists()
+    with pytest.raises(xffl.ConfigError, match="without '/'"):
+        saver.save(tmp_path / "good", {"a/b": Own(1)})
+    saver.save(tmp_path / "good", PARTS)
+    saver.wait()
+    load_checkpoint(tmp_path / "good", PARTS, ALONE)
+    saver.save(tmp_path / "file", PARTS)
+    with pytest.raises(xffl.CheckpointError):
+        saver.close()
+    saver.close()
+    for wrong in (0, -1, "1", True, float("nan")):
+        with pytest.raises(xffl.ConfigError, match="timeout_s"):
+            AsyncSaver(ALONE, timeout_s=wrong)  # type: ignore[arg-type]
+    with pytest.raises(xffl.StateError):
+        AsyncSaver(DistributedState())
+
+
+# The pointer and rotation ---------------------------------------------------------------------------------------------
+
+
+class Late:
+    """A trainer that saves beside its training."""
+
+    def __init__(self, saver: AsyncSaver) -> None:
+        self.saver = saver
+
+    def save_checkpoint(self, path: Path, values: Any = None) -> Any:
+        return self.saver.save(path, PARTS, values=values)
+
+
+class Now:
+    def save_checkpoint(self, path: Path, values: Any = None) -> None:
+        save_checkpoint(path, PARTS, ALONE, values=values)
+
+
+class Never:
+    def save_checkpoint(self, path: Path) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_pointer_is_believed_only_where_it_is_right(tmp_path: Path, is_late: bool) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_every=4)
+    folder, saver = manager.output_dir, AsyncSaver(ALONE)
+    strategy = Late(saver) if is_late else Now()
+    pointer = folder / "latest"
+    for step in (4, 5, 6, 8, 9, 10):
+        manager.save(strategy, step, values={"step": step})
+    saver.wait()
+    kept = {"step_4", "step_8", "step_9", "step_10", "latest"}
+    assert {entry.name for entry in folder.iterdir()} == kept and pointer.read_text() == "step_10\n"
+    manager.save(strategy, 7, values={"step": 7})  # after going back
+    saver.wait()
+    assert find_latest_checkpoint(tmp_path) == folder / "step_7"
+    for stale in ("step_4", "step_99", "final", "", "../checkpoints/step_8", "best", "\udcff"):
+        pointer.write_bytes(stale.encode(errors="surrogateescape"))
+        assert find_latest_checkpoint(tmp_path) == folder / "step_10", stale  # younger ones are there, or nothing is
+    pointer.write_text("step_7\n")
+    (folder / "step_7" / "checkpoint.json").unlink()
+    assert find_latest_checkpoint(tmp_path) == folder / "step_10"
+    pointer.unlink()
+    assert find_latest_checkpoint(tmp_path) == folder / "step_10"
+    shutil.rmtree(folder / "step_7")
+    manager.save_final(strategy, values={"step": 10})
+    saver.wait()
+    assert find_latest_checkpoint(tmp_path) == folder / "final" and pointer.read_text() == "final\n"
+    assert {entry.name for entry in folder.iterdir()} == kept | {"final"}
+    (folder / "step_10").rename(folder / ".step_10.old")  # a kill between two renames
+    pointer.write_text("step_10")
+    assert find_latest_checkpoint(tmp_path) == folder / "final"
+    shutil.rmtree(folder / "final")
+    assert find_latest_checkpoint(tmp_path) == folder / "step_10"
+    saver.close()
+
+
+def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(Now(), 1)
+    with pytest.raises(xffl.CheckpointError, match="return what AsyncSaver"):
+        manager.save(Never(), 2)
+    saver = AsyncSaver(ALONE)
+    (manager.output_dir / "step_3").write_text("in the way")
+    manager.save(Late(saver), 3)
+    with pytest.raises(xffl.CheckpointError, match="is no checkpoint that could be replaced"):
+        saver.close()
+    assert find_latest_checkpoint(tmp_path) == manager.output_dir / "step_1"
+    for wrong in (0, 1.5, True):
+        with pytest.raises(xffl.ConfigError, match="keep_every"):
+            CheckpointManager(tmp_path, keep_every=wrong)  # type: ignore[arg-type]
+
+
+# Safetensors ----------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.one, self.two = nn.Embedding(5, 4), nn.LayerNorm(4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.small = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(3))
+
+
+def test_a_model_is_written_as_safetensors(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    parts = {"model": model, "ema": other, "optimizer": optimizer, "part": Own(1)}
+    save_checkpoint(tmp_path / "it", parts, ALONE)
+    done = consolidate_checkpoint(tmp_path / "it", tmp_path / "out")
+    assert done.files == ("model.safetensors",) and done.ties == {"head.weight": "embed.weight"}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    want = {key: value for key, value in model.state_dict().items() if key != "head.weight"}
+    assert found.keys() == want.keys()  # equal norms are no tied ones
+    assert all(torch.equal(found[key], want[key]) and found[key].dtype == want[key].dtype for key in want)
+    again = Tied()
+    load_model(again, tmp_path / "out" / "model.safetensors")
+    assert torch.equal(again.head.weight, model.head.weight)
+    assert main(["consolidate", str(tmp_path / "it"), str(tmp_path / "cut"), "--part=ema", "--max-shard-bytes=40"]) == 0
+    told = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
+    files = sorted(set(told["weight_map"].values()))
+    assert len(files) == 4 and files[0] == "model-00001-of-00004.safetensors"
+    assert told["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    for name, file in told["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "cut" / file)[name], other.state_dict()[name])
+    ran = subprocess.run([sys.executable, "-m", "xffl", "consolidate", "--help"], capture_output=True, text=True)
+    assert ran.returncode == 0 and "--pretrained" in ran.stdout
+
+
+def test_what_cannot_be_consolidated_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "it", {"model": model, "part": Own(torch.ones(1))}, ALONE)
+
+    def told(kind: type[Exception] = xffl.ConfigError, at: str = "it", **given: Any) -> str:
+        with pytest.raises(kind) as error:
+            consolidate_checkpoint(tmp_path / at, given.pop("out", tmp_path / "out"), **given)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+        return str(error.value)
+
+    assert "['model', 'part'], not 'ema'" in told(xffl.CheckpointError, part="ema")
+    assert "is no model" in told(xffl.CheckpointError, part="part")
+    assert "give 0 to 0" in told(cell=1) and "max_shard_bytes" in told(max_shard_bytes=0)
+    assert "exists already" in told(out=tmp_path / "it") and "config.json" in told(pretrained=tmp_path)
+    assert "does not exist" in told(xffl.CheckpointError, at="none")
+    file = tmp_path / "it" / "cell_0" / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert str(file) in told(xffl.CheckpointError)
+    torch.save({"a": torch.ones(1)}, file)
+    file.write_bytes(file.read_bytes().ljust(len(data), b"\0")[: len(data)])
+    seal(tmp_path / "it")
+    assert str(file) in told(xffl.CheckpointError)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "pip install 'xffl[safetensors]'" in told()
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    for is_tied in (True, False):
+        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=is_tied, dtype="float32")
+        model = transformers.LlamaForCausalLM(config).eval()
+        config.save_pretrained(tmp_path / f"config_{is_tied}")
+        (tmp_path / f"config_{is_tied}" / "modeling_evil.py").write_text("raise RuntimeError")
+        save_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+        for limit in (5_000, 10**9):
+            out = tmp_path / f"{is_tied}_{limit}"
+            given = {"max_shard_bytes": limit, "pretrained": tmp_path / f"config_{is_tied}"}
+            done = consolidate_checkpoint(tmp_path / "it", out, **given)  # type: ignore[arg-type]
+            assert bool(done.ties) == is_tied and (len(done.files) > 1) == (limit < 10**9)
+            assert not list(out.glob("*.py"))
+            again, info = transformers.LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
+            assert not any(info.values()), info
+            tokens = torch.arange(6)[None]
+            assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)

@@ -1,0 +1,212 @@
+"""The run's folder in one process: what stands in its files, and when it is refused."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import ConfigError
+from xffl.training.loggers import CSVLogger, JSONLinesLogger
+from xffl.training.loggers.lines import LineFile
+from xffl.training.run_folder import RunFolder, flattened, plain_config
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Level(int, enum.Enum):
+    HIGH = 3
+
+
+class Thing:
+    def __init__(self, size: int, name: str = "x", *more: int) -> None:
+        self._size, self.name = size, name
+
+
+@dataclass(frozen=True)
+class Leaf:
+    rate: float = 1e-3
+    yes: str = "yes"
+    color: Color = Color.RED
+    level: Level = Level.HIGH
+    kind: type = Thing
+    where: Path = Path("a/b")
+    dtype: torch.dtype = torch.bfloat16
+    table: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Config:
+    leaf: Leaf = field(default_factory=Leaf)
+    sizes: tuple[int, ...] = (2, 2)
+    nothing: int | None = None
+    things: list[Thing] = field(default_factory=lambda: [Thing(3)])
+    endless: float = float("inf")
+
+
+PLAIN = {
+    "leaf": {
+        "rate": 1e-3,
+        "yes": "yes",
+        "color": "RED",
+        "level": "HIGH",
+        "kind": f"{__name__}.Thing",
+        "where": "a/b",
+        "dtype": "bfloat16",
+        "table": {},
+    },
+    "sizes": [2, 2],
+    "nothing": None,
+    "things": [{"class_path": f"{__name__}.Thing", "init_args": {"size": 3, "name": "x"}}],
+    "endless": float("inf"),
+}
+
+
+@pytest.fixture
+def state() -> DistributedState:
+    made = DistributedState()
+    made.set_global("gloo", "cpu", None, None, 0, 1)
+    return made
+
+
+def test_a_configuration_becomes_plain_values() -> None:
+    assert plain_config(Config()) == PLAIN and plain_config(PLAIN) == PLAIN
+    assert flattened(PLAIN) == {
+        **{f"leaf.{name}": value for name, value in PLAIN["leaf"].items()},  # type: ignore[attr-defined]
+        **{name: value for name, value in PLAIN.items() if name != "leaf"},
+    }
+    assert plain_config({"call": torch.relu, "kinds": {int}})["kinds"] == ["builtins.int"]
+    for wrong in (3, Thing(1), Config):
+        with pytest.raises(ConfigError, match="dataclass"):
+            plain_config(wrong)
+
+
+def test_what_a_new_folder_holds(tmp_path: Path, state: DistributedState) -> None:
+    path = tmp_path / "runs" / "demo"
+    with_origins = {"leaf.rate": "command line", "things.0.init_args.size": "file config.yaml"}
+    folder = RunFolder.open(path, state, Config(), origins=with_origins)
+    folder.close()
+    assert {one.name for one in path.iterdir()} == {
+        *("config.yaml", "origins.json", "environment.json", "topology.json"),
+        *("metrics", "rounds", "logs", "traces", "checkpoints", "pictures"),
+    }
+    assert yaml.safe_load((path / "config.yaml").read_text()) == PLAIN
+    origins = json.loads((path / "origins.json").read_text())
+    assert origins == {**dict.fromkeys(set(flattened(PLAIN)) - {"things"}, "default"), **with_origins}
+    environment = json.loads((path / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__ and environment["packages"]["numpy"]
+    assert len(environment["hosts"]) == 1 and environment["hosts"][0]["cores"] >= 1
+    assert environment["command"] and environment["started_at"].endswith("+00:00")
+    assert json.loads((path / "topology.json").read_text()) == {
+        "world_size": 1,
+        "cells": [1],
+        "replica_size": None,
+        "cell_shape": None,
+    }
+    again = RunFolder.open(path, state, Config(), is_resumed=True)
+    again.close()
+    later = json.loads((path / "environment.json").read_text())
+    assert later["started_at"] == environment["started_at"] and len(later["resumed_at"]) == 1
+    folder.write_partition([0, "b"], [[3, 4]])
+    assert json.loads((path / "partition.json").read_text()) == {"labels": ["0", "b"], "counts": [[3, 4]]}
+    for counts in ([[3]], [[3, 4], [1, 2]]):
+        with pytest.raises(ConfigError, match="do not fit 1 cells and 2 labels"):
+            folder.write_partition([0, 1], counts)
+
+
+def test_the_log_of_a_rank_and_what_is_left_of_it(tmp_path: Path, state: DistributedState) -> None:
+    logger = logging.getLogger("xffl")
+    before = (logger.level, list(logger.handlers), warnings.showwarning)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        shown = warnings.showwarning
+        folder = RunFolder.open(tmp_path, state, Config())
+        logger.info("a round took %d s", 3)
+        logging.getLogger("xffl.part").warning("slow")
+        warnings.warn("careful", stacklevel=1)
+        folder.close()
+        logger.warning("not kept")
+        warnings.warn("not kept", stacklevel=1)
+        assert warnings.showwarning is shown
+    assert (logger.level, list(logger.handlers), warnings.showwarning) == before
+    assert [str(one.message) for one in seen] == ["careful", "not kept"]
+    first, second, third = (tmp_path / "logs/rank_0.log").read_text().splitlines()
+    assert first.endswith("INFO xffl: a round took 3 s") and second.endswith("WARNING xffl.part: slow")
+    assert third.endswith("UserWarning: careful") and "test_run_folder.py" in third
+    folder.close()
+
+
+def test_another_run_is_not_written_over(tmp_path: Path, state: DistributedState) -> None:
+    def put(step: int) -> None:
+        logger = JSONLinesLogger(tmp_path, "cell_0")
+        logger.log({"x": 1.0}, step=step, epoch=0, samples=0, time_s=0.0)
+        logger.close()
+
+    RunFolder.open(tmp_path, state, Config()).close()
+    RunFolder.open(tmp_path, state, Config(nothing=1)).close()  # nothing was recorded yet
+    put(1)
+    kept = (tmp_path / "metrics/cell_0.jsonl").read_bytes()
+    for options in ({}, {"may_restart": True}):
+        with pytest.raises(ConfigError, match="experiment.output_dir .* experiment.resume=true"):
+            RunFolder.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
+    assert (tmp_path / "metrics/cell_0.jsonl").read_bytes() == kept
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["nothing"] == 1
+    RunFolder.open(tmp_path, state, Config(), is_resumed=True).close()
+    assert (tmp_path / "metrics/cell_0.jsonl").read_bytes() == kept
+    RunFolder.open(tmp_path, state, Config(), may_restart=True).close()  # the same configuration
+    assert not (tmp_path / "metrics/cell_0.jsonl").exists()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        RunFolder.open(file, state, Config())
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunFolder.open(file / "below", state, Config())
+    with pytest.raises(ConfigError, match="dataclass"):
+        RunFolder.open(tmp_path / "other", state, 3)
+    assert not (tmp_path / "other").exists()
+
+
+def test_records_of_later_steps_are_cut(tmp_path: Path, state: DistributedState) -> None:
+    folder = RunFolder.open(tmp_path, state, Config())
+    for scope in ("cell_0", "federation", "cell_7"):  # the last one of a run with more cells
+        for logger in (JSONLinesLogger(tmp_path, scope), CSVLogger(tmp_path, scope)):
+            for step in (1, 2, 2, 3):
+                values = {'odd, "name"': float(step), "y": 0.0}
+                logger.log(values, step=step, epoch=0, samples=0, time_s=0.5)
+            logger.close()
+    rounds = LineFile(tmp_path / "rounds/cell_0.jsonl")
+    for step in (1, 2, 3):
+        rounds.append(json.dumps({"round": step, "step": step}) + "\n")
+    rounds.close()
+    with (tmp_path / "metrics/cell_0.jsonl").open("a") as stream:
+        stream.write('{"time": 1, "st')
+
+    def steps(name: str) -> list[int]:
+        text = (tmp_path / name).read_text()
+        assert text == "" or text.endswith("\n")
+        if name.endswith(".csv"):
+            assert text.startswith("time,step,epoch,samples,name,value\n")
+            return [int(line.split(",")[1]) for line in text.splitlines()[1:]]
+        return [json.loads(line)["step"] for line in text.splitlines()]
+
+    folder.cut_after(2, {"metrics/cell_0.jsonl": 2, "metrics/federation.jsonl": 99, "metrics/cell_0.csv": 5})
+    assert steps("metrics/cell_0.jsonl") == [1, 2]  # the second record of step 2 came after the checkpoint
+    assert steps("metrics/cell_0.csv") == [1, 1, 2, 2]
+    assert steps("metrics/federation.jsonl") == steps("metrics/cell_7.jsonl") == [1, 2, 2]
+    assert steps("metrics/federation.csv") == [1, 1, 2, 2, 2, 2]
+    assert steps("rounds/cell_0.jsonl") == [1, 2]
+    folder.cut_after(None)
+    assert steps("metrics/cell_0.csv") == steps("metrics/cell_0.jsonl") == steps("rounds/cell_0.jsonl") == []
+    folder.close()
+    assert not list(tmp_path.rglob("*.partial"))

@@ -1,0 +1,173 @@
+"""What each rank keeps for itself: one file for each rank, for the same layout only."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from xffl.checkpoint.checksums import FileEntry, check_file, entry_of
+from xffl.checkpoint.folder import Record
+from xffl.checkpoint.plain import Plain, from_plain, to_plain
+from xffl.errors import CheckpointError, ConfigError
+from xffl.topology import Topology
+
+__all__ = ["OwnState", "check_own", "collect_own", "load_own", "own_file", "read_own", "wanted_own", "write_own"]
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """Values and tensors of this rank, by name."""
+
+    values: dict[str, Plain]
+    tensors: dict[str, torch.Tensor]
+
+
+def own_file(place: int) -> str:
+    """Return the name of the file of a rank of the cell."""
+    return f"own_{place}.pt"
+
+
+def check_own(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
+    """Refuse what cannot be kept.
+
+    :param own: Objects by name.
+    :return: The same; nothing for ``None``.
+    :raises ConfigError: if a name or an object cannot be meant.
+    """
+    if own is None:
+        return {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"own is {type(own).__name__}; give a mapping such as {{'random': RandomState()}}")
+    for name, kept in own.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(f"own name {name!r} is no name without '/'; call it such as 'random'")
+        if not isinstance(kept, Stateful) or isinstance(kept, (torch.nn.Module, torch.optim.Optimizer)):
+            raise ConfigError(
+                f"own {name!r} is {type(kept).__name__}; give an object with state_dict and load_state_dict, and "
+                "models and optimizers as parts"
+            )
+    return own
+
+
+def collect_own(own: Mapping[str, Stateful]) -> OwnState:
+    """Take a copy of what this rank keeps for itself. Nothing moves between ranks.
+
+    :param own: Objects by name.
+    :return: Their values, and copies of their tensors in the memory of the host.
+    :raises ConfigError: if something cannot be kept.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    values = {name: to_plain(kept.state_dict(), name, tensors) for name, kept in own.items()}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
+            kind = type(tensor).__name__ if isinstance(tensor, DTensor) else f"{tensor.layout} on {tensor.device}"
+            raise ConfigError(
+                f"own tensor {name!r} is {kind}; a rank keeps dense tensors of its own, give what is spread over ranks "
+                "as a part"
+            )
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return OwnState(values, copies)
+
+
+def write_own(folder: Path, place: int, own: OwnState) -> dict[str, FileEntry]:
+    """Write this rank's file, where it keeps anything.
+
+    :param folder: The cell's folder.
+    :param place: This rank in its cell.
+    :param own: What it keeps.
+    :return: What the index says of the file, by its name.
+    """
+    if not own.values:
+        return {}
+    file = folder / own_file(place)
+    with file.open("wb") as stream:
+        torch.save({"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {file.name: entry_of(file)}
+
+
+def wanted_own(
+    folder: Path, record: Record, own: Collection[str], reset: Collection[str], topology: Topology
+) -> set[str]:
+    """Return the names to load; local.
+
+    :param folder: The checkpoint, for messages.
+    :param record: What it says of itself.
+    :param own: Names that were asked for.
+    :param reset: Names to leave as they are.
+    :param topology: The layout of this run.
+    :return: Names.
+    :raises CheckpointError: if others were saved, or by another layout.
+    """
+    if unknown := sorted(set(reset) - set(own) - set(record.own)):
+        raise CheckpointError(f"reset names {unknown}, which neither this run nor checkpoint {folder} has as own state")
+    wanted, there = set(own) - set(reset), set(record.own) - set(reset)
+    missing, extra = sorted(wanted - there), sorted(there - wanted)
+    if missing or extra:
+        told = [f"it has no {missing}"] * bool(missing) + [f"{extra} were not asked for"] * bool(extra)
+        raise CheckpointError(
+            f"checkpoint {folder} has the own state {sorted(record.own)}: {' and '.join(told)}; give what was saved, "
+            "or name in reset what shall start anew"
+        )
+    saved = _layout(record.cells, record.replica_size, record.cell_shape)
+    here = _layout(topology.sizes, topology.replica_size, topology.cell_shape)
+    if wanted and saved != here:
+        raise CheckpointError(
+            f"checkpoint {folder} was saved by {saved}, this run is {here}: what each rank keeps for itself, "
+            f"{sorted(wanted)}, fits that layout only; start in it, or give reset={sorted(wanted)} to leave these as "
+            "they are"
+        )
+    return wanted
+
+
+def read_own(folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str]) -> dict[str, Any]:
+    """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run.
+
+    :param folder: The cell's folder.
+    :param place: This rank in its cell.
+    :param files: What the index says of the files.
+    :param wanted: Names to return.
+    :return: State dicts by name, with tensors on the CPU.
+    :raises CheckpointError: if it cannot be read.
+    """
+    if not wanted:
+        return {}
+    file = folder / own_file(place)
+    if file.name not in files:
+        raise CheckpointError(f"{file} is in no index; the checkpoint is damaged, load another one")
+    check_file(file, files[file.name])
+    try:
+        told = torch.load(file, map_location="cpu", weights_only=True)
+        values = json.loads(told["values"])
+        return {name: from_plain(values[name], told["tensors"]) for name in sorted(wanted)}
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{file} holds no own state: {type(error).__name__}; the checkpoint is damaged, load another one"
+        ) from error
+
+
+def load_own(own: Mapping[str, Stateful], found: Mapping[str, Any]) -> None:
+    """Give the objects what was read; local.
+
+    :param own: Objects by name.
+    :param found: State dicts by name.
+    """
+    for name, state in found.items():
+        own[name].load_state_dict(state)
+
+
+def _layout(sizes: Any, replica_size: int | None, shape: Any) -> str:
+    told = f"cells {tuple(sizes)}, replica size {replica_size}"
+    return (
+        told if shape is None else f"{told}, mesh {', '.join(f'{name} {size}' for name, size in dict(shape).items())}"
+    )

@@ -1,0 +1,48 @@
+"""``xffl report``: a page with the curves, rounds, traffic and configuration of one run, or of several compared."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser, Namespace
+
+from xffl.cli.formatter import HelpFormatter
+
+__all__ = ["build_parser", "run"]
+
+_EXAMPLES = """\
+examples:
+  xffl report runs/demo
+  xffl report runs/fedavg runs/diloco --out runs/compared
+
+It needs matplotlib (pip install 'xffl[report]'). A run that is still going on is told as far as it has come.
+"""
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = ArgumentParser(
+        description="Write report.html, one file that needs no network, and its pictures as PNG files: for one run "
+        "into its folder pictures/, for several, which are compared, into --out.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=str, metavar="RUN", help="run folders: output_dir of experiments")
+    parser.add_argument("--out", type=str, metavar="FOLDER", help="where to write; needed for several runs")
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Write the report, and print where it is and what it lacks.
+
+    :param options: What :func:`build_parser` parses.
+    :return: Exit code 0.
+    :raises ConfigError: if a folder is none of a run, or there is no place to write to.
+    """
+    from xffl.report.run_numbers import printable
+    from xffl.report.run_report import write_report
+
+    written = write_report(options.runs, options.out)
+    print(printable(f"{written.page} and {len(written.pictures)} pictures beside it"))
+    for one in written.runs:
+        for note in one.notes:
+            print(printable(f"  {one.name}: {note}"))
+    return 0

@@ -1,0 +1,29 @@
+"""Callbacks of a trainer: what is called at the stages of a run, and those that come with xffl."""
+
+from xffl.training.callbacks.base import Callback, CallbackCollection
+from xffl.training.callbacks.checkpointing import CheckpointCallback
+from xffl.training.callbacks.drift import DriftCallback
+from xffl.training.callbacks.ema import EMACallback
+from xffl.training.callbacks.monitors import LearningRateMonitor, MemoryCallback, ThroughputCallback
+from xffl.training.callbacks.norms import GradientNormCallback, UpdateNormCallback
+from xffl.training.callbacks.profiler import ProfilerCallback
+from xffl.training.callbacks.progress import ProgressCallback
+from xffl.training.callbacks.stopping import EarlyStoppingCallback
+from xffl.training.callbacks.summary import ModelSummaryCallback
+
+__all__ = [
+    "Callback",
+    "CallbackCollection",
+    "CheckpointCallback",
+    "DriftCallback",
+    "EMACallback",
+    "EarlyStoppingCallback",
+    "GradientNormCallback",
+    "LearningRateMonitor",
+    "MemoryCallback",
+    "ModelSummaryCallback",
+    "ProfilerCallback",
+    "ProgressCallback",
+    "ThroughputCallback",
+    "UpdateNormCallback",
+]

@@ -1,0 +1,246 @@
+"""When a run is saved, which checkpoints stay, and which one is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xffl.checkpoint import AsyncSaver, CheckpointManager
+from xffl.errors import ConfigError
+from xffl.training.callbacks.arguments import find_count
+from xffl.training.callbacks.base import Callback
+from xffl.training.callbacks.watching import WatchedMetric
+
+if TYPE_CHECKING:
+    from xffl.aggregation import RoundReport
+    from xffl.checkpoint import PendingSave
+    from xffl.training.trainer import BaseTrainer
+
+__all__ = ["CheckpointCallback"]
+
+BEST = "best"
+
+
+class CheckpointCallback(Callback):
+    """Save the run into ``checkpoints/step_N`` of its folder, where a resumed run looks, and keep the newest ones.
+
+    A checkpoint is collective over the world, so it is written where all ranks of all cells are together. In one cell
+    that is after any optimizer step (never inside a window of micro-batches), at the end of an epoch, after a
+    validation. **With several cells it is at rounds** and at the end, since between rounds cells make different numbers
+    of steps: ``save_frequency`` then means the first round at or after that many steps, ``every_epochs`` the first one
+    at or after that many epochs, both of the cell that has gone furthest. The number in the name is that cell's step.
+    That costs one all-reduce of two numbers over the world at each round.
+
+    **It comes last**: what a callback after it would still learn from the same step would not be in the checkpoint, so
+    callbacks with a state are refused there.
+
+    :param checkpoint_dir: Where checkpoints go; ``None`` for ``checkpoints`` in the run's folder, the only place where
+        a run that is started again looks for them.
+    :param save_frequency: Optimizer steps between two checkpoints; ``None`` for none by steps.
+    :param every_epochs: Epochs between two; ``None`` for none by epochs.
+    :param every_rounds: Rounds between two; ``None`` for none by rounds.
+    :param keep_last_n: How many to keep; ``final`` and ``best`` do not count and are never deleted.
+    :param save_final: Whether to save ``final`` at the end, after the last round.
+    :param is_async: Whether a thread writes while training goes on. Needs memory of the host for a copy of what the
+        rank holds. The end waits for it; ``final`` is written at once.
+    :param best: Name of a validation metric: whenever it is better than ever, the run is saved as ``best``. With
+        several cells it is the mean of what they have measured since the round before.
+    :param mode: Whether its smallest (``min``) or largest (``max``) value is the best.
+    :raises ConfigError: if an argument cannot be meant.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint_dir: str | None = None,
+        save_frequency: int | None = None,
+        every_epochs: int | None = None,
+        every_rounds: int | None = None,
+        keep_last_n: int = 3,
+        save_final: bool = True,
+        is_async: bool = False,
+        best: str | None = None,
+        mode: str = "min",
+    ) -> None:
+        self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self.save_frequency = find_count("save_frequency", save_frequency)
+        self.every_epochs = find_count("every_epochs", every_epochs)
+        self.every_rounds = find_count("every_rounds", every_rounds)
+        self.save_final = save_final
+        self.is_async = is_async
+        self.keep_last_n, self.best, self.mode = keep_last_n, best, mode
+        self.watched = None if best is None else WatchedMetric(best, mode)
+        self._manager = CheckpointManager("", keep_last=keep_last_n)  # refuses a wrong number before the run begins
+        self._saver: AsyncSaver | None = None
+        self._saved = {"step": 0, "epoch": 0, "round": 0}
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints lie; known from the start of a run."""
+        return self._manager.output_dir
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when it was saved last, and the best value."""
+        return {"saved": dict(self._saved), "best": None if self.watched is None else self.watched.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state.
+
+        :param state: The state.
+        """
+        self._saved = dict(state["saved"])
+        if self.watched is not None and state["best"] is not None:
+            self.watched.load_state_dict(state["best"])
+
+    def pre_fit(self, trainer: BaseTrainer) -> None:
+        """See that it comes last and can save when it shall.
+
+        :param trainer: The trainer.
+        :raises ConfigError: if it does not, or cannot.
+        """
+        is_after = False
+        for callback in trainer.callbacks:
+            if is_after and type(callback).state_dict is not Callback.state_dict:
+                raise ConfigError(
+                    f"{type(callback).__name__} comes after CheckpointCallback, which would save it before it has seen "
+                    "the step; give CheckpointCallback last"
+                )
+            is_after = is_after or callback is self
+        asked = getattr(trainer.config, "federation", None)
+        has_rounds = asked is not None and asked.has_rounds
+        wants_rounds = self.every_rounds is not None or (
+            not _is_alone(trainer)
+            and (self.save_frequency is not None or self.every_epochs is not None or self.best is not None)
+        )
+        if wants_rounds and not has_rounds:
+            raise ConfigError("checkpoints at rounds were asked for, and there are none; give federation.every")
+        if self.checkpoint_dir is None:
+            folder = Path(trainer.config.experiment.output_dir)
+            self._manager = CheckpointManager(folder, keep_last=self._manager.keep_last)
+        else:
+            self._manager.output_dir = self.checkpoint_dir
+
+    def post_setup(self, trainer: BaseTrainer) -> None:
+        """Make what saves in the background; collective over the world.
+
+        :param trainer: The trainer.
+        """
+        if self.is_async:
+            self._saver = AsyncSaver(trainer.state)
+
+    def post_optimizer_step(self, trainer: BaseTrainer) -> None:
+        """Save where it is due, in one cell.
+
+        Cells with equal numbers of steps and of batches could save here as well, between two rounds.
+
+        :param trainer: The trainer.
+        """
+        if _is_alone(trainer) and self._is_due(step=trainer.global_step):
+            self._save(trainer, step=trainer.global_step)
+
+    def post_train_epoch(self, trainer: BaseTrainer) -> None:
+        """Save where it is due, in one cell.
+
+        :param trainer: The trainer.
+        """
+        if _is_alone(trainer) and self._is_due(epoch=trainer.current_epoch + 1):
+            self._save(trainer, step=trainer.global_step, epoch=trainer.current_epoch + 1)
+
+    def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
+        """Save where it is due; collective over the world.
+
+        :param trainer: The trainer.
+        :param report: What the round did.
+        """
+        del report
+        place = {"round": trainer.rounds}
+        if not _is_alone(trainer) and (self.save_frequency is not None or self.every_epochs is not None):
+            place |= _furthest(trainer)
+        if self._is_due(**place):
+            self._save(trainer, **({"step": trainer.agreed_step()} | place))
+        if not _is_alone(trainer):
+            self._save_best(trainer)
+
+    def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+        """Note the metric, and save the best in one cell.
+
+        :param trainer: The trainer.
+        :param metrics: What was measured.
+        :raises ConfigError: if there is no such metric.
+        """
+        if self.watched is not None:
+            self.watched.note(metrics)
+            if _is_alone(trainer):
+                self._save_best(trainer)
+
+    def post_fit(self, trainer: BaseTrainer) -> None:
+        """Save the end; collective over the world.
+
+        :param trainer: The trainer.
+        """
+        if not _is_alone(trainer):
+            self._save_best(trainer)
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+        if self.save_final:
+            self._manager.save_final(trainer)
+
+    def _is_due(self, **now: int) -> bool:
+        """Tell whether one of the counts has come to or passed a multiple of what was asked for."""
+        asked = {"step": self.save_frequency, "epoch": self.every_epochs, "round": self.every_rounds}
+        return any(
+            every is not None and count // every > self._saved[name] // every
+            for name, count in now.items()
+            for every in (asked[name],)
+        )
+
+    def _save(self, trainer: BaseTrainer, *, step: int, **place: int) -> None:
+        self._saved |= {"step": step, **place}
+        self._manager.save(self._saving(trainer), step)
+
+    def _save_best(self, trainer: BaseTrainer) -> None:
+        """Save, where the metric is better than ever; collective over the world."""
+        if self.watched is None:
+            return
+        value = self.watched.take() if _is_alone(trainer) else self.watched.agree(trainer)
+        if value is not None and self.watched.judge(value):
+            self._saving(trainer).save_checkpoint(self.folder / BEST)
+
+    def _saving(self, trainer: BaseTrainer) -> BaseTrainer | _InBackground:
+        return trainer if self._saver is None else _InBackground(trainer, self._saver)
+
+
+class _InBackground:
+    """Save a trainer through an asynchronous saver."""
+
+    def __init__(self, trainer: BaseTrainer, saver: AsyncSaver) -> None:
+        self._trainer, self._saver = trainer, saver
+
+    @property
+    def save_checkpoint(self) -> Callable[..., PendingSave]:
+        return self._save
+
+    def _save(self, path: Path, **values: Any) -> PendingSave:
+        pending: list[PendingSave] = []
+
+        def save(*args: Any, **kwargs: Any) -> PendingSave:
+            pending.append(self._saver.save(*args, **kwargs))
+            return pending[-1]
+
+        self._trainer.save_checkpoint(path, saver=save, **values)
+        return pending[-1]
+
+
+def _is_alone(trainer: BaseTrainer) -> bool:
+    return trainer.state.topology.cells == 1
+
+
+def _furthest(trainer: BaseTrainer) -> dict[str, int]:
+    """Return the steps and epochs of the cell that has made most; collective over the world."""
+    own = torch.tensor([trainer.global_step, trainer.current_epoch], device=trainer.device)
+    step, epoch = trainer.world.all_reduce(own, "max", "world").tolist()
+    return {"step": step, "epoch": epoch}

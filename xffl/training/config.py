@@ -1,0 +1,108 @@
+"""What a trainer is asked for; every mixin adds a section of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from xffl.distributed.parameters import DeviceParameters
+from xffl.errors import ConfigError
+from xffl.parallel.config import DistributedConfig, TrainingConfig, check_name
+from xffl.training.callbacks.base import Callback
+from xffl.training.mixins.logging import LoggerConfigMixin
+
+__all__ = ["BaseTrainerConfig", "ExperimentConfig", "TrainingParameters"]
+
+INTERVALS = ("epoch", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Which run this is, and where it is kept.
+
+    :param name: The run's name.
+    :param output_dir: The run's folder, on a file system that all ranks share; by default ``runs/`` and the name.
+    :param resume: Whether to go on from the newest checkpoint in that folder, where there is one.
+    :param reset: Whether what each rank keeps for itself in a checkpoint (random numbers, the rounds' state, pending
+        records) begins anew; it only loads into the layout that saved it, so other numbers of ranks or cells need this.
+    :param seed: Of the weights, the order of the data and whatever else is random; each has a stream of its own.
+    :param deterministic: Whether to compute with deterministic algorithms only, which may be slower.
+    """
+
+    name: str = "run"
+    output_dir: str = ""
+    resume: bool = True
+    reset: bool = False
+    seed: int = 0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or os.sep in self.name:
+            raise ConfigError(f"experiment.name {self.name!r} is no name of a folder; give one such as 'digits'")
+        if self.seed < 0:
+            raise ConfigError(f"experiment.seed {self.seed} is negative; give 0 or more")
+        if not self.output_dir:
+            object.__setattr__(self, "output_dir", os.path.join("runs", self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingParameters(TrainingConfig):
+    """How long and in which rhythm a trainer trains.
+
+    :param epochs: Passes over each cell's data.
+    :param max_steps: Optimizer steps of a cell after which it ends at the latest; ``None`` for no such limit.
+    :param validate_every_epochs: Epochs between two validations of each cell; ``None`` for none at an epoch's end.
+    :param validate_every_steps: Optimizer steps between two validations of each cell; ``None`` for none inside epochs.
+    :param validate_every_rounds: Rounds between two validations of the federation's model, by all cells together;
+        ``None`` for none at rounds.
+    :param log_every: Optimizer steps between two records of what ``log_scalar`` was given.
+    :param scheduler_interval: Whether learning-rate schedulers step at every ``epoch`` or every optimizer ``step``.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    validate_every_epochs: int | None = 1
+    validate_every_steps: int | None = None
+    validate_every_rounds: int | None = None
+    log_every: int = 10
+    scheduler_interval: str = "epoch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive("epochs", self.epochs)
+        _check_positive("log_every", self.log_every)
+        for name in ("max_steps", "validate_every_epochs", "validate_every_steps", "validate_every_rounds"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        check_name("scheduler_interval", self.scheduler_interval, INTERVALS)
+
+
+@dataclass(kw_only=True)
+class BaseTrainerConfig(LoggerConfigMixin):
+    """What every trainer is asked for.
+
+    :param experiment: Which run this is.
+    :param distributed: How the model is spread inside a cell, and which cells there are.
+    :param training: How long and in which rhythm it trains.
+    :param callbacks: What is called at the stages of the run, in this order.
+    """
+
+    experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    training: TrainingParameters = field(default_factory=TrainingParameters)
+    callbacks: list[Callback] = field(default_factory=list)
+
+    @property
+    def training_parameters(self) -> TrainingParameters:
+        """The section ``training`` by its other name."""
+        return self.training
+
+    @property
+    def device_parameters(self) -> DeviceParameters | None:
+        """The mesh inside a cell, as ``distributed`` asks for it."""
+        return self.distributed.device_parameters
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"training.{name} {value!r} is no whole number of at least 1")

@@ -1,0 +1,162 @@
+"""What all mixins of a trainer share: the hooks through which they work together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from xffl.aggregation import RoundReport
+    from xffl.checkpoint.contents import Part
+    from xffl.distributed.distributed_state import DistributedState
+    from xffl.distributed.world import DistributedWorld
+    from xffl.parallel import DistributedStrategy
+    from xffl.training.callbacks.base import CallbackCollection
+    from xffl.training.run_folder import RunFolder
+
+__all__ = ["TrainerMixin"]
+
+
+class TrainerMixin:
+    """A part of a trainer.
+
+    A trainer is a class of :class:`xffl.training.BaseTrainer` and mixins, in any order; each overloads the hooks below,
+    does its work and calls ``super()``, so that all are reached once. Attributes are those of the trainer.
+    """
+
+    if TYPE_CHECKING:
+        config: Any
+        strategy: DistributedStrategy
+        callbacks: CallbackCollection
+        run_folder: RunFolder
+        global_step: int
+        current_epoch: int
+        local_batches: int
+        samples: int
+        rounds: int
+        training: bool
+        last_round: RoundReport | None
+        world: DistributedWorld
+        state: DistributedState
+        device: torch.device
+        train_dataloader: Any
+        val_dataloader: Any
+
+    def configure(self) -> None:
+        """Make models; nothing is spread yet. Collective over the world."""
+
+    def setup(self) -> None:
+        """Make what training needs: spread models, optimizers, loaders, metrics, loggers. Collective over the world."""
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Give back what :meth:`setup` has taken: files, hooks, threads. Local; called on every rank at the end.
+
+        :param error: What ended the run; ``None`` where it has ended well.
+        """
+
+    def checkpoint_parts(self) -> dict[str, Part]:
+        """Return what a checkpoint keeps of this part of the trainer, by name; the same on all ranks of a cell."""
+        return {}
+
+    def own_parts(self) -> dict[str, Any]:
+        """Return what each rank keeps for itself in a checkpoint, by name, and loads into the same layout only.
+
+        They are objects with ``state_dict`` and ``load_state_dict``.
+        """
+        return {}
+
+    def local_tensors(self) -> set[str]:
+        """Return the trained tensors that rounds leave to each cell, by their names in checkpoints."""
+        return set()
+
+    def on_resumed(self) -> None:
+        """Follow a checkpoint that was loaded: the counters stand where they stood. Called on every rank."""
+
+    # What a trainer without some mixin does ---------------------------------------------------------------------------
+
+    def named_models(self) -> dict[str, nn.Module]:
+        """Return the models by the names of their attributes; there are none without :class:`SetupMixin`."""
+        return {}
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
+        """Return the optimizers by the names of their attributes; there are none without :class:`SetupMixin`."""
+        return {}
+
+    def named_schedulers(self) -> dict[str, LRScheduler]:
+        """Return the schedulers by the names of their attributes; there are none without :class:`SetupMixin`."""
+        return {}
+
+    def step_schedulers(self, interval: str, *optimizers: Optimizer) -> None:
+        r"""Step the schedulers of optimizers; there are none without :class:`SetupMixin`.
+
+        :param interval: ``step`` or ``epoch``.
+        :param \*optimizers: Those whose schedulers step.
+        """
+
+    def training_rounds(self) -> AbstractContextManager[Any]:
+        """Return the context in which rounds take place; there are none without :class:`FederatedMixin`."""
+        return nullcontext()
+
+    def settle_round(self) -> None:
+        """Merge the round that is under way; there is none without :class:`FederatedMixin`."""
+
+    def note_batch(self, count: int) -> None:
+        """Hear of a batch before it is trained on.
+
+        :param count: Samples of this rank.
+        """
+
+    def note_round(self, report: RoundReport) -> None:
+        """Hear of a round.
+
+        :param report: What it did.
+        """
+        raise NotImplementedError
+
+    def reset_metrics(self) -> None:
+        """Begin a validation; nothing is measured without :class:`EvalMetricMixin`."""
+
+    def measuring(self, count: float) -> AbstractContextManager[None]:
+        """Return the context of a ``validation_step``.
+
+        :param count: Samples of the batch that count; 0 for one that only keeps the ranks in step.
+        """
+        del count
+        return nullcontext()
+
+    def update_outputs(self, output: Any, count: float) -> None:
+        """Take in what ``validation_step`` has returned; nothing is measured without :class:`EvalMetricMixin`.
+
+        :param output: What it returned.
+        :param count: Samples of the batch that count.
+        """
+
+    def compute_metrics(self, over: str = "cell") -> dict[str, float]:
+        """Return the metrics of a validation; there are none without :class:`EvalMetricMixin`.
+
+        :param over: ``cell`` or ``federation``: whose samples count.
+        """
+        del over
+        return {}
+
+    def log_scalar(self, name: str, value: float | torch.Tensor, *, weight: float = 1.0) -> None:
+        """Keep a value of this rank for the next record.
+
+        :param name: Its name, such as ``train/loss``.
+        :param value: A number, or a tensor of one element.
+        :param weight: What it counts for in means (samples, tokens).
+        """
+
+    def log_metrics(self, values: Mapping[str, float], *, over: str = "cell") -> None:
+        """Record values that are the same on all ranks of the cell already.
+
+        :param values: Numbers by name.
+        :param over: Whether they are of the ``cell`` or of the ``federation``.
+        """

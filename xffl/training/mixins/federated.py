@@ -1,0 +1,160 @@
+"""Rounds of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from xffl.aggregation import FederatedScaling
+from xffl.aggregation.manifest import Manifest
+from xffl.errors import ConfigError
+from xffl.parallel.config import check_name
+from xffl.training.mixins.base import TrainerMixin
+
+__all__ = ["FederatedConfigMixin", "FederatedMixin", "FederationConfig"]
+
+WEIGHTS = ("samples", "equal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationConfig:
+    """When and how the cells' models are averaged; see :class:`xffl.FederatedScaling`.
+
+    :param every: Local steps between two rounds, or a schedule by name; ``None`` for what the algorithm says, and for
+        no rounds where there is no algorithm.
+    :param algorithm: An algorithm by name, with options (``fedadam:lr=0.03``, ``diloco``).
+    :param aggregator: Keywords of the aggregator (``{codec: int8, rails: true}``).
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: With a delay, the part of a local value that stays when the mean is merged.
+    :param client: What changes the cells' local steps (``fedprox:mu=0.01``).
+    :param weight: What a cell counts for in a round: its ``samples`` since the last one, or all ``equal``.
+    """
+
+    every: int | str | dict[str, Any] | None = None
+    algorithm: str | dict[str, Any] | None = None
+    aggregator: dict[str, Any] = field(default_factory=dict)
+    delay: int | None = None
+    alpha: float | None = None
+    client: str | dict[str, Any] | None = None
+    weight: str = "samples"
+
+    def __post_init__(self) -> None:
+        check_name("federation.weight", self.weight, WEIGHTS)
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether rounds are asked for."""
+        return self.every is not None or self.algorithm is not None
+
+
+@dataclass(kw_only=True)
+class FederatedConfigMixin:
+    """The section of rounds.
+
+    :param federation: When and how the cells' models are averaged.
+    """
+
+    federation: FederationConfig = field(default_factory=FederationConfig)
+
+
+class FederatedMixin(TrainerMixin):
+    """Run rounds between the cells while a trainer trains."""
+
+    _scaling: FederatedScaling | None = None
+    _fresh: int = 0
+    """Samples that this rank has seen since the aggregator last asked"""
+
+    def federated_model(self) -> nn.Module:
+        """Return the model that rounds average; overload it where there are several."""
+        models = self.named_models()
+        if len(models) != 1:
+            raise ConfigError(
+                f"the trainer has the models {sorted(models)}; overload federated_model to say which one rounds average"
+            )
+        return next(iter(models.values()))
+
+    def federated_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers whose steps are counted: those that train the averaged model."""
+        held = {id(parameter) for parameter in self.federated_model().parameters()}
+        found = [
+            optimizer
+            for optimizer in self.named_optimizers().values()
+            if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
+        ]
+        return found or list(self.named_optimizers().values())
+
+    def training_rounds(self) -> AbstractContextManager[Any]:
+        """Return the context in which rounds take place.
+
+        Entering and leaving it are collective over the world, see :class:`xffl.FederatedScaling`.
+        """
+        asked: FederationConfig = self.config.federation
+        if not asked.has_rounds:
+            return nullcontext()
+        self._scaling = FederatedScaling(
+            self.federated_model(),
+            self.federated_optimizers(),
+            self.state,
+            every=asked.every,
+            weight=self.take_samples if asked.weight == "samples" else None,
+            on_round=self.note_round,
+            aggregator=dict(asked.aggregator),
+            delay=asked.delay,
+            alpha=asked.alpha,
+            client=asked.client,
+            algorithm=asked.algorithm,
+        )
+        return self._scaling
+
+    def note_batch(self, count: int) -> None:
+        """Count a batch's samples for the next round.
+
+        :param count: Samples of this rank.
+        """
+        self._fresh += count
+        super().note_batch(count)
+
+    def take_samples(self) -> float:
+        """Return the samples that this rank has seen since the last call: its weight in the next round."""
+        count, self._fresh = self._fresh, 0
+        return float(count)
+
+    def settle_round(self) -> None:
+        """Merge the round that is under way, if any; collective over the world."""
+        if self._scaling is not None:
+            self._scaling.settle()
+
+    def local_tensors(self) -> set[str]:
+        """Return what is trained and not averaged: by its policy, or in a model that is in no round."""
+        averaged = self.federated_model()
+        policies = self.config.federation.aggregator.get("policies")
+        return {
+            f"{name}/{entry.name}"
+            for name, model in self.named_models().items()
+            for entry in Manifest(model, policies if model is averaged else None).entries
+            if entry.tensor().requires_grad and (entry.policy == "local" or model is not averaged)
+        }
+
+    def own_parts(self) -> dict[str, Any]:
+        """Return the rounds' state: server optimizer, residuals of codecs, steps since the last round."""
+        mine = {} if self._scaling is None else {"rounds": _Rounds(self, self._scaling)}
+        return {**super().own_parts(), **mine}
+
+
+class _Rounds:
+    """The state of rounds, as a checkpoint keeps it."""
+
+    def __init__(self, trainer: FederatedMixin, scaling: FederatedScaling) -> None:
+        self._trainer, self._scaling = trainer, scaling
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._trainer._fresh, "scaling": self._scaling.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scaling.load_state_dict(state["scaling"])
+        self._trainer._fresh = int(state["samples"])

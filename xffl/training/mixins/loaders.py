@@ -1,0 +1,109 @@
+"""Data: loaders that know cells and ranks, made of what a trainer returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from xffl.errors import ConfigError
+from xffl.training.loaders import CellLoader, adopt_loader, validation_loader
+from xffl.training.mixins.base import TrainerMixin
+
+__all__ = ["DataConfig", "DataLoaderSetupMixin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """How batches are made.
+
+    :param workers: Processes of each rank that make batches; 0 makes them in the rank's own.
+    :param pin_memory: Whether batches lie in pinned memory; ``None`` where there is CUDA.
+    :param prefetch_factor: Batches that each worker makes ahead.
+    :param validation_batch_size: Samples of each rank in a validation batch; ``None`` for ``training.batch_size``.
+    """
+
+    workers: int = 0
+    pin_memory: bool | None = None
+    prefetch_factor: int = 2
+    validation_batch_size: int | None = None
+
+
+class DataLoaderSetupMixin(TrainerMixin):
+    """Make a trainer's loaders."""
+
+    _loaders: tuple[Any, Any] = (None, None)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        """Return the loaders for training and for validation (or ``None``); overload it.
+
+        :meth:`train_loader` and :meth:`validation_loader` make them of datasets. A plain torch ``DataLoader``
+        is taken over with its dataset and options: the samples are dealt out to the cells and their ranks.
+        """
+        raise ConfigError(f"{type(self).__name__} has no data; overload configure_dataloaders")
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of the training batches."""
+        return self._loaders[0]
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The loader of the validation batches; ``None`` where there is none."""
+        return self._loaders[1]
+
+    def train_loader(self, dataset: Dataset[Any], part: Any = None, **options: Any) -> CellLoader:
+        r"""Return a loader of this rank's part of the training samples, with the batch size and seed of the run.
+
+        :param dataset: The samples.
+        :param part: Which are this cell's, as in :class:`xffl.training.CellLoader`.
+        :param \**options: Other options of it.
+        """
+        data: DataConfig = self.config.data
+        options = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed, **options}
+        for name in ("workers", "pin_memory", "prefetch_factor"):
+            options.setdefault(name, getattr(data, name))
+        return CellLoader(dataset, self.state.topology, self.world.rank, part=part, **options)
+
+    def validation_loader(self, dataset: Dataset[Any], **options: Any) -> Any:
+        r"""Return a loader that gives each validation sample to one rank of the cell.
+
+        :param dataset: The samples, the same in all cells or this cell's own.
+        :param \**options: Options of :func:`xffl.training.validation_loader`.
+        """
+        data: DataConfig = self.config.data
+        options = {"batch_size": data.validation_batch_size or self.config.training.batch_size, **options}
+        for name in ("workers", "pin_memory", "prefetch_factor"):
+            options.setdefault(name, getattr(data, name))
+        return validation_loader(dataset, self.state.topology, self.world.rank, **options)
+
+    def setup(self) -> None:
+        """Make the loaders; local."""
+        loaders = self.configure_dataloaders()
+        if not isinstance(loaders, tuple) or len(loaders) != 2:
+            raise ConfigError(
+                f"{type(self).__name__}.configure_dataloaders returned {type(loaders).__name__}; return the loaders of "
+                "training and validation, (train, None) where there is no validation"
+            )
+        train, validation = loaders
+        if train is None:
+            raise ConfigError(f"{type(self).__name__}.configure_dataloaders returned no loader for training")
+        topology, rank = self.state.topology, self.world.rank
+        if isinstance(train, DataLoader):
+            train = adopt_loader(train, topology, rank, seed=self.config.experiment.seed)
+        if isinstance(validation, DataLoader):
+            validation = self.validation_loader(
+                validation.dataset,
+                batch_size=validation.batch_size,
+                collate=validation.collate_fn,
+                workers=validation.num_workers,
+            )
+        self._loaders = (train, validation)
+        super().setup()
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Return the training loader, where it knows its position."""
+        loader = self.train_dataloader
+        mine = {"train_dataloader": loader} if hasattr(loader, "state_dict") else {}
+        return {**super().checkpoint_parts(), **mine}

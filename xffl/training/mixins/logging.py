@@ -1,0 +1,399 @@
+"""Records of a run: values of steps, of validations and of rounds, written by one rank of each cell."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from xffl.distributed.agreement import agree
+from xffl.errors import ConfigError, StateError, XfflError
+from xffl.parallel.config import check_name
+from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
+from xffl.training.loggers.base import check_value_name
+from xffl.training.loggers.jsonl import plain_number
+from xffl.training.loggers.lines import LineFile
+from xffl.training.metrics import SCOPES, WeightedSums, metric_group, reduce_sums
+from xffl.training.mixins.base import TrainerMixin
+from xffl.training.run_folder import flattened, plain_config
+
+if TYPE_CHECKING:
+    from xffl.aggregation import RoundReport
+
+__all__ = [
+    "LoggerConfigMixin",
+    "LoggerMixin",
+    "LoggingConfig",
+    "MLflowLoggerMixin",
+    "TensorBoardLoggerMixin",
+    "WandBConfig",
+    "WandBLoggerConfigMixin",
+    "WandBLoggerMixin",
+]
+
+FEDERATION = "federation"
+MODES = ("online", "offline", "disabled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where values are written to beside the run's folder, which always has them as JSON lines and CSV.
+
+    :param tensorboard: Whether to write event files for TensorBoard, into the run's folder.
+    :param mlflow: Whether to log to MLflow.
+    :param mlflow_uri: MLflow's tracking store; by default SQLite files in the run's folder.
+    :param mlflow_experiment: MLflow's experiment; by default the run's name.
+    """
+
+    tensorboard: bool = False
+    mlflow: bool = False
+    mlflow_uri: str | None = None
+    mlflow_experiment: str | None = None
+
+
+@dataclass(kw_only=True)
+class LoggerConfigMixin:
+    """The section of loggers.
+
+    :param logging: Where values are written to.
+    """
+
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandBConfig:
+    """A run of Weights & Biases for each cell.
+
+    :param project: The project.
+    :param entity: The team or user; by default the one who is logged in.
+    :param mode: ``offline`` writes files in the run's folder, for ``wandb sync``; ``online`` sends; ``disabled`` does
+        nothing.
+    :param tags: Tags of the run.
+    """
+
+    project: str = "xffl"
+    entity: str | None = None
+    mode: str = "offline"
+    tags: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_name("wandb.mode", self.mode, MODES)
+
+
+@dataclass(kw_only=True)
+class WandBLoggerConfigMixin:
+    """The section of Weights & Biases.
+
+    :param wandb: Its run.
+    """
+
+    wandb: WandBConfig = field(default_factory=WandBConfig)
+
+
+class LoggerMixin(TrainerMixin):
+    """Record values; JSON lines and CSV are always written.
+
+    Every rank calls the same methods; the first one of each cell writes the cell's records, and rank 0 those of the
+    federation.
+    """
+
+    _saved_lines: dict[str, int] | None = None
+    """How long the files were when the checkpoint was written that was loaded last"""
+
+    def configure_loggers(self, scope: str) -> list[Logger]:
+        """Make the loggers of a cell, or of the federation; called on the rank that writes them. Overload it.
+
+        :param scope: ``cell_0``, or ``federation`` where there are several cells.
+        :return: The loggers; add yours to those of ``super()``.
+        """
+        loggers = self._file_loggers(scope)
+        asked: LoggingConfig = getattr(self.config, "logging", None) or LoggingConfig()
+        if asked.tensorboard:
+            loggers.append(TensorBoardLogger(self.run_folder.path, scope))
+        if asked.mlflow:
+            loggers.append(self._mlflow_logger(scope))
+        return loggers
+
+    def setup(self) -> None:
+        """Make the loggers."""
+        self._scalars = WeightedSums(self.device)
+        self._loggers: dict[str, list[Logger]] = {}
+        self._rounds_file: LineFile | None = None
+        error: XfflError | None = None
+        try:
+            self._open_loggers()
+        except XfflError as wrong:
+            error = wrong
+        except Exception as wrong:  # noqa: BLE001 - whatever a package raises, the other ranks must hear of it
+            error = ConfigError(f"loggers could not be made: {type(wrong).__name__}: {wrong}; see configure_loggers")
+            error.__cause__ = wrong
+        agree("loggers", "made", error=error)
+        super().setup()
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Write what is left, and close the run's folder."""
+        for loggers in getattr(self, "_loggers", {}).values():
+            for logger in loggers:
+                logger.close()
+        self._loggers = {}
+        if (rounds := getattr(self, "_rounds_file", None)) is not None:
+            rounds.close()
+        if (folder := getattr(self, "run_folder", None)) is not None:
+            folder.close()
+        super().teardown(error)
+
+    # What a trainer calls ---------------------------------------------------------------------------------------------
+
+    def log_scalar(self, name: str, value: float | torch.Tensor, *, weight: float = 1.0) -> None:
+        """Keep a value of this rank for the next record, the weighted mean over the cell's ranks; local.
+
+        All ranks of a cell tell the same names between two records. A tensor is added where it is; nothing waits for
+        it.
+
+        :param name: Its name, such as ``train/loss``.
+        :param value: A number, or a tensor of one element.
+        :param weight: What it counts for in the mean (samples, tokens).
+        :raises ConfigError: if one of them cannot be meant.
+        """
+        try:
+            scalars = self._scalars
+        except AttributeError:
+            raise StateError("log_scalar comes after setup(); fit() calls it") from None
+        scalars.add(name, value, weight)
+
+    def flush_scalars(self) -> None:
+        """Record what :meth:`log_scalar` was given since the last time; collective over the cell.
+
+        One all-reduce of about 1 KiB; see :func:`xffl.training.metrics.reduce_sums`.
+
+        :raises ConfigError: on all ranks of the cell, if they have told different names.
+        """
+        means = reduce_sums(self._scalars, self.state, over="cell", device=self.device)
+        self._scalars.clear()
+        if means:
+            self.log_metrics(means)
+
+    def log_metrics(self, values: Mapping[str, float], *, over: str = "cell") -> None:
+        """Record values that are the same on all ranks already; local.
+
+        :param values: Numbers by name.
+        :param over: Whether they are of the ``cell`` or of the ``federation``.
+        :raises ConfigError: if a name or ``over`` cannot be meant.
+        """
+        if over not in SCOPES:
+            raise ConfigError(f"over {over!r} is neither 'cell' nor 'federation'; give one of them")
+        for name in values:
+            check_value_name(name)
+        numbers = {name: float(value) for name, value in values.items()}
+        for logger in self._loggers_of(over):
+            logger.log(
+                numbers, step=self.global_step, epoch=self.current_epoch, samples=self.samples, time_s=time.time()
+            )
+
+    def log_image(self, name: str, images: Any) -> None:
+        """Record a picture, or several side by side: those of the cell's first rank; local.
+
+        :param name: Their name.
+        :param images: A tensor or array (height, width), (channels, height, width) or (pictures, channels, height,
+            width) of bytes or of fractions from 0 to 1.
+        :raises ConfigError: on the rank that writes, if it is none of these, or a package is missing.
+        """
+        check_value_name(name)
+        for logger in self._loggers_of("cell"):
+            logger.log_image(name, images, step=self.global_step)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Record a text: that of the cell's first rank; local.
+
+        :param name: Its name.
+        :param text: The text.
+        :raises ConfigError: if the name cannot be meant.
+        """
+        check_value_name(name)
+        for logger in self._loggers_of("cell"):
+            logger.log_text(name, text, step=self.global_step)
+
+    def log_round(self, report: RoundReport, *, divergence: Mapping[str, float] | None = None) -> None:
+        """Record what a round did; collective over the cell: three numbers of each rank are gathered.
+
+        :param report: This rank's report.
+        :param divergence: How far the cells' models were apart, by name, where that was measured.
+        """
+        across, home, codec_error = self._over_cell(report)
+        if self._rounds_file is None:
+            return
+        record: dict[str, Any] = {
+            "time": time.time(),
+            "step": self.global_step,
+            "epoch": self.current_epoch,
+            "round": report.round,
+            "weights": list(report.weights),
+            "bytes_across": across,
+            "bytes_home": home,
+            "seconds": report.seconds,
+            "phases": dict(report.phases),
+            "hidden": report.hidden,
+            "dropped": list(report.dropped),
+            "update_norms": None if report.update_norms is None else list(report.update_norms),
+            "fragment": report.fragment,
+            "steps": list(report.steps),
+            "step_seconds": list(report.step_seconds),
+            "codec_error": codec_error,
+        }
+        if divergence is not None:
+            record["divergence"] = dict(divergence)
+        self._rounds_file.append(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    # Resuming ---------------------------------------------------------------------------------------------------------
+
+    def own_parts(self) -> dict[str, Any]:
+        """Return what was told since the last record, and how long the files were."""
+        return {**super().own_parts(), "records": _Records(self)}
+
+    def on_resumed(self) -> None:
+        """Cut later records off; collective over the world: one small all-reduce."""
+        lines, self._saved_lines = self._saved_lines, None
+        for loggers in self._loggers.values():
+            for logger in loggers:
+                logger.cut_after(self.global_step)
+        if self._rounds_file is not None:
+            self._rounds_file.close()
+        error: XfflError | None = None
+        try:
+            self.run_folder.cut_after(self.global_step, lines)
+        except XfflError as wrong:
+            error = wrong
+        except OSError as wrong:
+            error = ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
+        agree("records of a run that is resumed", "cut", error=error)
+        super().on_resumed()
+
+    # What the parts share ---------------------------------------------------------------------------------------------
+
+    def _file_loggers(self, scope: str) -> list[Logger]:
+        return [JSONLinesLogger(self.run_folder.path, scope), CSVLogger(self.run_folder.path, scope)]
+
+    def _mlflow_logger(self, scope: str) -> Logger:
+        asked: LoggingConfig = getattr(self.config, "logging", None) or LoggingConfig()
+        return MLflowLogger(
+            self.run_folder.path,
+            scope,
+            name=self.config.experiment.name,
+            uri=asked.mlflow_uri,
+            experiment=asked.mlflow_experiment,
+        )
+
+    def _open_loggers(self) -> None:
+        folder = self.run_folder
+        if not folder.is_cell_writer:
+            return
+        self._rounds_file = LineFile(folder.path / "rounds" / f"{folder.scope}.jsonl")
+        self._loggers["cell"] = self.configure_loggers(folder.scope)
+        if folder.rank == 0:
+            is_alone = self.state.topology.cells == 1
+            self._loggers[FEDERATION] = (
+                self._file_loggers(FEDERATION) if is_alone else self.configure_loggers(FEDERATION)
+            )
+        told = flattened(plain_config(self.config))
+        for loggers in self._loggers.values():
+            for logger in loggers:
+                logger.log_config(told)
+
+    def _loggers_of(self, over: str) -> list[Logger]:
+        try:
+            return self._loggers.get(over, [])
+        except AttributeError:
+            raise StateError("records come after setup(); fit() calls it") from None
+
+    def _over_cell(self, report: RoundReport) -> tuple[int, int, float | None]:
+        """Return what a round of all ranks of the cell has sent, and the largest error of a codec."""
+        mine = [report.bytes_across, report.bytes_home, -1.0 if report.codec_error is None else report.codec_error]
+        group, ranks = metric_group(self.state, "cell")
+        rows = [torch.tensor(mine, dtype=torch.float64, device=self.device)]
+        if len(ranks) > 1 and dist.is_initialized():
+            (own,) = rows
+            rows = [torch.empty_like(own) for _ in ranks]
+            dist.all_gather(rows, own, group=group)
+        across, home, errors = zip(*torch.stack(rows).tolist(), strict=True)
+        return int(sum(across)), int(sum(home)), None if max(errors) < 0 else max(errors)
+
+
+class TensorBoardLoggerMixin(LoggerMixin):
+    """Write for TensorBoard, too."""
+
+    def configure_loggers(self, scope: str) -> list[Logger]:
+        """Add TensorBoard's, once."""
+        loggers = super().configure_loggers(scope)
+        if not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
+            loggers.append(TensorBoardLogger(self.run_folder.path, scope))
+        return loggers
+
+
+class MLflowLoggerMixin(LoggerMixin):
+    """Log to MLflow, too."""
+
+    def configure_loggers(self, scope: str) -> list[Logger]:
+        """Add MLflow's, once."""
+        loggers = super().configure_loggers(scope)
+        if not any(isinstance(logger, MLflowLogger) for logger in loggers):
+            loggers.append(self._mlflow_logger(scope))
+        return loggers
+
+
+class WandBLoggerMixin(LoggerMixin):
+    """Log to Weights & Biases, too."""
+
+    def configure_loggers(self, scope: str) -> list[Logger]:
+        """Add that of Weights & Biases."""
+        asked: WandBConfig = getattr(self.config, "wandb", None) or WandBConfig()
+        logger = WandBLogger(
+            self.run_folder.path,
+            scope,
+            name=self.config.experiment.name,
+            project=asked.project,
+            entity=asked.entity,
+            mode=asked.mode,
+            tags=asked.tags,
+        )
+        return [*super().configure_loggers(scope), logger]
+
+
+class _Records:
+    """What a rank keeps of its records in a checkpoint."""
+
+    def __init__(self, trainer: LoggerMixin) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        root = trainer.run_folder.path
+        files = [] if trainer._rounds_file is None else [trainer._rounds_file]
+        for loggers in trainer._loggers.values():
+            for logger in loggers:
+                if isinstance(logger, JSONLinesLogger):
+                    files += [logger.file, logger.texts]
+                elif isinstance(logger, CSVLogger):
+                    files.append(logger.file)
+        lines = {str(file.path.relative_to(root)): file.lines for file in files}
+        return {"pending": trainer._scalars.state_dict(), "lines": lines}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._trainer._scalars.load_state_dict(state["pending"])
+        self._trainer._saved_lines = dict(state["lines"])
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with texts for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return plain_number(value)
+    if isinstance(value, dict):
+        return {str(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value

@@ -1,0 +1,131 @@
+"""Models: made whole or on the meta device, then spread over the cell."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from xffl.errors import ConfigError
+from xffl.training.mixins.attributes import Attributes
+from xffl.training.mixins.base import TrainerMixin
+
+__all__ = ["ModelSetupMixin"]
+
+
+class ModelSetupMixin(TrainerMixin):
+    """Make a trainer's models and spread them as ``config.distributed`` says.
+
+    Models are the modules that :meth:`configure_models` sets as attributes.
+    """
+
+    _models: Attributes[nn.Module] | None = None
+
+    def configure_models(self) -> None:
+        """Set the models as attributes (``self.model = ...``), whole; overload it.
+
+        With ``setup.meta_device`` it runs under ``torch.device("meta")``: models cost no memory, and get their weights
+        part by part when they are spread.
+        """
+        raise ConfigError(f"{type(self).__name__} has no models; overload configure_models and set self.model there")
+
+    def post_configure_models(self) -> None:
+        """Change models before they are spread: freeze layers, add adapters. Does nothing by itself."""
+
+    def init_weights(self) -> None:
+        """Initialize the models' weights; overload it, or leave it to each module's ``reset_parameters``.
+
+        Of models on the meta device it is called once for each module that has tensors of its own; the model's
+        attribute then stands for that module alone, whole and on the CPU, so that ``self.model.apply(fn)`` initializes
+        module by module, as it does for a whole model. What it does must not depend on the module's name.
+        """
+
+    def module_initializer(self, name: str) -> Callable[[nn.Module], object] | None:
+        """Return what initializes the modules of a model on the meta device, one at a time.
+
+        By default that is :meth:`init_weights`, where it is overloaded, else ``None``: each module's
+        ``reset_parameters``. For models of Hugging Face return
+        ``xffl.training.models.ModuleInitializer(self.model)``.
+
+        :param name: The model's attribute.
+        """
+        return self._initializer(name) if self._has_init_weights else None
+
+    def post_setup_models(self) -> None:
+        """Change models after they are spread: load weights into them. Does nothing by itself."""
+
+    def compute_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of an output, for :meth:`BaseTrainer.forward_backward`; overload it to use that.
+
+        :param output: What the model returned.
+        :param target: What it is compared with.
+        """
+        raise ConfigError(f"{type(self).__name__} has no loss; overload compute_loss, which forward_backward calls")
+
+    def named_models(self) -> dict[str, nn.Module]:
+        """Return the models by the names of their attributes."""
+        return {} if self._models is None else {name: getattr(self, name) for name in self._models.names}
+
+    def configure(self) -> None:
+        """Make the models; local."""
+        is_bare = self.config.setup.meta_device
+        if is_bare is None:  # DeepSpeed takes models with weights only
+            is_bare = self.config.distributed.strategy != "deepspeed"
+        self._models = Attributes(self, nn.Module)
+        self.world.set_determinism(self.config.experiment.seed, deterministic=self.config.experiment.deterministic)
+        with torch.device("meta") if is_bare else nullcontext(), self._models.watched():
+            self.configure_models()
+        if not self._models.names:
+            raise ConfigError(f"{type(self).__name__}.configure_models has set no module; set self.model = ... there")
+        self.post_configure_models()
+        super().configure()
+
+    def setup(self) -> None:
+        """Spread the models, all cells from the same weights; collective over the world."""
+        has_loss = type(self).compute_loss is not ModelSetupMixin.compute_loss
+        whole = self.named_models()
+        self.world.set_determinism(self.config.experiment.seed)
+        for name, model in whole.items():
+            is_bare = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            if self._has_init_weights and not is_bare:
+                with self._standing_in(name, model):
+                    self.init_weights()
+            spread = self.strategy.wrap_model(
+                model,
+                loss=self.compute_loss if has_loss else None,
+                init_weights=self.module_initializer(name) if is_bare else None,
+            )
+            setattr(self, name, spread)
+        # Dropout and the like: ranks with data of their own draw numbers of their own.
+        self.world.set_determinism(self.config.experiment.seed, "dp", "federated")
+        self.post_setup_models()
+        super().setup()
+
+    @property
+    def _has_init_weights(self) -> bool:
+        return type(self).init_weights is not ModelSetupMixin.init_weights
+
+    def _initializer(self, name: str) -> Callable[[nn.Module], object]:
+        def initialize(module: nn.Module) -> None:
+            alone = copy.copy(module)
+            alone._modules = {}
+            with self._standing_in(name, alone):
+                self.init_weights()
+
+        return initialize
+
+    @contextmanager
+    def _standing_in(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Let a model's attribute be another module, and the other models' an empty one, for the length of a block."""
+        kept = self.named_models()
+        for other in kept:
+            setattr(self, other, module if other == name else nn.Module())
+        try:
+            yield
+        finally:
+            for other, model in kept.items():
+                setattr(self, other, model)

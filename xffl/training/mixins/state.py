@@ -1,0 +1,149 @@
+"""What a run keeps, and how it goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from xffl.checkpoint import RandomState
+from xffl.training.mixins.base import TrainerMixin
+
+__all__ = ["StateMixin"]
+
+T = TypeVar("T")
+
+COUNTERS = ("global_step", "current_epoch", "local_batches", "samples", "rounds", "steps_since_round")
+
+
+class StateMixin(TrainerMixin):
+    """Count a trainer's steps, and keep and load the states of all of its parts."""
+
+    global_step: int = 0
+    """Optimizer steps of this cell"""
+    current_epoch: int = 0
+    local_batches: int = 0
+    """Micro-batches of this rank"""
+    samples: int = 0
+    """Samples that this cell has trained on"""
+    rounds: int = 0
+    steps_since_round: int = 0
+
+    def agreed_step(self) -> int:
+        """Return the optimizer steps of the cell that has made most, the same on all ranks.
+
+        Collective over the world, where there are several cells: a number is reduced.
+        """
+        if self.state.topology.cells == 1:
+            return self.global_step
+        steps = torch.tensor(self.global_step, device=self.device)
+        return int(self.world.all_reduce(steps, "max", "world"))
+
+    def save_checkpoint(self, path: str | Path, *, saver: Callable[..., T] | None = None, **values: Any) -> T | None:
+        r"""Write a checkpoint of all parts; collective over the world, between two steps.
+
+        A round that is under way is merged first. Each rank keeps its random numbers and its part of the rounds' state,
+        which only load into the same layout.
+
+        :param path: Folder of the checkpoint, on a file system that all ranks share.
+        :param saver: What writes it, such as the ``save`` of an :class:`xffl.checkpoint.AsyncSaver`; by default it is
+            written before this returns.
+        :param \**values: Plain values to keep beside, the same on all ranks.
+        :return: What the saver has returned.
+        :raises CheckpointError: if it could not be written; on all ranks.
+        """
+        self.settle_round()
+        self.callbacks.pre_save_checkpoint(self, str(path))
+        written = self.strategy.save_checkpoint(
+            path,
+            self.named_models(),
+            self.named_optimizers(),
+            others=self._others(),
+            own=self.own_parts(),
+            after_round=self.rounds > 0 and self.steps_since_round == 0,
+            saver=saver,
+            **{"step": self.agreed_step(), **values},
+        )
+        self.callbacks.post_save_checkpoint(self, str(path))
+        return written
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint; collective over the world, after :meth:`setup`.
+
+        :param path: Folder of the checkpoint.
+        :return: The values that were kept beside.
+        :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
+        """
+        own = self.own_parts()
+        found = self.strategy.load_checkpoint(
+            path,
+            self.named_models(),
+            self.named_optimizers(),
+            others=self._others(),
+            own=own,
+            reset=tuple(own) if self.config.experiment.reset else (),
+            local=self.local_tensors(),
+        )
+        self.on_resumed()
+        self.callbacks.post_load_checkpoint(self, str(path))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all parts on this rank; local. Files are written by :meth:`save_checkpoint`."""
+        counted = _Counters(self).state_dict()
+        return {
+            "trainer": {**counted, "callbacks": self.callbacks.state_dict()},
+            "models": {name: model.state_dict() for name, model in self.named_models().items()},
+            "optimizers": {name: one.state_dict() for name, one in self.named_optimizers().items()},
+            "schedulers": {name: one.state_dict() for name, one in self.named_schedulers().items()},
+            "dataloaders": {
+                "train": getattr(self.train_dataloader, "state_dict", dict)(),
+                "val": getattr(self.val_dataloader, "state_dict", dict)(),
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what :meth:`state_dict` returned on this rank, in the same layout; local.
+
+        :param state_dict: The states.
+        :param strict: Whether models must have exactly the saved tensors.
+        """
+        trainer = dict(state_dict["trainer"])
+        self.callbacks.load_state_dict(trainer.pop("callbacks"))
+        _Counters(self).load_state_dict(trainer)
+        for name, model in self.named_models().items():
+            model.load_state_dict(state_dict["models"][name], strict=strict)
+        for name, optimizer in self.named_optimizers().items():
+            optimizer.load_state_dict(state_dict["optimizers"][name])
+        for name, scheduler in self.named_schedulers().items():
+            scheduler.load_state_dict(state_dict["schedulers"][name])
+        for name, loader in (("train", self.train_dataloader), ("val", self.val_dataloader)):
+            if saved := state_dict["dataloaders"][name]:
+                loader.load_state_dict(saved)
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Return the counters."""
+        return {**super().checkpoint_parts(), "trainer": _Counters(self)}
+
+    def own_parts(self) -> dict[str, Any]:
+        """Return this rank's random numbers."""
+        return {**super().own_parts(), "random": RandomState()}
+
+    def _others(self) -> dict[str, Any]:
+        return {**self.checkpoint_parts(), "callbacks": self.callbacks}
+
+
+class _Counters:
+    """What a trainer has counted, as a checkpoint keeps it."""
+
+    def __init__(self, trainer: StateMixin) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self._trainer, name) for name in COUNTERS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in COUNTERS:
+            setattr(self._trainer, name, int(state[name]))

@@ -1,0 +1,381 @@
+"""The trainer: a loop made of the public parts, with hooks for all that differs between two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from contextlib import AbstractContextManager, closing
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from xffl.aggregation import RoundReport
+from xffl.checkpoint import auto_resume, find_latest_checkpoint
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.world import DistributedWorld
+from xffl.errors import ConfigError, StateError
+from xffl.parallel import DistributedStrategy
+from xffl.training.callbacks.base import Callback, CallbackCollection
+from xffl.training.config import BaseTrainerConfig
+from xffl.training.counting import find_loss
+from xffl.training.mixins.logging import LoggerMixin
+from xffl.training.mixins.state import StateMixin
+from xffl.training.mixins.validation import ValidationMixin
+from xffl.training.run_folder import RunFolder
+from xffl.training.sampler import CellBatchSampler
+
+__all__ = ["BaseTrainer"]
+
+
+class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
+    """Train models for some epochs, in all cells, with rounds, validation, records and checkpoints.
+
+    A trainer is a class of this one and of mixins; it says what its models, optimizers and data are, and what a step
+    does:
+
+    .. code-block:: python
+
+       class MyTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
+           config: MyTrainerConfig
+
+           def configure_models(self):
+               self.model = build_model()
+
+           def configure_optimizers(self):
+               self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+           def configure_dataloaders(self):
+               return self.train_loader(training_set), self.validation_loader(held_out)
+
+           def training_step(self, batch, batch_idx):
+               loss = loss_of(self.model(batch[0]), batch[1])
+               self.backward(loss)
+               if not self.is_accumulating_gradients:
+                   self.step(self.model, self.optimizer)
+               self.log_scalar("train/loss", loss)
+               return {"loss": loss}
+
+
+       MyTrainer(MyTrainerConfig()).fit()
+
+    Every rank makes one and calls :meth:`fit`. A ``training_step`` that only returns a loss is stepped by the trainer.
+
+    :param config: What is asked for, of the class that the trainer's annotation ``config`` names.
+    :param callbacks: More callbacks, after those of the configuration.
+    :param origins: Where each value of the configuration comes from, for the run's folder.
+    :raises ConfigError: if the configuration or a callback cannot be meant.
+    """
+
+    config: BaseTrainerConfig
+
+    def __init__(
+        self, config: BaseTrainerConfig, *, callbacks: Iterable[Callback] = (), origins: Mapping[str, str] | None = None
+    ) -> None:
+        if not isinstance(config, BaseTrainerConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; give a BaseTrainerConfig with the mixins' sections"
+            )
+        self.config = config
+        self.strategy = DistributedStrategy.from_config(config)
+        self.callbacks = CallbackCollection([*config.callbacks, *callbacks])
+        self.last_round: RoundReport | None = None
+        self._origins = origins
+        self._stop_reason: str | None = None
+        self._reports: list[RoundReport] = []
+        self._is_in_batch = self._has_backward = self._has_stepped = False
+
+    # Who is where -----------------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> DistributedWorld:
+        """The mesh and the collectives of this rank's cell."""
+        return self.strategy.world
+
+    @property
+    def state(self) -> DistributedState:
+        """The state of the world."""
+        return self.strategy.state
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self.strategy.device
+
+    # What a trainer says ----------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Train on a micro-batch; overload it.
+
+        Either call :meth:`backward` and, where :attr:`is_accumulating_gradients` is False, :meth:`step`; or return the
+        mean loss, alone or as ``{"loss": loss}``, and the trainer does both.
+
+        :param batch: What the loader gave, on this rank's device.
+        :param batch_idx: Its number in the epoch.
+        :return: The loss, alone or among others; callbacks see it.
+        """
+        raise ConfigError(f"{type(self).__name__} has no training_step; overload it")
+
+    # What a step calls ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_accumulating_gradients(self) -> bool:
+        """Whether more micro-batches follow before the optimizer steps."""
+        return self.strategy.is_accumulating_gradients
+
+    @property
+    def _num_gradient_accumulation_steps(self) -> int:
+        return self.config.training.gradient_accumulation
+
+    @property
+    def _is_last_training_batch(self) -> bool:
+        """Whether the epoch has no batch after this one."""
+        return not self.is_accumulating_gradients and self._batches_left() == 0
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return the context of the forward pass: its precision, and what the mesh needs; local."""
+        return self.strategy.train_context()
+
+    def no_gradient_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
+        r"""Return a context in which backward passes add gradients up without communication; local.
+
+        The trainer does so itself in all micro-batches of a window but the last.
+
+        :param \*models: The models; all of the trainer by default.
+        """
+        return self.strategy.no_gradient_sync(*(models or self.named_models().values()))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a micro-batch's mean loss, divided by the micro-batches of its window.
+
+        Collective over the cell in a window's last micro-batch.
+
+        :param loss: The mean loss of this rank's micro-batch.
+        """
+        self._has_backward = True
+        self.strategy.backward(loss)
+
+    def forward_backward(
+        self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, **named: Any
+    ) -> torch.Tensor:
+        r"""Run a model and :meth:`compute_loss` forward and backward, through a pipeline's stages, too.
+
+        Collective over the cell as :meth:`DistributedStrategy.forward_backward`.
+
+        :param model: The model.
+        :param \*inputs: What it is called with.
+        :param target: What its output is compared with.
+        :param \**named: Keyword arguments of the model.
+        :return: The mean loss of this rank's micro-batch, without gradient.
+        """
+        self._has_backward = True
+        return self.strategy.forward_backward(model, *inputs, target=target, **named)
+
+    def step(self, model: nn.Module, *optimizers: Optimizer) -> torch.Tensor | None:
+        r"""Clip the gradients of a model, step its optimizers and zero the gradients; collective over the cell.
+
+        A round that is due takes place in the last optimizer's step, over the world.
+
+        :param model: The model whose gradients are clipped to ``training.max_grad_norm``.
+        :param \*optimizers: Its optimizers.
+        :return: The gradients' norm before it was clipped; ``None`` without ``max_grad_norm``.
+        :raises StateError: in the middle of a window.
+        """
+        limit = self.config.training.max_grad_norm
+        norm = None if limit is None else self.strategy.clip_grad_norm(model, limit)
+        self.callbacks.pre_optimizer_step(self)
+        self._has_stepped = True
+        if self.strategy.step(*optimizers):
+            self.step_schedulers("step", *optimizers)
+        return norm
+
+    def stop(self, reason: str) -> None:
+        """End training after this step; other cells go on. All ranks of a cell call it in the same step.
+
+        :param reason: Why, for the log.
+        """
+        self._stop_reason = reason
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def fit(self, state: DistributedState | None = None) -> None:
+        """Train from the start, or from the newest checkpoint of the run; collective over the world.
+
+        Joins the other processes (unless a state is given), configures, sets up, trains, and leaves again.
+
+        :param state: The state of a world that is joined already.
+        :raises XfflError: what any part of the run raises.
+        """
+        if state is not None:
+            self.strategy.setup(state)
+        with self.strategy:
+            try:
+                self._fit()
+            except BaseException as error:
+                self.callbacks.exception(self, error)
+                self.teardown(error)
+                raise
+            self.teardown(None)
+
+    def _fit(self) -> None:
+        experiment = self.config.experiment
+        is_resumed = experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None
+        self.run_folder = RunFolder.open(
+            experiment.output_dir,
+            self.state,
+            self.config,
+            origins=self._origins,
+            is_resumed=is_resumed,
+            may_restart=experiment.resume,
+        )
+        self.callbacks.pre_fit(self)
+        self.callbacks.pre_configure(self)
+        self.configure()
+        self.callbacks.post_configure(self)
+        self.callbacks.pre_setup(self)
+        self.setup()
+        self.callbacks.post_setup(self)
+        with self.training_rounds():
+            if experiment.resume:
+                auto_resume(self.config, self)
+            self.callbacks.pre_train(self)
+            self._run_epochs()
+            self.flush_scalars()
+            self.callbacks.post_train(self)
+        if self.rounds and self.val_dataloader is not None:
+            self.perform_validation_epoch(over="federation")
+        self.callbacks.post_fit(self)
+
+    def _run_epochs(self) -> None:
+        while self.current_epoch < self.config.training.epochs and not self._has_ended:
+            if not self.perform_training_epoch():
+                break
+            self.current_epoch += 1
+
+    def _batches_left(self) -> int | None:
+        """Return how many batches of the epoch the loader has not given yet; ``None`` where it does not say.
+
+        A loader of xffl that was asked for more than there was stands at the start of the next epoch.
+        """
+        loader = self.train_dataloader
+        if not (hasattr(loader, "position") and hasattr(loader, "epoch")):
+            return None
+        if loader.epoch > self.current_epoch:
+            return 0
+        if not isinstance(loader, Sized):
+            return None
+        return len(loader) - (loader.position if loader.epoch == self.current_epoch else 0)
+
+    def perform_training_epoch(self) -> bool:
+        """Train for an epoch, or for what is left of it after a resume; collective over the cell.
+
+        :return: Whether it came to its end; False where training ends inside it.
+        """
+        self.train()
+        self.callbacks.pre_train_epoch(self)
+        loader, left = self.train_dataloader, self._batches_left()
+        if hasattr(loader, "set_epoch") and left != 0:
+            loader.set_epoch(self.current_epoch)
+        first = getattr(loader, "position", 0)
+        is_whole = True
+        with closing(
+            self.strategy.micro_batches(() if left == 0 else loader, *self.named_models().values())
+        ) as batches:
+            for batch_idx, batch in enumerate(batches, first):
+                self._train_on(batch, batch_idx)
+                if self._has_ended and not self.is_accumulating_gradients:
+                    is_whole = self._is_last_training_batch
+                    break
+        if is_whole:
+            self.step_schedulers("epoch", *self.named_optimizers().values())
+            every = self.config.training.validate_every_epochs
+            if every is not None and (self.current_epoch + 1) % every == 0 and self.val_dataloader is not None:
+                self.perform_validation_epoch()
+            self.callbacks.post_train_epoch(self)
+        return is_whole
+
+    def _train_on(self, batch: Any, batch_idx: int) -> None:
+        """Train on a micro-batch, and do what follows an optimizer step."""
+        self._is_in_batch, self._has_backward, self._has_stepped = True, False, False
+        self.callbacks.pre_train_batch(self, batch, batch_idx)
+        sampler = getattr(self.train_dataloader, "sampler", None)
+        count = sampler.samples_of(batch_idx) if isinstance(sampler, CellBatchSampler) else self.count_samples(batch)
+        self.note_batch(count)
+        with self.train_context():
+            output = self.training_step(batch, batch_idx)
+            self._finish_step(output)
+        self.callbacks.post_train_batch(self, output, batch, batch_idx)
+        self.local_batches += 1
+        # That other ranks have as many is all that is known of a loader that does not say.
+        seen = getattr(self.train_dataloader, "samples_seen", None)
+        self.samples = self.samples + count * self.world.dp_size if seen is None else seen
+        self._is_in_batch = False
+        if not self.is_accumulating_gradients:
+            self.global_step += 1
+            self.steps_since_round += 1
+            self._after_step()
+
+    def _finish_step(self, output: Any) -> None:
+        """Do what a training step has left to the trainer."""
+        if not self._has_backward:
+            loss = find_loss(output)
+            if loss is None or not loss.requires_grad:
+                raise StateError(
+                    f"{type(self).__name__}.training_step has neither called backward nor returned a loss with a "
+                    "gradient; do one of them"
+                )
+            self.backward(loss)
+            if not self.is_accumulating_gradients and not self._has_stepped:
+                models = self.named_models()
+                if len(models) != 1:
+                    raise StateError(f"the trainer has the models {sorted(models)}; call step in training_step")
+                self.step(*models.values(), *self.named_optimizers().values())
+        if not self.is_accumulating_gradients and not self._has_stepped:
+            raise StateError(
+                f"{type(self).__name__}.training_step has not stepped at the end of a window; call self.step(model, "
+                "optimizer) where is_accumulating_gradients is False"
+            )
+
+    def _after_step(self) -> None:
+        """Record, validate, and let callbacks save: nothing of the step is open any more."""
+        training = self.config.training
+        if self.global_step % training.log_every == 0:
+            self.flush_scalars()
+        every = training.validate_every_steps
+        if every is not None and self.global_step % every == 0 and self.val_dataloader is not None:
+            self.perform_validation_epoch()
+        told = self._take_rounds()
+        self.callbacks.post_optimizer_step(self)
+        for report in told:
+            self.callbacks.post_round(self, report)
+
+    @property
+    def _has_ended(self) -> bool:
+        limit = self.config.training.max_steps
+        return self._stop_reason is not None or (limit is not None and self.global_step >= limit)
+
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    def note_round(self, report: RoundReport) -> None:
+        """Hear of a round, and tell the callbacks where the batch is done; called on all ranks.
+
+        :param report: What the round did.
+        """
+        self._reports.append(report)
+        if not self._is_in_batch:
+            for told in self._take_rounds():
+                self.callbacks.post_round(self, told)
+
+    def _take_rounds(self) -> list[RoundReport]:
+        """Record the rounds that nobody has heard of, and validate what they made; all ranks of all cells come here."""
+        every = self.config.training.validate_every_rounds
+        reports, self._reports = self._reports, []
+        for report in reports:
+            self.last_round = report
+            if not report.is_skipped:
+                self.rounds, self.steps_since_round = report.round, 0
+            self.log_round(report)
+            is_due = every is not None and report.round % every == 0 and not report.is_skipped
+            if is_due and self.val_dataloader is not None:
+                self.perform_validation_epoch(over="federation")
+        return reports
