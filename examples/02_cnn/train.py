@@ -9,18 +9,17 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset, random_split
 
-from xffl.training import BaseTrainer, BaseTrainerConfig, EvalMetricConfigMixin, EvalMetricMixin
-from xffl.training import FederatedConfigMixin, FederatedMixin, SetupConfigMixin, SetupMixin
+from xffl import training as xt
 
 
 @dataclass(kw_only=True)
-class CNNConfig(BaseTrainerConfig, SetupConfigMixin, EvalMetricConfigMixin, FederatedConfigMixin):
+class CNNConfig(xt.BaseTrainerConfig, xt.SetupConfigMixin, xt.EvalMetricConfigMixin, xt.FederatedConfigMixin):
     """:param learning_rate: Of the first epoch; it falls along a cosine."""
 
     learning_rate: float = 0.05
 
 
-class CNNTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
+class CNNTrainer(xt.BaseTrainer, xt.SetupMixin, xt.EvalMetricMixin, xt.FederatedMixin):
     config: CNNConfig
 
     def configure_models(self):
@@ -43,7 +42,7 @@ class CNNTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
         images, labels = load_digits(return_X_y=True)
         digits = TensorDataset(torch.tensor(images / 16).float().view(-1, 1, 8, 8), torch.tensor(labels))
         held_out, training = random_split(digits, [359, 1438], torch.Generator().manual_seed(0))
-        return self.train_loader(training), self.validation_loader(held_out)
+        return self.train_loader(training, labels=labels[training.indices]), self.validation_loader(held_out)
 
     def training_step(self, batch, batch_idx):
         images, labels = batch

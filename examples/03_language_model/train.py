@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xffl.training import BaseTrainer, BaseTrainerConfig, EvalMetricConfigMixin, EvalMetricMixin
-from xffl.training import FederatedConfigMixin, FederatedMixin, SetupConfigMixin, SetupMixin, TokenDataset
+from xffl import training as xt
 
 
 @dataclass(kw_only=True)
-class LMConfig(BaseTrainerConfig, SetupConfigMixin, EvalMetricConfigMixin, FederatedConfigMixin):
+class LMConfig(xt.BaseTrainerConfig, xt.SetupConfigMixin, xt.EvalMetricConfigMixin, xt.FederatedConfigMixin):
     """:param text: A text file; the Python manual, which comes with Python, where there is none."""
 
     text: str | None = None
@@ -27,8 +26,10 @@ class LanguageModel(nn.Module):
     def __init__(self, width: int, layers: int, length: int):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
-        block = dict(nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, **block) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens):  # (batch, length) -> (batch, length, 256)
@@ -40,7 +41,7 @@ class LanguageModel(nn.Module):
         return self.head(hidden)
 
 
-class LMTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
+class LMTrainer(xt.BaseTrainer, xt.SetupMixin, xt.EvalMetricMixin, xt.FederatedMixin):
     config: LMConfig
 
     def configure_models(self):
@@ -51,7 +52,7 @@ class LMTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
 
     def configure_dataloaders(self):
         text = Path(self.config.text).read_text() if self.config.text else "\n".join(topics.topics.values())
-        windows = TokenDataset(list(text.encode()), sequence_length=self.config.sequence_length)
+        windows = xt.TokenDataset(list(text.encode()), sequence_length=self.config.sequence_length)
         training, held_out = windows.split(0.95)
         return self.train_loader(training), self.validation_loader(held_out)
 

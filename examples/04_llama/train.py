@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from xffl.training import BaseTrainer, BaseTrainerConfig, EvalMetricConfigMixin, EvalMetricMixin
-from xffl.training import FederatedConfigMixin, FederatedMixin, SetupConfigMixin, SetupMixin, TokenDataset
+from xffl import training as xt
 from xffl.training.models import ModuleInitializer, add_lora, causal_lm, causal_lm_loss, load_weights
 
 
 @dataclass(kw_only=True)
-class LlamaConfig(BaseTrainerConfig, SetupConfigMixin, EvalMetricConfigMixin, FederatedConfigMixin):
-    """
+class LlamaConfig(xt.BaseTrainerConfig, xt.SetupConfigMixin, xt.EvalMetricConfigMixin, xt.FederatedConfigMixin):
+    """What the example is asked for.
+
     :param base: The model: a configuration of transformers, or a folder with ``config.json`` and safetensors files.
     :param lora: Options of the adapters; without any, all weights are trained.
     """
@@ -24,7 +24,7 @@ class LlamaConfig(BaseTrainerConfig, SetupConfigMixin, EvalMetricConfigMixin, Fe
     sequence_length: int = 64
 
 
-class LlamaTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
+class LlamaTrainer(xt.BaseTrainer, xt.SetupMixin, xt.EvalMetricMixin, xt.FederatedMixin):
     config: LlamaConfig
 
     @property
@@ -49,7 +49,7 @@ class LlamaTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
 
     def configure_dataloaders(self):
         text = "\n".join(topics.topics.values()).encode()
-        windows = TokenDataset(list(text), sequence_length=self.config.sequence_length, form="causal_lm")
+        windows = xt.TokenDataset(list(text), sequence_length=self.config.sequence_length, form="causal_lm")
         training, held_out = windows.split(0.97)
         return self.train_loader(training), self.validation_loader(held_out)
 

@@ -372,6 +372,53 @@ def load_elsewhere(rank: int, world_size: int, folder: Path, averages: Weights) 
     assert checked
 
 
+# Several models -------------------------------------------------------------------------------------------------------
+
+
+class Pair(Trainer):
+    """Two models that step one after the other; the first one's gradients are not finite in the second step."""
+
+    def configure_models(self) -> None:
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 1)
+
+    def init_weights(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.first.parameters(), lr=0.1)
+        self.other = torch.optim.SGD(self.second.parameters(), lr=0.1)
+        self.seen: list[tuple[float, ...]] = []
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return self.train_loader(TensorDataset(torch.ones(16, 3))), None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        norms = []
+        for model, optimizer, width in ((self.first, self.optimizer, 3), (self.second, self.other, 2)):
+            scale = math.inf if model is self.first and batch_idx == 1 else float(1 + batch_idx)
+            self.backward(model(batch[0][:, :width]).float().sum() * scale)
+            before = [one.detach().clone() for one in model.parameters()]
+            self.step(model, optimizer)
+            change = norm(*(a - b.detach() for a, b in zip(before, model.parameters(), strict=True)))
+            norms.append(change / 0.1)
+        self.seen.append(tuple(norms))
+
+
+def several_models(rank: int, world_size: int, folder: Path) -> None:
+    training = {"epochs": 1, "validate_every_epochs": None, "mixed_precision": "fp16"}
+    config = configure(folder, "single", {}, training=training)
+    trainer = Pair(config, callbacks=[GradientNormCallback()])
+    trainer.fit(joined(rank, world_size))
+    first, second = zip(*trainer.seen, strict=True)
+    assert first[1] == 0.0 and len(first) == 4  # float16 has skipped it
+    assert trainer.scalars["norms/gradient/first"] == pytest.approx([first[0], *first[2:]], rel=1e-3)
+    assert trainer.scalars["norms/gradient/second"] == pytest.approx(list(second), rel=1e-3)
+
+
+def test_each_model_is_measured_where_its_optimizer_steps(tmp_path: Path) -> None:
+    run_world(1, several_models, tmp_path)
+
+
 # Several cells --------------------------------------------------------------------------------------------------------
 
 

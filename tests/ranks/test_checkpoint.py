@@ -306,6 +306,7 @@ def failures(rank: int, world_size: int, folder: str) -> list[tuple[str, tuple[s
     note("names", lambda: save_checkpoint(path, {**parts, f"more{rank}": Own(0)}, state))
     note("pickle", lambda: save_checkpoint(path, {**parts, "own": Own(object() if rank == 1 else 1)}, state))
     note("contradiction", lambda: save_checkpoint(path, {**parts, "own": Own(rank)}, state))
+    note("shapes", lambda: save_checkpoint(path, {**parts, "own": Own(torch.ones(rank + 1))}, state))
     note("foreign", lambda: save_checkpoint(Path(folder).parent, parts, state))
     note("missing part", lambda: load_checkpoint(path, {**parts, "ema": Own(1)}, state))
     note("extra part", lambda: load_checkpoint(path, {"model": odd}, state))
@@ -377,6 +378,7 @@ EXPECTED = {
     "names": ("ConfigError", "more1"),
     "pickle": ("ConfigError", "own/value is object", "rank 1 of 4"),
     "contradiction": ("CheckpointError", "'own' holds on rank 1", "cell 0"),
+    "shapes": ("CheckpointError", "'own/value' holds on rank 1", "cell 0"),
     "foreign": ("CheckpointError", "is no checkpoint that could be replaced"),
     "missing part": ("CheckpointError", "it has no ['ema']"),
     "extra part": ("CheckpointError", "['optimizer', 'schedule'] were not asked for"),

@@ -137,7 +137,8 @@ class Trainer(EvalMetricMixin, LoggerMixin):
     """What the mixins need of a trainer."""
 
     def __init__(self, state: DistributedState, folder: RunFolder | None = None, **sections: Any) -> None:
-        self.state, self.device, self.run_folder = state, CPU, folder
+        self.strategy: Any = SimpleNamespace(state=state, device=CPU)
+        self.run_folder = folder
         self.config = SimpleNamespace(**sections)
         self.global_step = self.current_epoch = self.samples = 0
 

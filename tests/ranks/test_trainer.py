@@ -25,6 +25,7 @@ from xffl.training import (
     BaseTrainerConfig,
     Callback,
     CellLoader,
+    DataConfig,
     EvalMetricMixin,
     ExperimentConfig,
     FederationConfig,
@@ -365,3 +366,52 @@ def test_configurations_are_checked() -> None:
         TaskTrainer(TaskConfig(callbacks=[Stopping(), Stopping()]))
     assert TaskConfig().training_parameters.epochs == 1
     assert xffl.XfflError
+
+
+def dealt(rank: int, world_size: int, folder: str, partition: str, labels: bool) -> Any:
+    class Dealing(TaskTrainer):
+        def configure_dataloaders(self) -> Any:
+            images, codes = (one[:200] for one in digits())
+            self.seen = self.train_loader(TensorDataset(images, codes), labels=codes.numpy() if labels else None)
+            return self.seen, None
+
+    config = configure(
+        folder,
+        data=DataConfig(partition=partition),
+        distributed=DistributedConfig(federated=(1, 1)),
+        training={"epochs": 1, "max_steps": 1},
+    )
+    trainer = Dealing(config)
+    try:
+        trainer.fit(joined(rank, world_size))
+    except ConfigError as error:
+        return str(error)
+    return trainer.seen.samples
+
+
+def test_data_are_dealt_out_as_the_configuration_says(tmp_path: Path) -> None:
+    found = run_world(2, dealt, str(tmp_path / "a"), "dirichlet:alpha=0.3", True)
+    assert sum(found) == 200
+    counts = json.loads((tmp_path / "a" / "partition.json").read_text())
+    assert counts["labels"] == [str(digit) for digit in range(10)]
+    assert [sum(row) for row in counts["counts"]] == found
+    _, labels = digits()
+    assert [sum(pair) for pair in zip(*counts["counts"], strict=True)] == labels[:200].bincount().tolist()
+    assert set(run_world(2, dealt, str(tmp_path / "b"), "iid", False)) == {100}
+    for wrong, words in (("dirichlet:alpha=0.3", "labels"), ("dirichlett", "dirichlet")):
+        assert all(words in told for told in run_world(2, dealt, str(tmp_path / wrong), wrong, False))
+
+
+def configured_apart(rank: int, world_size: int, folder: str) -> str:
+    try:
+        config = configure(folder, learning_rate=0.1 * (rank + 1), distributed=DistributedConfig(strategy="ddp"))
+        TaskTrainer(config).fit(joined(rank, world_size))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_configurations_are_told(tmp_path: Path) -> None:
+    for told in run_world(2, configured_apart, str(tmp_path / "run")):
+        assert "configurations" in told
+        assert "0.2" in told

@@ -14,6 +14,8 @@ def under(owner: str, names: str) -> dict[str, str]:
 EXISTS: dict[str, dict[str, str]] = {
     "distributed_world.md": {
         "DistributedWorld": "xffl:DistributedWorld",
+        "training_step": "xffl.training:BaseTrainer.training_step",
+        "world": "xffl.training:BaseTrainer.world",
         "DeviceParameters": "xffl.distributed:DeviceParameters",
         "FSDP": "xffl.distributed:DeviceParameters.FSDP",
         "init_timeout_seconds": "xffl.distributed:CommParameters.init_timeout_seconds",
@@ -70,34 +72,49 @@ EXISTS: dict[str, dict[str, str]] = {
             mixed_precision_enabled mixed_precision_dtype
             """,
         ),
+        "DreamTrainerConfig": "xffl.training:BaseTrainerConfig",  # the document's second name for it
+        **under(
+            "xffl.training",
+            """
+            BaseTrainer BaseTrainerConfig SetupMixin SetupConfigMixin ModelSetupMixin OptimizerAndSchedulerSetupMixin
+            DataLoaderSetupMixin EvalMetricMixin EvalMetricConfigMixin LoggerMixin WandBLoggerMixin
+            WandBLoggerConfigMixin QuantizeMixin Callback
+            """,
+        ),
+        "config": "xffl.training:BaseTrainerConfig",  # BaseTrainer's attribute, and so is the next
+        "callbacks": "xffl.training:CallbackCollection",
+        **under(
+            "xffl.training:BaseTrainer",
+            """
+            world setup fit train eval training_step validation_step backward step
+            is_accumulating_gradients no_gradient_sync _num_gradient_accumulation_steps _is_last_training_batch
+            perform_training_epoch perform_validation_epoch log_scalar log_image log_metrics global_step current_epoch
+            local_batches state_dict load_state_dict named_models named_optimizers named_schedulers compute_metrics
+            """,
+        ),
+        **under("xffl.training:SetupMixin", "configure_models init_weights configure_optimizers configure_schedulers"),
+        **under("xffl.training:SetupMixin", "train_dataloader val_dataloader"),
+        "configure_dataloaders": "xffl.training:SetupMixin.configure_dataloaders",
+        "configure_metrics": "xffl.training:EvalMetricMixin.configure_metrics",
+        "apply_quantization": "xffl.training:QuantizeMixin.apply_quantization",
+        **under("xffl.training.callbacks", "CheckpointCallback"),
+        **under(
+            "xffl.training:Callback",
+            """
+            pre_train_epoch post_train_epoch pre_train_batch post_train_batch pre_val_epoch post_val_epoch
+            pre_val_batch post_val_batch on_train_start on_train_batch_end on_val_epoch_end on_validation_end
+            """,
+        ),
         "fsdp_forward_prefetch": "xffl.distributed:DeviceParameters.fsdp_forward_prefetch",
     },
 }
 """Names that can be imported now, as ``module:attribute``."""
 
 ISSUES: dict[str, dict[int, str]] = {
-    "distributed_world.md": {
-        6: "training_step world",
-    },
+    "distributed_world.md": {},
     "data_parallel_guide.md": {},
     "strategy_patterns.md": {},
-    "trainer_core_concepts.md": {
-        6: """
-        BaseTrainer BaseTrainerConfig DreamTrainerConfig world config callbacks
-        SetupMixin SetupConfigMixin ModelSetupMixin OptimizerAndSchedulerSetupMixin DataLoaderSetupMixin
-        EvalMetricMixin EvalMetricConfigMixin LoggerMixin WandBLoggerMixin WandBLoggerConfigMixin QuantizeMixin
-        setup fit train eval configure_models init_weights configure_optimizers configure_schedulers
-        configure_dataloaders configure_metrics compute_metrics apply_quantization train_dataloader val_dataloader
-        training_step validation_step backward step is_accumulating_gradients no_gradient_sync
-        _num_gradient_accumulation_steps _is_last_training_batch perform_training_epoch perform_validation_epoch
-        log_scalar log_image log_metrics global_step current_epoch local_batches
-        state_dict load_state_dict named_models named_optimizers named_schedulers
-        Callback CheckpointCallback checkpoint_dir save_frequency keep_last_n
-        pre_train_epoch post_train_epoch pre_train_batch post_train_batch
-        pre_val_epoch post_val_epoch pre_val_batch post_val_batch
-        on_train_start on_train_batch_end on_val_epoch_end on_validation_end
-        """,
-    },
+    "trainer_core_concepts.md": {},
 }
 """Names that an issue brings."""
 
@@ -139,6 +156,7 @@ REASONS: dict[str, dict[str, str]] = {
         _init_weights
         """,
         SYNTAX: "md mixins",
+        "parameters of CheckpointCallback, by these names": "checkpoint_dir save_frequency keep_last_n",
         "DistributedWorld.get_group('dp') and get_mesh serve every axis": "dp_process_group _build_mesh",
         "DeviceParameters say dp_replicate and dp_shard apart": "dp_degree enable_fsdp",
         "FSDP2 limits the gathered weights by itself": "fsdp_limit_all_gathers",

@@ -184,14 +184,6 @@ def test_deepspeed_is_refused(make: Callable[[], Callback]) -> None:
         make().post_setup(trainer)
 
 
-def test_norms_of_scaled_gradients_are_refused() -> None:
-    trainer = stand_in()
-    trainer.world.mixed_precision_dtype = torch.float16
-    trainer.config.training.max_grad_norm = None
-    with pytest.raises(ConfigError, match="max_grad_norm"):
-        GradientNormCallback().post_setup(trainer)
-
-
 def test_checkpoints_come_after_what_they_keep() -> None:
     save = CheckpointCallback(save_frequency=1)
     save.pre_fit(stand_in(callbacks=[EMACallback(), save, LearningRateMonitor()]))
@@ -343,7 +335,13 @@ def test_learning_rates_of_groups_and_optimizers() -> None:
         trainer.global_step += 1
     assert trainer.logged == [{"train/learning_rate": 0.1, "train/learning_rate/group_1": 0.5}] * 2
     trainer = stand_in(named_optimizers=lambda: both)
-    LearningRateMonitor().pre_optimizer_step(trainer)
+    callback = LearningRateMonitor()
+    for _ in range(2):  # one after the other, in the same step
+        callback.pre_optimizer_step(trainer)
+    assert len(trainer.logged) == 1
+    callback.pre_train(trainer)  # of another run
+    callback.pre_optimizer_step(trainer)
+    assert len(trainer.logged) == 2
     assert set(trainer.logged[0]) == {f"train/learning_rate/{name}" for name in ("a", "a/group_1", "b")}
 
 
@@ -406,7 +404,7 @@ class Twice(nn.Module):
 def test_a_summary_counts_each_parameter_once() -> None:
     model = Twice()
     rows = {row.name: row for row in summarize(model)}
-    assert {name: (row.parameters, row.trained, row.held, row.bytes) for name, row in rows.items()} == {
+    assert {name: (row.parameters, row.trained, row.held, row.held_bytes) for name, row in rows.items()} == {
         "": (3, 3, 3, 12),
         "inner.0": (25, 25, 25, 100),
         "inner.1": (24, 24, 24, 48),
@@ -587,6 +585,21 @@ def test_time_left_begins_anew_after_a_resume() -> None:
 
 
 # States ---------------------------------------------------------------------------------------------------------------
+
+
+class Failing(Callback):
+    """Fails when it is told of a failure."""
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        raise OSError("disk full")
+
+
+def test_all_are_told_of_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    progress, trainer = ShownProgress(is_terminal=True), stand_in()
+    progress.pre_train(trainer)
+    CallbackCollection([Failing(), progress]).exception(trainer, KeyboardInterrupt())
+    assert progress.text.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert "disk full" in caplog.text
 
 
 def test_states_go_through_a_collection() -> None:

@@ -274,6 +274,9 @@ def test_damage_is_told(tmp_path: Path) -> None:
     assert "checksum" in told("other_index", lambda path: (path / "cell_0" / "index.json").write_text("{}"))
     assert "unfinished" in told("no_record", lambda path: (path / "checkpoint.json").unlink())
     assert "cannot be read" in told("bad_record", lambda path: (path / "checkpoint.json").write_text("{"))
+    assert "cannot be read" in told("deep", lambda path: (path / "checkpoint.json").write_text("[" * 100_000))
+    with pytest.raises(xffl.CheckpointError, match="record failed: OSError"):
+        load_checkpoint(tmp_path / ("x" * 300), {"model": model}, ALONE)
     assert "not of xffl" in told("foreign", edit(format="other"))
     for version in (1, 3):
         text = told(f"version_{version}", edit(version=version))
@@ -402,6 +405,20 @@ def test_rotation_keeps_the_newest_the_final_and_what_is_not_ours(tmp_path: Path
         CheckpointManager(3)  # type: ignore[arg-type]
     with pytest.raises(xffl.ConfigError, match="step -1"):
         manager.save(strategy, -1)
+
+
+def test_of_a_link_to_an_archive_the_link_is_deleted(tmp_path: Path) -> None:
+    strategy, manager, archive = Strategy(), CheckpointManager(tmp_path / "run", keep_last=1), tmp_path / "archive"
+    archive.mkdir()
+    for step in (1, 2, 2):
+        manager.save(strategy, step, values={"step": step})
+        path = manager.output_dir / f"step_{step}"
+        if not (archive / path.name).exists():
+            path.rename(archive / path.name)
+            path.symlink_to(archive / path.name)
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_2"] and not path.is_symlink()
+    for step in (1, 2):
+        assert load_checkpoint(archive / f"step_{step}", {"own": Own(0)}, ALONE) == {"step": step}
 
 
 def test_the_latest_is_found(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,24 @@ def test_what_goes_wrong_beside_is_raised_once_and_the_next_save_works(tmp_path:
         AsyncSaver(DistributedState())
 
 
+def test_a_process_that_fails_writes_to_the_end_and_says_why(tmp_path: Path) -> None:
+    script = """
+    import sys, torch, torch.distributed as dist
+    from xffl.checkpoint import AsyncSaver
+    from xffl.distributed.distributed_state import DistributedState
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.Linear(3000, 3000)
+    with AsyncSaver(DistributedState(rank=0, world_size=1)) as saver:
+        saver.save(sys.argv[1], {"model": model})
+        raise ZeroDivisionError
+    """
+    given = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "it")]
+    ran = subprocess.run(given, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and ran.stderr.rstrip().endswith("ZeroDivisionError"), ran.stderr
+    load_checkpoint(tmp_path / "it", {"model": nn.Linear(3000, 3000)}, ALONE)
+
+
 # The pointer and rotation ---------------------------------------------------------------------------------------------
 
 
@@ -266,6 +285,12 @@ class Tied(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("of_a_kind_that_safetensors_has_not", torch.zeros(3, dtype=torch.complex128))
+
+
 def test_a_model_is_written_as_safetensors(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -307,6 +332,8 @@ def test_what_cannot_be_consolidated_is_told(tmp_path: Path, monkeypatch: pytest
     assert "give 0 to 0" in told(cell=1) and "max_shard_bytes" in told(max_shard_bytes=0)
     assert "exists already" in told(out=tmp_path / "it") and "config.json" in told(pretrained=tmp_path)
     assert "does not exist" in told(xffl.CheckpointError, at="none")
+    save_checkpoint(tmp_path / "complex", {"model": Complex()}, ALONE)
+    assert "torch.complex128; see that" in told(xffl.CheckpointError, at="complex")
     file = tmp_path / "it" / "cell_0" / "__0_0.distcp"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -381,6 +381,40 @@ def test_a_folder_is_replaced_at_once(tmp_path: Path) -> None:
     assert torch.equal(logits_of(models.causal_lm(folder)), logits_of(again))
 
 
+def test_what_is_not_written_here_is_not_lost(tmp_path: Path) -> None:
+    model = models.add_lora(models.causal_lm(LLAMA))
+    base = saved(models.causal_lm(LLAMA), tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"base holds 'config.json', which is not written here"):
+        models.save_adapters(model, base, alone())
+    (base / "tokenizer.json").write_text("{}")
+    for folder in (base, tmp_path):
+        with pytest.raises(ConfigError, match=r"holds '(tokenizer.json|base)', which is not written here"):
+            models.save_pretrained(model, folder, alone())
+    archived, adapters = tmp_path / "archived", tmp_path / "adapters"
+    models.save_adapters(model, archived, alone())
+    adapters.symlink_to(archived)
+    models.save_adapters(model, adapters, alone())
+    assert not adapters.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapters",
+        "archived",
+        "base",
+    ]
+
+
+def test_no_code_of_a_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"AutoConfig": "code.Odd", "AutoModelForCausalLM": "code.Odd"}
+    for kind in ("odd", "llama"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": kinds, **SIZES}))
+        (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        monkeypatch.setattr("builtins.input", lambda *_: "y")  # to a question that transformers would ask
+        if kind == "llama":
+            assert models.layer_classes(models.causal_lm(tmp_path, weights=False))[0].__name__ == "LlamaDecoderLayer"
+        else:
+            with pytest.raises(ConfigError, match="cannot be read"):
+                models.causal_lm(tmp_path, weights=False)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_plain_tensor_is_held_whole() -> None:
     assert [places.tolist() for places in places_held(torch.zeros(2, 3))] == [[0, 1], [0, 1, 2]]
     assert places_held(torch.zeros(())) == ()

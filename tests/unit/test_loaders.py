@@ -296,6 +296,10 @@ def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:
         ({"part": [0, 1, 2, 90]}, "samples 0 to 90, but the dataset has 90"),
         ({"part": dirichlet([0] * 80, 2, alpha=1)}, "partition is of 80 samples, but the dataset has 90"),
         ({"part": [[1]]}, "shape"),
+        ({"part": [[1], [2, 3]]}, "the part is no array"),
+        ({"part": ["a", "b"]}, "the part is <U1"),
+        ({"workers": 1, "start_method": "toaster"}, "refuses timeout_s 0 or start_method 'toaster'"),
+        ({"workers": 1, "timeout_s": -1}, "refuses timeout_s -1"),
         ({"batch_size": 0}, "batch_size 0"),
         ({"workers": -1}, "workers -1"),
         ({"prefetch_factor": 0}, "prefetch_factor 0"),
@@ -424,7 +428,7 @@ def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=show)
-@given(samples=st.integers(0, 70), batch_size=st.integers(1, 4), drop_last=st.booleans())
+@given(samples=st.integers(32, 70), batch_size=st.integers(1, 4), drop_last=st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_a_stream_is_dealt_out(topology: Topology, samples: int, batch_size: int, drop_last: bool) -> None:
     ranks = range(topology.world_size)
@@ -493,6 +497,13 @@ def test_a_stream_resumes(workers: int, resume: Any, samples: int) -> None:
         assert before + list(train(other)) == whole
         # Of 24 samples in a step 16 are cell 0's, and 8 of the last 11.
         assert other.samples_seen == 3 * (48 if samples == 72 else 56)
+
+
+@pytest.mark.parametrize("samples, rank, options", [(0, 0, {}), (3, 1, {}), (5, 4, {}), (23, 5, {"drop_last": True})])
+def test_a_stream_without_a_step_is_an_error(samples: int, rank: int, options: dict[str, Any]) -> None:
+    # Otherwise a loop that counts steps would never end.
+    with pytest.raises(ConfigError, match=f"ended after {samples} samples, too few for one step of 6 ranks"):
+        list(CellStream(Stream(samples), LAYOUT, rank, batch_size=4, **options))
 
 
 def test_streams_of_cells() -> None:

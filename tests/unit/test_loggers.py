@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,9 +234,9 @@ class Trainer(TensorBoardLoggerMixin, MLflowLoggerMixin, WandBLoggerMixin):
     is_broken = False
 
     def __init__(self, path: Path, **sections: Any) -> None:
-        self.state = DistributedState()
-        self.state.set_global("gloo", "cpu", None, None, 0, 1)
-        self.device = torch.device("cpu")
+        state = DistributedState()
+        state.set_global("gloo", "cpu", None, None, 0, 1)
+        self.strategy: Any = SimpleNamespace(state=state, device=torch.device("cpu"))
         self.config = Config(experiment=ExperimentConfig(name="demo", output_dir=str(path)), **sections)
         self.run_folder = RunFolder.open(path, self.state, self.config)
         self.global_step, self.current_epoch, self.samples = 4, 1, 64
@@ -263,6 +266,7 @@ def test_mixins_and_sections_add_loggers_once(tmp_path: Path) -> None:
         trainer.log_scalar("weightless", 1.0, weight=0)
         trainer.flush_scalars()
         trainer.flush_scalars()  # nothing is pending: no record
+        trainer.log_metrics({})  # as after a validation that measures nothing
         for wrong in ({"values": {"": 1.0}}, {"values": {"x": 1.0}, "over": "world"}):
             with pytest.raises(ConfigError):
                 trainer.log_metrics(**wrong)
@@ -280,6 +284,31 @@ def test_a_logger_that_cannot_be_made(tmp_path: Path) -> None:
     trainer.teardown(None)
     with pytest.raises(ConfigError, match="wandb.mode"):
         WandBConfig(mode="sometimes")
+
+
+class Stubborn(Logger):
+    """Cannot write what is left."""
+
+    def close(self) -> None:
+        raise OSError("no network")
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_everything_is_closed_whatever_a_logger_raises(tmp_path: Path, error: BaseException | None) -> None:
+    before = warnings.showwarning, list(logging.getLogger("xffl").handlers)
+    trainer = Trainer(tmp_path, wandb=WandBConfig(mode="disabled"))
+    trainer.setup()
+    trainer.log_metrics({"x": 1.0})
+    trainer._loggers["cell"].insert(0, Stubborn())
+    _, jsonl, *_ = trainer._loggers["cell"]
+    if error is None:
+        with pytest.raises(OSError, match="no network"):
+            trainer.teardown(None)
+    else:
+        trainer.teardown(error)  # which is what the run ends with
+    assert jsonl.file._handle is None
+    assert (warnings.showwarning, logging.getLogger("xffl").handlers) == before
+    assert "no network" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
 # Sums of scalars ------------------------------------------------------------------------------------------------------

@@ -43,8 +43,10 @@ class Trainer(ModelSetupMixin):
     def __init__(self, config: Config, make: Callable[[], nn.Module]) -> None:
         self.config, self.make = config, make
         self.strategy = DistributedStrategy.from_config(config)
-        self.world = self.strategy.world
-        self.device = torch.device(config.distributed.device or "cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.distributed.device or "cpu")
 
     def configure_models(self) -> None:
         self.model = self.make()

@@ -135,6 +135,9 @@ def test_identity_tells_other_windows_apart() -> None:
         ({"sequence_length": 50}, "50 tokens have no window of 51"),
         ({"stride": 0}, "stride 0"),
         ({"form": "dict"}, "form 'dict' is unknown"),
+        ({"end": 1.5}, "end 1.5"),
+        ({"end": "x"}, "end 'x'"),
+        ({"vocabulary_size": "x"}, "vocabulary_size 'x'"),
         ({"tokens": "nowhere.npy"}, "no file of tokens 'nowhere.npy'"),
     ],
 )
@@ -172,7 +175,11 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         assert open_tokens(tmp_path / "tokens.npy").tolist() == [size - 1, 0]
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+def killed(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokens.npy"
     write_tokens(path, [[1, 2, 3]], vocabulary_size=10)
     before = path.read_bytes()
@@ -182,7 +189,17 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             write_tokens(path, wrong, vocabulary_size=10)
+    for options, message in (
+        ({"vocabulary_size": 1 << 33}, "four bytes"),
+        ({"vocabulary_size": 9, "end": 1.5}, "end 1.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            write_tokens(path, [[1]], **options)  # type: ignore[arg-type]
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", killed)  # after the tokens, before what tells of them
+        write_tokens(path, [[1, 1, 1]], vocabulary_size=2)
+    assert TokenDataset(path, sequence_length=1).vocabulary_size in (None, 2)
     with pytest.raises(ConfigError, match="does not end in .npy"):
         write_tokens(tmp_path / "tokens.bin", [[1]], vocabulary_size=10)
 
@@ -228,6 +245,11 @@ def test_text_files_become_tokens(tmp_path: Path) -> None:
     assert one[0][0].tolist() == [len(word) for word in TOPICS[3].split()[:2]]
     with pytest.raises(ConfigError, match="no text file"):
         TokenDataset.from_text(tmp_path / "c.txt", sequence_length=8)
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbfabc")  # as some editors begin a file
+    assert TokenDataset.from_text(marked, sequence_length=2).tokens == 3
+    with pytest.raises(ConfigError, match="cannot be read: .*directory"):
+        TokenDataset.from_text(tmp_path, sequence_length=8)
     first.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is no UTF-8 text"):
         TokenDataset.from_text(first, sequence_length=8)
@@ -349,7 +371,8 @@ def test_a_dataset_of_files_goes_into_a_loader(offline: Any, tmp_path: Path) -> 
         assert sorted(seen) == list(range(50))
     offline.DatasetDict({"train": made, "test": made.select(range(5))}).save_to_disk(tmp_path / "both")
     assert len(open_dataset(tmp_path / "both", split="test", form=None)) == 5
-    lines = tmp_path / "lines.txt"
+    (tmp_path / "line 1.txt").write_text("not this\n")
+    lines = tmp_path / "line [123]*'.txt"  # a pattern of the other's name, too
     lines.write_text("one\ntwo\nthree\n")
     assert open_dataset([lines], cache=tmp_path / "cache", form=None)["text"][:] == ["one", "two", "three"]
 
@@ -361,6 +384,7 @@ def test_data_that_cannot_be_opened_is_refused(offline: Any, tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "a.png").write_text("a")
+    (tmp_path / "a.jsonl").write_text("")
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (tmp_path / "nothing", {}, "no data at"),
         (tmp_path / "empty", {}, "no folder that save_to_disk wrote"),
@@ -370,12 +394,16 @@ def test_data_that_cannot_be_opened_is_refused(offline: Any, tmp_path: Path) -> 
         (tmp_path / "a.png", {}, r"end in \['.png'\]"),
         ([tmp_path / "a.png", tmp_path / "a.txt"], {}, "cannot be read together"),
         (tmp_path / "a.txt", {"split": "test"}, "files have no splits"),
+        (tmp_path / "a.jsonl", {}, "cannot be read as .jsonl"),
     ]
     for path, options, message in wrong:
         with pytest.raises(ConfigError, match=message):
             open_dataset(path, **options)
     with pytest.raises(ConfigError, match="no column 'body'"):
         token_dataset(made, "bytes", column="body", sequence_length=2)
+    for tokenizer in ("bytes", word_tokenizer()):
+        with pytest.raises(ConfigError, match="holds None, which is no text"):
+            token_dataset(offline.Dataset.from_dict({"text": ["a", None]}), tokenizer, sequence_length=1)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -22,6 +23,9 @@ from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.errors import ConfigError, StateError, XfflError
 
 __all__ = ["AsyncSaver", "PendingSave"]
+
+GRACE_S = 30.0
+"""How long a process that ends without :meth:`AsyncSaver.close` still waits for what is being written."""
 
 
 class PendingSave:
@@ -83,7 +87,10 @@ class AsyncSaver:
         self._error: BaseException | None = None
         self._is_closed = False
         # A daemon: a peer that does not answer must not keep a process that has failed elsewhere from ending.
-        threading.Thread(target=self._run, name="xffl-checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="xffl-checkpoint", daemon=True)
+        self._thread.start()
+        # Python takes the threads down while they are inside gloo otherwise, and the process aborts.
+        atexit.register(self._linger)
 
     def save(
         self,
@@ -142,6 +149,7 @@ class AsyncSaver:
         finally:
             self._is_closed = True
             self._jobs.put(None)
+            atexit.unregister(self._linger)
         if self._groups is not None:
             world, cell = self._groups
             dist.barrier(world)  # nobody still listens to a group that another one destroys
@@ -155,7 +163,10 @@ class AsyncSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the saver; after an exception nothing communicates, and what is being written may go on."""
+        """Close the saver; after an exception nothing communicates, and what is being written may go on.
+
+        The process waits for that before it ends, but not for longer than half a minute.
+        """
         if kind is None:
             self.close()
 
@@ -163,6 +174,11 @@ class AsyncSaver:
         """Let the thread call something when it has done what came before."""
         world = None if self._groups is None else self._groups[0]
         self._jobs.put(lambda: call(world))
+
+    def _linger(self) -> None:
+        """Let the thread end; called where the process does."""
+        self._jobs.put(None)
+        self._thread.join(GRACE_S)
 
     def _run(self) -> None:
         if self._device is not None:

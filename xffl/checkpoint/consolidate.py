@@ -35,7 +35,7 @@ class Consolidated:
     folder: Path
     cell: int
     tensors: int
-    bytes: int
+    size_bytes: int
     files: tuple[str, ...]
     ties: dict[str, str]
     """Tensors that were left out since they are another one"""
@@ -93,11 +93,15 @@ def consolidate_checkpoint(
         if target.exists():
             target.rmdir()
         partial.rename(target)
-    except (OSError, RuntimeError) as error:
+    except CheckpointError:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error
+        raise
+    except Exception as error:  # safetensors raises a KeyError where it has no name for a data type
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"{target} cannot be written: {type(error).__name__}: {error}; see that there is space, and that "
+            "safetensors knows the tensors' data types"
+        ) from error
     size = sum(_bytes(index, name) for name in names)
     return Consolidated(target, number, len(names), size, tuple(files), ties)
 

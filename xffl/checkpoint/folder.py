@@ -30,6 +30,7 @@ __all__ = [
     "INDEX",
     "Record",
     "aside",
+    "delete",
     "find_record",
     "publish",
     "read_pointer",
@@ -95,6 +96,17 @@ def settle(path: Path) -> Path:
     return old if not path.exists() and (old / RECORD).is_file() else path
 
 
+def delete(path: Path) -> None:
+    """Delete a folder; of a link to one, such as to an archive, the link alone.
+
+    :param path: The folder or the link.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def find_record(folder: Path) -> Record | None:
     """Read the record of a folder that may be no checkpoint.
 
@@ -123,7 +135,7 @@ def read_record(folder: Path) -> Record:
             "does not exist" if not folder.exists() else f"is no checkpoint of xffl, or an unfinished one: no {RECORD}"
         )
         raise CheckpointError(f"checkpoint {folder} {what}; give the folder of a finished one") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not of xffl; give the folder of a checkpoint of xffl")
@@ -207,12 +219,12 @@ def publish(path: Path, record: Record) -> None:
     sync_folder(partial)
     if path.exists():
         if old.exists():  # of a save that was killed while it deleted this
-            shutil.rmtree(old)
+            delete(old)
         path.rename(old)
     partial.rename(path)
     sync_folder(path.parent)
     if old.exists():
-        shutil.rmtree(old)
+        delete(old)
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -222,11 +234,11 @@ def remove_checkpoint(path: Path) -> None:
     """
     found, old, removed = settle(path), aside(path, "old"), aside(path, "removed")
     if found != old and old.exists():
-        shutil.rmtree(old)  # while the newer one stands: it would show again afterwards
+        delete(old)  # while the newer one stands: it would show again afterwards
     if removed.exists():
-        shutil.rmtree(removed)
+        delete(removed)
     found.rename(removed)
-    shutil.rmtree(removed)
+    delete(removed)
 
 
 def write_pointer(path: Path) -> None:

@@ -121,8 +121,7 @@ def load_checkpoint(
 
     asked = together("arguments", given, Path(str(path)), UNTOUCHED, str)
     target, cell = asked.path, asked.cell
-    folder = settle(target)
-    record, wanted = together("record", lambda: _record(folder, asked), target, UNTOUCHED, str)
+    folder, record, wanted = together("record", lambda: _record(asked), target, UNTOUCHED, str)
     current = together("contents", lambda: collect(parts), target, UNTOUCHED)
     if len(record.cells) != len(cell.sizes):
         names = together("contents", lambda: trained_names(parts), target, UNTOUCHED)
@@ -136,8 +135,9 @@ def load_checkpoint(
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
-def _record(folder: Path, asked: _Asked) -> tuple[Record, list[str]]:
-    """Read the record and see whether it fits the cells and parts of this run; also tell the own state to load."""
+def _record(asked: _Asked) -> tuple[Path, Record, list[str]]:
+    """Find the folder, read its record and see whether it fits the cells and parts; also tell the own state to load."""
+    folder = settle(asked.path)
     record, parts, sizes = read_record(folder), asked.parts, asked.cell.sizes
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
@@ -152,7 +152,7 @@ def _record(folder: Path, asked: _Asked) -> tuple[Record, list[str]]:
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {' and '.join(told)}; give the parts that were "
             "saved"
         )
-    return record, sorted(wanted_own(folder, record, asked.own, asked.reset, asked.topology))
+    return folder, record, sorted(wanted_own(folder, record, asked.own, asked.reset, asked.topology))
 
 
 def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from xffl.checkpoint.background import PendingSave
-from xffl.checkpoint.folder import Record, aside, find_record, read_pointer, remove_checkpoint, write_pointer
+from xffl.checkpoint.folder import Record, aside, delete, find_record, read_pointer, remove_checkpoint, write_pointer
 from xffl.checkpoint.steps import together
 from xffl.errors import CheckpointError, ConfigError
 
@@ -102,7 +101,7 @@ class CheckpointManager:
         advice = "see who may write there; the new checkpoint is whole"
         together("saving", lambda: None, self.output_dir, advice, world=world)
 
-        def delete() -> None:
+        def rotate() -> None:
             if dist.is_initialized() and dist.get_rank() != 0:
                 return
             if saved is not None:
@@ -113,14 +112,14 @@ class CheckpointManager:
                     )
                 write_pointer(saved)
             for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
-                shutil.rmtree(left)
+                delete(left)
             by_step = sorted(_steps(self.output_dir).items(), reverse=True)
             for step, (folder, _) in by_step[self.keep_last :]:
                 is_kept = self.keep_every is not None and step % self.keep_every == 0
                 if not is_kept and (saved is None or folder.name != saved.name):
                     remove_checkpoint(folder)
 
-        together("deleting old ones", delete, self.output_dir, advice, world=world)
+        together("deleting old ones", rotate, self.output_dir, advice, world=world)
 
 
 def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:

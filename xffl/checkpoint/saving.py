@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from xffl import __version__
 from xffl.checkpoint.checksums import FileEntry, checksum
 from xffl.checkpoint.contents import Contents, Part, check_parts, collect
-from xffl.checkpoint.folder import INDEX, Record, aside, find_record, publish, settle
+from xffl.checkpoint.folder import INDEX, Record, aside, delete, find_record, publish, settle
 from xffl.checkpoint.own import OwnState, check_own, collect_own, write_own
 from xffl.checkpoint.plain import Plain, to_plain
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
@@ -203,7 +203,7 @@ def _prepare(path: Path, cell: Cell) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in (aside(path, "partial"), aside(path, "removed")):
         if left.exists():
-            shutil.rmtree(left)
+            delete(left)
     for number in range(len(cell.sizes)):
         (aside(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
@@ -212,7 +212,8 @@ def _write(folder: Path, saving: Saving) -> None:
     """Write this rank's tensors; collective over the cell."""
     contents, cell = saving.contents, saving.cell
     values = _merged(contents.values, cell)
-    conflict = values if isinstance(values, str) else None
+    shapes = _merged(_shapes(contents.tensors), cell)
+    conflict = next((found for found in (values, shapes) if isinstance(found, str)), None)
     files: dict[str, FileEntry] = {}
     try:
         if not folder.is_dir():
@@ -241,6 +242,11 @@ def _write(folder: Path, saving: Saving) -> None:
         save(dict(contents.tensors), storage_writer=writer, planner=planner, process_group=cell.group)
     else:
         _save_alone(contents.tensors, writer, planner)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Plain]:
+    """Write the kinds of tensors, of which one rank keeps each for all."""
+    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
 
 
 def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner: DefaultSavePlanner) -> None:

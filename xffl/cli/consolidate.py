@@ -53,7 +53,8 @@ def run(options: Namespace) -> int:
     )
     tied = f", {len(done.ties)} tied ones left out" if done.ties else ""
     print(
-        f"{done.folder}: {done.tensors} tensors{tied}, {done.bytes} bytes of cell {done.cell}, {', '.join(done.files)}"
+        f"{done.folder}: {done.tensors} tensors{tied}, {done.size_bytes} bytes of cell {done.cell}, "
+        f"{', '.join(done.files)}"
     )
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -180,7 +180,7 @@ class DistributedStrategy(ABC):
         """Whether more micro-batches follow before the optimizer steps."""
         return not self._is_last
 
-    def micro_batches(self, loader: Iterable[T], *models: nn.Module) -> Iterator[T]:
+    def micro_batches(self, loader: Iterable[T], *models: nn.Module) -> Generator[T, None, None]:
         r"""Yield a loader's batches on this rank's device, and let gradients add up over each window of them.
 
         A window is ``training.gradient_accumulation`` batches, the last of a loader what is left of them. Gradients are

@@ -144,21 +144,26 @@ def read(
     """
     count = checked_whole("workers", workers, 0)
     ahead = checked_whole("prefetch_factor", prefetch_factor, 1)
-    return DataLoader(
-        batches,
-        batch_size=None,
-        sampler=keys,
-        num_workers=count,
-        collate_fn=as_is,
-        pin_memory=is_pinned(pin_memory),
-        timeout=timeout_s if count else 0,
-        worker_init_fn=worker_init,
-        multiprocessing_context=start_method if count else None,
-        # Without one, every iter() would draw from torch's global generator, and a resumed run draw other dropout.
-        generator=torch.Generator().manual_seed(seed % 2**63),
-        prefetch_factor=ahead if count else None,
-        persistent_workers=is_persistent and bool(count),
-    )
+    try:
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=keys,
+            num_workers=count,
+            collate_fn=as_is,
+            pin_memory=is_pinned(pin_memory),
+            timeout=timeout_s if count else 0,
+            worker_init_fn=worker_init,
+            multiprocessing_context=start_method if count else None,
+            # Without one, every iter() would draw from torch's global generator, and a resumed run draw other dropout.
+            generator=torch.Generator().manual_seed(seed % 2**63),
+            prefetch_factor=ahead if count else None,
+            persistent_workers=is_persistent and bool(count),
+        )
+    except (ValueError, TypeError) as wrong:
+        raise ConfigError(
+            f"torch's DataLoader refuses timeout_s {timeout_s!r} or start_method {start_method!r}: {wrong}"
+        ) from wrong
 
 
 def as_is(batch: Any) -> Any:

@@ -5,6 +5,7 @@ A ``datasets.Dataset`` goes into a loader as it is. Here is how to open one, and
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Ite
         ``"characters"``.
     :param column: Of texts.
     :yield: The tokens of each text, for :func:`write_tokens <xffl.training.tokens.write_tokens>`.
-    :raises ConfigError: if there is no such column.
+    :raises ConfigError: if there is no such column, or it holds something else than texts.
     """
     names = dataset.column_names
     if names is not None and column not in names:
@@ -87,12 +88,14 @@ def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Ite
     if hasattr(tokenizer, "convert_tokens_to_ids"):
         for batch in plain.iter(TOGETHER):
             # All at once: a fast tokenizer shares them out over threads.
-            for ids in tokenizer(batch[column], add_special_tokens=False)["input_ids"]:
+            for ids in tokenizer([_text_of(text, column) for text in batch[column]], add_special_tokens=False)[
+                "input_ids"
+            ]:
                 yield np.asarray(ids, dtype=np.int64)
     else:
         encode = find_tokenizer(tokenizer).encode
         for row in plain:
-            yield np.asarray(encode(row[column]), dtype=np.int64)
+            yield np.asarray(encode(_text_of(row[column], column)), dtype=np.int64)
 
 
 def token_dataset(
@@ -129,6 +132,12 @@ def token_dataset(
     return TokenDataset(path, **options)
 
 
+def _text_of(value: object, column: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"column {column!r} holds {value!r}, which is no text; name another, or filter such rows out")
+    return value
+
+
 def _library() -> Any:
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
@@ -160,12 +169,16 @@ def _read_files(datasets: Any, files: list[Path], split: str | None, cache: str 
         raise ConfigError(f"files that end in {kinds} cannot be read together; give files of one of {sorted(READERS)}")
     if split is not None:
         raise ConfigError(f"files have no splits; leave split={split!r} out, and give the files of one")
-    return datasets.load_dataset(
-        READERS[kinds[0]],
-        data_files=[str(file) for file in files],
-        split="train",
-        cache_dir=None if cache is None else str(cache),
-    )
+    try:
+        return datasets.load_dataset(
+            READERS[kinds[0]],
+            data_files=[glob.escape(str(file)) for file in files],  # which the library takes for patterns
+            split="train",
+            cache_dir=None if cache is None else str(cache),
+        )
+    except (StopIteration, OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # it stops at empty files
+        told = f"{type(error).__name__}: {error.__cause__ or error}"
+        raise ConfigError(f"{[str(file) for file in files]} cannot be read as {kinds[0]} ({told}); see them") from error
 
 
 def _length(tokenizer: Any) -> int | None:

@@ -301,8 +301,12 @@ def _part_of(
                 f"the partition is of {part.samples} samples, but the dataset has {count}; make it for this dataset"
             )
         return part
-    given: npt.NDArray[Any] = np.asarray(part)
-    if given.ndim == 1 and len(given) and (given.min() < 0 or given.max() >= count):
+    try:
+        given: npt.NDArray[Any] = np.asarray(part)
+    except ValueError as wrong:  # lists of unequal lengths
+        raise ConfigError(f"the part is no array ({wrong}); give a Partition, or a 1-D array of indices") from wrong
+    is_whole = given.ndim == 1 and len(given) and np.issubdtype(given.dtype, np.integer)  # the sampler tells if not
+    if is_whole and (given.min() < 0 or given.max() >= count):
         raise ConfigError(
             f"the part has samples {given.min()} to {given.max()}, but the dataset has {count}; count from 0 to "
             f"{count - 1}"

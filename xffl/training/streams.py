@@ -26,7 +26,7 @@ class CellStream(Iterable[Any]):
     seed of its own, or by the global generators of Python, numpy or torch, which are seeded alike while it is read.
     Nothing is communicated: all ranks see where the stream ends, and all ranks of a cell make the same number of
     batches. In the last step the ranks have fewer samples; where some rank of a cell would have none, or with
-    ``drop_last``, the cell leaves that step out.
+    ``drop_last``, the cell leaves that step out. An epoch without any step is an error.
 
     Iterating, epochs and resuming are as in :class:`CellLoader <xffl.training.loaders.CellLoader>`, except that nobody
     knows the length before the end. A resumed stream reads the consumed part of the epoch again and throws it away, or
@@ -213,7 +213,7 @@ class _Steps(IterableDataset[Any]):
         epoch, position, state = self.begin
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        step = 0
+        step = count = 0
         if state is not None:
             self._dataset.load_state_dict(state)
             step = position
@@ -223,6 +223,7 @@ class _Steps(IterableDataset[Any]):
             # Seeded anew in each step: a stream that goes on from its state draws what a whole one would draw.
             with self._randomness.of(epoch, step):
                 samples = list(islice(source, self._per_step))
+            count += len(samples)
             counts = [len(samples[turn :: self._of]) for turn in self._turns]
             is_short = len(samples) < self._per_step
             if not min(counts) or (is_short and self._drop_last):
@@ -236,6 +237,11 @@ class _Steps(IterableDataset[Any]):
             step += 1
             if is_short:
                 break
+        if not step:
+            raise ConfigError(
+                f"the stream ended after {count} samples, too few for one step of {self._of} ranks with up to "
+                f"{self._per_step} samples; give a longer one, a smaller batch_size, or drop_last=False"
+            )
         if step < position:
             raise StateError(
                 f"the stream ended after {step} batches, but {position} were consumed before; give the same stream, or "

@@ -73,7 +73,9 @@ class TokenDataset(Dataset[Any]):
         self.stride = checked_whole("stride", sequence_length if stride is None else stride, 1)
         if form not in FORMS:
             raise ConfigError(f"form {form!r} is unknown; give one of {', '.join(FORMS)}")
-        self.end, self.form, self.vocabulary_size = end, form, vocabulary_size
+        self.end = None if end is None else checked_whole("end", end, 0)
+        self.vocabulary_size = None if vocabulary_size is None else checked_whole("vocabulary_size", vocabulary_size, 1)
+        self.form = form
         self._span = (0, len(self._tokens))
         self._lay()
 
@@ -98,7 +100,7 @@ class TokenDataset(Dataset[Any]):
         several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         texts = [_read_text(path) for path in several]
         found = find_tokenizer(tokenizer, texts)
-        end = options.get("end")
+        end = None if options.get("end") is None else checked_whole("end", options["end"], 0)
         parts = [np.append(ids, end) if end is not None else ids for ids in encoded(texts, found)]
         options.setdefault("vocabulary_size", vocabulary_size_of(found))
         return cls(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64), **options)
@@ -245,8 +247,10 @@ def write_tokens(
     if target.suffix != ".npy":
         raise ConfigError(f"the file of tokens {target.name!r} does not end in .npy; name it so")
     size = checked_whole("vocabulary_size", vocabulary_size, 1)
+    if size > 1 << 32:
+        raise ConfigError(f"vocabulary_size {size} is more than four bytes can count; give the tokenizer's")
     dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
-    tail = [] if end is None else [end]
+    tail = [] if end is None else [checked_whole("end", end, 0)]
     count = 0
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -265,6 +269,7 @@ def write_tokens(
             _write_header(file, dtype, count)
             file.flush()
             os.fsync(file.fileno())
+        _about(target).unlink(missing_ok=True)  # a kill must not leave what tells of the tokens before
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -324,8 +329,10 @@ def _vocabulary_beside(path: Path, count: int) -> int | None:
 
 def _read_text(path: str | os.PathLike[str]) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # a mark of the byte order is no text
     except FileNotFoundError as error:
         raise ConfigError(f"there is no text file {str(path)!r}; give the path of one") from error
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}; give the path of a text file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is no UTF-8 text ({error}); convert it") from error

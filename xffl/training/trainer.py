@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+import json
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation import RoundReport
+from xffl.aggregation.report import RoundReport
 from xffl.checkpoint import auto_resume, find_latest_checkpoint
+from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
@@ -22,7 +23,7 @@ from xffl.training.counting import find_loss
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.mixins.state import StateMixin
 from xffl.training.mixins.validation import ValidationMixin
-from xffl.training.run_folder import RunFolder
+from xffl.training.run_folder import RunFolder, plain_config
 from xffl.training.sampler import CellBatchSampler
 
 __all__ = ["BaseTrainer"]
@@ -85,23 +86,6 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
         self._reports: list[RoundReport] = []
         self._is_in_batch = self._has_backward = self._has_stepped = False
 
-    # Who is where -----------------------------------------------------------------------------------------------------
-
-    @property
-    def world(self) -> DistributedWorld:
-        """The mesh and the collectives of this rank's cell."""
-        return self.strategy.world
-
-    @property
-    def state(self) -> DistributedState:
-        """The state of the world."""
-        return self.strategy.state
-
-    @property
-    def device(self) -> torch.device:
-        """What this rank computes on."""
-        return self.strategy.device
-
     # What a trainer says ----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -132,16 +116,13 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
         """Whether the epoch has no batch after this one."""
         return not self.is_accumulating_gradients and self._batches_left() == 0
 
-    def train_context(self) -> AbstractContextManager[None]:
-        """Return the context of the forward pass: its precision, and what the mesh needs; local."""
-        return self.strategy.train_context()
-
     def no_gradient_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         r"""Return a context in which backward passes add gradients up without communication; local.
 
         The trainer does so itself in all micro-batches of a window but the last.
 
         :param \*models: The models; all of the trainer by default.
+        :return: The context.
         """
         return self.strategy.no_gradient_sync(*(models or self.named_models().values()))
 
@@ -228,6 +209,7 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
             is_resumed=is_resumed,
             may_restart=experiment.resume,
         )
+        agree("configurations", json.dumps(plain_config(self.config), sort_keys=True, default=str))
         self.callbacks.pre_fit(self)
         self.callbacks.pre_configure(self)
         self.configure()
@@ -262,7 +244,7 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
             return None
         if loader.epoch > self.current_epoch:
             return 0
-        if not isinstance(loader, Sized):
+        if not hasattr(loader, "__len__"):  # a stream
             return None
         return len(loader) - (loader.position if loader.epoch == self.current_epoch else 0)
 
@@ -278,9 +260,8 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
             loader.set_epoch(self.current_epoch)
         first = getattr(loader, "position", 0)
         is_whole = True
-        with closing(
-            self.strategy.micro_batches(() if left == 0 else loader, *self.named_models().values())
-        ) as batches:
+        given: Iterable[Any] = () if left == 0 else loader
+        with closing(self.strategy.micro_batches(given, *self.named_models().values())) as batches:
             for batch_idx, batch in enumerate(batches, first):
                 self._train_on(batch, batch_idx)
                 if self._has_ended and not self.is_accumulating_gradients:
@@ -329,7 +310,8 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
                 models = self.named_models()
                 if len(models) != 1:
                     raise StateError(f"the trainer has the models {sorted(models)}; call step in training_step")
-                self.step(*models.values(), *self.named_optimizers().values())
+                (model,) = models.values()
+                self.step(model, *self.named_optimizers().values())
         if not self.is_accumulating_gradients and not self._has_stepped:
             raise StateError(
                 f"{type(self).__name__}.training_step has not stepped at the end of a window; call self.step(model, "

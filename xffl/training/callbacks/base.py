@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from xffl.training.trainer import BaseTrainer
 
 __all__ = ["STAGES", "Callback", "CallbackCollection"]
+
+LOG = logging.getLogger(__name__)
 
 STAGES: dict[str, str] = {
     "pre_fit": "on_fit_start",
@@ -238,7 +241,8 @@ class CallbackCollection:
     """Call the callbacks of a run in their order; ``collection.pre_train_batch(trainer, ...)`` calls all of them.
 
     A stage may be called by either name. Only what a callback has overloaded is called, so that stages cost nothing
-    where nobody listens.
+    where nobody listens. At ``exception`` all are called, whatever one of them raises: that is logged, since the error
+    that ends the run is another one.
 
     :param callbacks: The callbacks, in order.
     :raises ConfigError: if something is no callback, or two have the same name for their state.
@@ -256,7 +260,8 @@ class CallbackCollection:
                 )
             names.append(callback.state_name)
         for first, second in STAGES.items():
-            call = _caller(self._listeners(first, second))
+            listeners = self._listeners(first, second)
+            call = _failure_caller(listeners) if first == "exception" else _caller(listeners)
             setattr(self, first, call)
             setattr(self, second, call)
 
@@ -309,5 +314,16 @@ def _caller(listeners: list[Callable[..., None]]) -> Callable[..., None]:
     def call(*arguments: Any) -> None:
         for listener in listeners:
             listener(*arguments)
+
+    return call
+
+
+def _failure_caller(listeners: list[Callable[..., None]]) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        for listener in listeners:
+            try:
+                listener(*arguments)
+            except Exception:
+                LOG.exception("a callback failed when it was told of a failure")
 
     return call

@@ -30,14 +30,25 @@ class LearningRateMonitor(Callback):
 
     def __init__(self, *, every: int | None = None) -> None:
         self.every = find_count("every", every)
+        self._told: int | None = None
+
+    def pre_train(self, trainer: BaseTrainer) -> None:
+        """Begin.
+
+        :param trainer: The trainer.
+        """
+        del trainer
+        self._told = None
 
     def pre_optimizer_step(self, trainer: BaseTrainer) -> None:
         """Log the rates that the step takes, where it is due.
 
         :param trainer: The trainer.
         """
-        if trainer.global_step % (self.every or trainer.config.training.log_every):
+        step = trainer.global_step
+        if step % (self.every or trainer.config.training.log_every) or self._told == step:
             return
+        self._told = step  # where a step has several optimizers, the first one tells of all
         optimizers = trainer.named_optimizers()
         rates: dict[str, float] = {}
         for name, optimizer in optimizers.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.errors import ConfigError
 from xffl.training.callbacks.arguments import check_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import (
@@ -32,10 +32,10 @@ class GradientNormCallback(Callback):
     """Log the L2 norm of the gradients that the optimizer gets: ``norms/gradient``.
 
     It is that of the whole model, each element counted once, however it is spread; several models are told apart as
-    ``norms/gradient/MODEL``. Each norm is one all-reduce of a number over the cell; the device is not waited for.
-    Gradients are clipped already where ``training.max_grad_norm`` is given: what they were before is
-    ``train/grad_norm``. DeepSpeed is refused, and float16 without ``max_grad_norm``, whose gradients are still scaled
-    then.
+    ``norms/gradient/MODEL``, each at the step of its optimizer (of the first one, where it has several). Each norm is
+    one all-reduce of a number over the cell; the device is not waited for. Gradients are clipped already where
+    ``training.max_grad_norm`` is given: what they were before is ``train/grad_norm``. Steps that float16 skips are not
+    measured. DeepSpeed is refused.
 
     :param every: Optimizer steps between two measurements.
     :param depth: With 1 also the norms of the model's top-level modules (``norms/gradient/layers``), with 2 those one
@@ -46,43 +46,59 @@ class GradientNormCallback(Callback):
     def __init__(self, *, every: int = 1, depth: int = 0) -> None:
         self.every = check_count("every", every)
         self.depth = check_count("depth", depth, least=0)
-        self._parts: dict[str, list[nn.Parameter]] = {}
+        self._parts: dict[str, dict[str, list[nn.Parameter]]] = {}
+        self._measured: dict[str, int] = {}
+        self._handles: list[RemovableHandle] = []
 
     def post_setup(self, trainer: BaseTrainer) -> None:
-        """Sort the parameters by what they count for; collective over the cell.
+        """Sort the parameters by what they count for, and listen to the optimizers; collective over the cell.
 
         :param trainer: The trainer.
-        :raises ConfigError: where gradients cannot be read.
+        :raises ConfigError: with DeepSpeed.
         """
         check_own_weights(trainer, "GradientNormCallback")
-        if trainer.world.mixed_precision_dtype is torch.float16 and trainer.config.training.max_grad_norm is None:
-            raise ConfigError(
-                "GradientNormCallback would see the gradients of float16 scaled up; give training.max_grad_norm, which "
-                "scales them down before"
-            )
         models = trainer.named_models()
-        parts: dict[str, list[nn.Parameter]] = {}
+        parts: dict[str, dict[str, list[nn.Parameter]]] = {name: {} for name in models}
         for name, parameter in trained_parameters(models).items():
             model, *path = name.split(".")
             whole = f"/{model}" if len(models) > 1 else ""
-            parts.setdefault(whole, []).append(parameter)
+            parts[model].setdefault(whole, []).append(parameter)
             if self.depth:
                 inner = ".".join(path[: self.depth] if len(path) > self.depth else path[:-1] or path)
-                parts.setdefault(f"{whole}/{inner}", []).append(parameter)
+                parts[model].setdefault(f"{whole}/{inner}", []).append(parameter)
         group = trainer.world.get_group("cell")
-        named: list[list[str]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(named, list(parts), group=group)  # stages of a pipeline have different ones
-        self._parts = {name: parts.get(name, []) for name in dict.fromkeys(name for names in named for name in names)}
+        told: list[dict[str, list[str]]] = [{} for _ in range(group.size())]
+        mine = {model: list(named) for model, named in parts.items()}
+        dist.all_gather_object(told, mine, group=group)  # stages of a pipeline have different ones
+        self._parts = {
+            model: {name: named.get(name, []) for name in dict.fromkeys(name for one in told for name in one[model])}
+            for model, named in parts.items()
+        }
+        self._measured = {}
+        for optimizer in trainer.named_optimizers().values():
+            self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, trainer)))
 
-    def pre_optimizer_step(self, trainer: BaseTrainer) -> None:
-        """Measure, where it is due.
+    def post_fit(self, trainer: BaseTrainer) -> None:
+        """Stop listening.
 
         :param trainer: The trainer.
         """
-        if trainer.global_step % self.every:
+        del trainer
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before_step(self, trainer: BaseTrainer, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Measure the model that the optimizer trains, where it is due; collective over the cell."""
+        step = trainer.global_step
+        if step % self.every:
             return
-        for name, parameters in self._parts.items():
-            trainer.log_scalar(f"norms/gradient{name}", trainer.world.get_total_norm(parameters))
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, model in trainer.named_models().items():
+            if self._measured.get(name) == step or not any(id(one) in stepped for one in model.parameters()):
+                continue
+            self._measured[name] = step
+            for part, parameters in self._parts[name].items():
+                trainer.log_scalar(f"norms/gradient{part}", trainer.world.get_total_norm(parameters))
 
 
 class UpdateNormCallback(Callback):

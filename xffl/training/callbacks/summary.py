@@ -39,7 +39,7 @@ class SummaryRow:
     trained: int = 0
     held: int = 0
     """On this rank"""
-    bytes: int = 0
+    held_bytes: int = 0
     """On this rank"""
     dtypes: set[str] = field(default_factory=set)
     spread: set[str] = field(default_factory=set)
@@ -63,7 +63,7 @@ def summarize(model: nn.Module, depth: int = 2) -> list[SummaryRow]:
         row.parameters += tensor.numel()
         row.trained += tensor.numel() if tensor.requires_grad else 0
         row.held += own.numel()
-        row.bytes += own.numel() * own.element_size()
+        row.held_bytes += own.numel() * own.element_size()
         row.dtypes.add(str(tensor.dtype).removeprefix("torch."))
         row.spread.add(_spread(tensor))
     return list(rows.values())
@@ -154,11 +154,11 @@ def _cells(row: SummaryRow) -> Iterator[str]:
     yield f"{row.held:,}"
     yield ", ".join(sorted(row.dtypes))
     yield ", ".join(sorted(row.spread))
-    yield decimal(row.bytes)
+    yield decimal(row.held_bytes)
 
 
 def _totals(rows: Iterable[SummaryRow]) -> list[int]:
-    each = [(row.parameters, row.trained, row.held, row.bytes) for row in rows]
+    each = [(row.parameters, row.trained, row.held, row.held_bytes) for row in rows]
     return [sum(column) for column in zip(*each, strict=True)] if each else [0, 0, 0, 0]
 
 

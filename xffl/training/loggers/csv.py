@@ -14,6 +14,7 @@ from xffl.training.loggers.lines import LineFile
 __all__ = ["HEADER", "CSVLogger"]
 
 HEADER = "time,step,epoch,samples,name,value"
+"""The first line of a file."""
 
 
 class CSVLogger(Logger):

@@ -14,7 +14,7 @@ from xffl.training.loggers.base import Logger
 from xffl.training.loggers.images import write_png
 from xffl.training.loggers.lines import LineFile
 
-__all__ = ["JSONLinesLogger", "number_text", "plain_number"]
+__all__ = ["JSONLinesLogger", "number_text", "plain_number", "plain_values"]
 
 NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -26,6 +26,21 @@ def plain_number(value: float) -> float | str:
     :return: The number, or ``NaN``, ``Infinity`` or ``-Infinity``.
     """
     return value if math.isfinite(value) else NAMES.get(value, "NaN")
+
+
+def plain_values(value: Any) -> Any:
+    """Return a value with texts for numbers that JSON does not have.
+
+    :param value: A number, a text, or mappings and sequences of them.
+    :return: The value, with lists for sequences.
+    """
+    if isinstance(value, float):
+        return plain_number(value)
+    if isinstance(value, dict):
+        return {str(name): plain_values(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(one) for one in value]
+    return value
 
 
 def number_text(value: float) -> str:

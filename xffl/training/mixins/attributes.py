@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Attributes(Generic[T]):
-    """The names under which an object holds things of some classes.
+    r"""The names under which an object holds things of some classes.
 
     :param owner: The object.
-    :param kinds: The classes.
+    :param \*kinds: The classes.
     """
 
     def __init__(self, owner: object, *kinds: type[T]) -> None:

@@ -43,11 +43,29 @@ class TrainerMixin:
         rounds: int
         training: bool
         last_round: RoundReport | None
-        world: DistributedWorld
-        state: DistributedState
-        device: torch.device
-        train_dataloader: Any
-        val_dataloader: Any
+
+    # Who is where -----------------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> DistributedWorld:
+        """The mesh and the collectives of this rank's cell."""
+        return self.strategy.world
+
+    @property
+    def state(self) -> DistributedState:
+        """The state of the world."""
+        return self.strategy.state
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self.strategy.device
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return the context of the forward pass: its precision, and what the mesh needs; local."""
+        return self.strategy.train_context()
+
+    # What works together ----------------------------------------------------------------------------------------------
 
     def configure(self) -> None:
         """Make models; nothing is spread yet. Collective over the world."""
@@ -93,6 +111,16 @@ class TrainerMixin:
         """Return the schedulers by the names of their attributes; there are none without :class:`SetupMixin`."""
         return {}
 
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of the training batches; there is none without :class:`SetupMixin`."""
+        return None
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The loader of the validation batches; ``None`` where there is none."""
+        return None
+
     def step_schedulers(self, interval: str, *optimizers: Optimizer) -> None:
         r"""Step the schedulers of optimizers; there are none without :class:`SetupMixin`.
 
@@ -127,6 +155,7 @@ class TrainerMixin:
         """Return the context of a ``validation_step``.
 
         :param count: Samples of the batch that count; 0 for one that only keeps the ranks in step.
+        :return: The context.
         """
         del count
         return nullcontext()
@@ -142,6 +171,7 @@ class TrainerMixin:
         """Return the metrics of a validation; there are none without :class:`EvalMetricMixin`.
 
         :param over: ``cell`` or ``federation``: whose samples count.
+        :return: Numbers by name.
         """
         del over
         return {}

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation import FederatedScaling
 from xffl.aggregation.manifest import Manifest
+from xffl.aggregation.scaling import FederatedScaling
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
 from xffl.training.mixins.base import TrainerMixin

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
+from xffl.aggregation.registry import make
 from xffl.errors import ConfigError
-from xffl.training.loaders import CellLoader, adopt_loader, validation_loader
+from xffl.training.loaders import CellLoader, adopt_loader, parts_by_ranks, validation_loader
 from xffl.training.mixins.base import TrainerMixin
+from xffl.training.parts import Partition
 
 __all__ = ["DataConfig", "DataLoaderSetupMixin"]
 
@@ -18,12 +22,15 @@ __all__ = ["DataConfig", "DataLoaderSetupMixin"]
 class DataConfig:
     """How batches are made.
 
+    :param partition: How the samples are dealt out to the cells, by name with options (``dirichlet:alpha=0.3``; see
+        ``xffl list algorithms --kind partition``); by default at random, in proportion to the cells' ranks.
     :param workers: Processes of each rank that make batches; 0 makes them in the rank's own.
     :param pin_memory: Whether batches lie in pinned memory; ``None`` where there is CUDA.
     :param prefetch_factor: Batches that each worker makes ahead.
     :param validation_batch_size: Samples of each rank in a validation batch; ``None`` for ``training.batch_size``.
     """
 
+    partition: str | dict[str, Any] | None = None
     workers: int = 0
     pin_memory: bool | None = None
     prefetch_factor: int = 2
@@ -53,24 +60,54 @@ class DataLoaderSetupMixin(TrainerMixin):
         """The loader of the validation batches; ``None`` where there is none."""
         return self._loaders[1]
 
-    def train_loader(self, dataset: Dataset[Any], part: Any = None, **options: Any) -> CellLoader:
+    def train_loader(
+        self, dataset: Dataset[Any], part: Any = None, *, labels: npt.ArrayLike | None = None, **options: Any
+    ) -> CellLoader:
         r"""Return a loader of this rank's part of the training samples, with the batch size and seed of the run.
 
         :param dataset: The samples.
-        :param part: Which are this cell's, as in :class:`xffl.training.CellLoader`.
+        :param part: Which are this cell's, as in :class:`xffl.training.CellLoader`; by default as ``data.partition``
+            says.
+        :param labels: The label of each sample: for partitions that ask for them, and for the report's picture of who
+            has what.
         :param \**options: Other options of it.
+        :return: The loader.
         """
         data: DataConfig = self.config.data
         options = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed, **options}
         for name in ("workers", "pin_memory", "prefetch_factor"):
             options.setdefault(name, getattr(data, name))
-        return CellLoader(dataset, self.state.topology, self.world.rank, part=part, **options)
+        topology, seed = self.state.topology, options["seed"]
+        if part is None:
+            part = self._deal(len(dataset), labels, seed)  # type: ignore[arg-type]
+        if labels is not None and isinstance(part, Partition):
+            classes = np.unique(np.asarray(labels))
+            self.run_folder.write_partition(classes.tolist(), part.table(labels).tolist())
+        return CellLoader(dataset, topology, self.world.rank, part=part, **options)
+
+    def _deal(self, samples: int, labels: npt.ArrayLike | None, seed: int) -> Partition:
+        """Deal the samples out to the cells as the configuration says."""
+        topology, spec = self.state.topology, self.config.data.partition
+        if spec is None:
+            return parts_by_ranks(samples, topology, seed=seed)
+        deal = make("partition", spec)
+        try:
+            made = deal(samples if labels is None else np.asarray(labels), topology.cells, seed=seed)
+        except (TypeError, IndexError) as wrong:
+            raise ConfigError(
+                f"data.partition {spec!r} cannot deal {samples} samples out ({wrong}); does it need labels? Give "
+                "train_loader(dataset, labels=...)"
+            ) from wrong
+        if not isinstance(made, Partition):
+            raise ConfigError(f"data.partition {spec!r} gave a {type(made).__name__}; let it return a Partition")
+        return made
 
     def validation_loader(self, dataset: Dataset[Any], **options: Any) -> Any:
         r"""Return a loader that gives each validation sample to one rank of the cell.
 
         :param dataset: The samples, the same in all cells or this cell's own.
         :param \**options: Options of :func:`xffl.training.validation_loader`.
+        :return: The loader.
         """
         data: DataConfig = self.config.data
         options = {"batch_size": data.validation_batch_size or self.config.training.batch_size, **options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import check_name
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
 from xffl.training.loggers.base import check_value_name
-from xffl.training.loggers.jsonl import plain_number
+from xffl.training.loggers.jsonl import plain_values
 from xffl.training.loggers.lines import LineFile
 from xffl.training.metrics import SCOPES, WeightedSums, metric_group, reduce_sums
 from xffl.training.mixins.base import TrainerMixin
@@ -36,6 +37,7 @@ __all__ = [
     "WandBLoggerMixin",
 ]
 
+LOG = logging.getLogger(__name__)
 FEDERATION = "federation"
 MODES = ("online", "offline", "disabled")
 
@@ -137,16 +139,22 @@ class LoggerMixin(TrainerMixin):
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
-        """Write what is left, and close the run's folder."""
-        for loggers in getattr(self, "_loggers", {}).values():
-            for logger in loggers:
-                logger.close()
+        """Write what is left, and close the run's folder, whatever one of the loggers raises."""
+        closing = [logger.close for loggers in getattr(self, "_loggers", {}).values() for logger in loggers]
         self._loggers = {}
-        if (rounds := getattr(self, "_rounds_file", None)) is not None:
-            rounds.close()
-        if (folder := getattr(self, "run_folder", None)) is not None:
-            folder.close()
+        for holder in (getattr(self, "_rounds_file", None), getattr(self, "run_folder", None)):
+            if holder is not None:
+                closing.append(holder.close)  # the folder last: its log tells what the others raise
+        failed: Exception | None = None
+        for close in closing:
+            try:
+                close()
+            except Exception as wrong:
+                LOG.exception("records could not be closed")
+                failed = failed or wrong
         super().teardown(error)
+        if failed is not None and error is None:  # else that is what the run ends with
+            raise failed
 
     # What a trainer calls ---------------------------------------------------------------------------------------------
 
@@ -182,7 +190,7 @@ class LoggerMixin(TrainerMixin):
     def log_metrics(self, values: Mapping[str, float], *, over: str = "cell") -> None:
         """Record values that are the same on all ranks already; local.
 
-        :param values: Numbers by name.
+        :param values: Numbers by name; without any there is no record.
         :param over: Whether they are of the ``cell`` or of the ``federation``.
         :raises ConfigError: if a name or ``over`` cannot be meant.
         """
@@ -191,7 +199,7 @@ class LoggerMixin(TrainerMixin):
         for name in values:
             check_value_name(name)
         numbers = {name: float(value) for name, value in values.items()}
-        for logger in self._loggers_of(over):
+        for logger in self._loggers_of(over) if numbers else ():
             logger.log(
                 numbers, step=self.global_step, epoch=self.current_epoch, samples=self.samples, time_s=time.time()
             )
@@ -248,7 +256,7 @@ class LoggerMixin(TrainerMixin):
         }
         if divergence is not None:
             record["divergence"] = dict(divergence)
-        self._rounds_file.append(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._rounds_file.append(json.dumps(plain_values(record), allow_nan=False) + "\n")
 
     # Resuming ---------------------------------------------------------------------------------------------------------
 
@@ -386,14 +394,3 @@ class _Records:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._trainer._scalars.load_state_dict(state["pending"])
         self._trainer._saved_lines = dict(state["lines"])
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with texts for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return plain_number(value)
-    if isinstance(value, dict):
-        return {str(name): _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return value

@@ -52,6 +52,7 @@ class ModelSetupMixin(TrainerMixin):
         ``xffl.training.models.ModuleInitializer(self.model)``.
 
         :param name: The model's attribute.
+        :return: Called with each module, whose own tensors are whole.
         """
         return self._initializer(name) if self._has_init_weights else None
 
@@ -63,6 +64,7 @@ class ModelSetupMixin(TrainerMixin):
 
         :param output: What the model returned.
         :param target: What it is compared with.
+        :return: The mean over its elements.
         """
         raise ConfigError(f"{type(self).__name__} has no loss; overload compute_loss, which forward_backward calls")
 

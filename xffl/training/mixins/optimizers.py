@@ -71,6 +71,7 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
         """Return the model that an optimizer trains.
 
         :param optimizer: The optimizer.
+        :return: The model.
         :raises ConfigError: if its parameters are of no model, or of several.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -129,7 +129,7 @@ class StateMixin(TrainerMixin):
 
     def own_parts(self) -> dict[str, Any]:
         """Return this rank's random numbers."""
-        return {**super().own_parts(), "random": RandomState()}
+        return {**super().own_parts(), "random": RandomState(self.device)}
 
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}

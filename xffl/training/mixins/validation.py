@@ -32,6 +32,7 @@ class ValidationMixin(TrainerMixin):
         """Return how many samples a batch of this rank has; overload it where the first tensor's rows do not tell.
 
         :param batch: What the loader gave.
+        :return: The number of samples.
         """
         return count_samples(batch)
 

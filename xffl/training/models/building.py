@@ -25,7 +25,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Any
 
 
 def causal_lm(source: Source, *, dtype: torch.dtype | str | None = None, weights: bool = True) -> nn.Module:
-    """Build a causal language model; local, and nothing is ever downloaded.
+    """Build a causal language model; local. Nothing is ever downloaded, and no code of a folder is run.
 
     With ``weights`` the model has its values on the CPU: those of a folder's safetensors files, or of transformers' own
     initialization with torch's random numbers where a configuration was given. Without, it is on the meta device: give
@@ -54,7 +54,9 @@ def causal_lm(source: Source, *, dtype: torch.dtype | str | None = None, weights
         )
     try:
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config))
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=_dtype(dtype, config), trust_remote_code=False
+            )
     except ValueError as wrong:
         raise ConfigError(
             f"a configuration of type {config.model_type!r} makes no causal language model: {wrong}"
@@ -124,7 +126,7 @@ def _configuration(source: Source, transformers: Any) -> Any:
             "local path"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as wrong:
         raise ConfigError(f"the configuration of {path} cannot be read: {wrong}") from wrong
 

@@ -20,6 +20,7 @@ __all__ = ["INDEX", "SINGLE", "WeightFiles", "has_weights"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+"""Says which file holds which tensor, where there are several."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -28,6 +28,9 @@ __all__ = ["adapter_state", "add_lora", "save_adapters"]
 ADAPTER = "default"
 """Name of the one adapter, which peft leaves out of files."""
 
+WRITTEN = ("adapter_model.safetensors", "adapter_config.json")
+"""What :func:`save_adapters` writes"""
+
 
 def add_lora(
     model: nn.Module,
@@ -106,7 +109,8 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
     """Write the adapters alone as a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
     Collective over the world: cell 0 gathers, and rank 0 writes ``adapter_model.safetensors`` and
-    ``adapter_config.json``; the others wait. A folder of this name is replaced once the new one is finished.
+    ``adapter_config.json``; the others wait. A folder of this name is replaced once the new one is finished, if nothing
+    else is in it.
 
     :param model: What ``strategy.wrap_model`` or ``xffl.shard`` returned of a model with adapters.
     :param folder: The folder to write, on rank 0's file system.
@@ -124,14 +128,12 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
     def write() -> None:
         tensors = adapter_state(model) if number == 0 else {}
         if target.partial is not None:
-            package("safetensors.torch").save_file(
-                tensors, target.partial / "adapter_model.safetensors", metadata={"format": "pt"}
-            )
+            package("safetensors.torch").save_file(tensors, target.partial / WRITTEN[0], metadata={"format": "pt"})
             config = copy.deepcopy(_adapted(model).peft_config[ADAPTER])
             config.inference_mode = True  # what peft writes: loaded adapters are frozen unless asked otherwise
             config.save_pretrained(target.partial)
 
-    with NewFolder(path, is_writer=state.rank == 0) as target:
+    with NewFolder(path, WRITTEN, is_writer=state.rank == 0) as target:
         together("writing adapters", write, path, ADVICE)
 
 

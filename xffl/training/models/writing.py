@@ -6,8 +6,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.entries import reshard
-from xffl.checkpoint.folder import aside, sync_folder
+from xffl.checkpoint.folder import aside, delete, sync_folder
 from xffl.checkpoint.steps import check_path, this_cell, together
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
@@ -28,6 +29,8 @@ from xffl.training.models.packages import package
 __all__ = ["NewFolder", "save_pretrained", "whole"]
 
 FILES = "model{suffix}.safetensors"
+WRITTEN = ("config.json", "generation_config.json", "model*.safetensors", INDEX)
+"""What :func:`save_pretrained` writes"""
 ADVICE = "nothing was written; free the place, or give another folder"
 
 
@@ -47,7 +50,7 @@ def save_pretrained(
     Collective over the world. The ranks of cell 0 gather one tensor after the other, and rank 0 writes them, so it
     holds at most the tensors of one file; the other cells wait. Adapters are added to the weights that they belong to,
     as ``merge_and_unload`` does; the model stays as it is. A folder of this name is replaced once the new one is
-    finished.
+    finished, if nothing else is in it.
 
     :param model: What ``strategy.wrap_model`` or ``xffl.shard`` returned; a model of transformers, or of peft.
     :param folder: The folder to write, on rank 0's file system.
@@ -65,7 +68,7 @@ def save_pretrained(
         "comparing the model", look, path, ADVICE, lambda found: f"{found[0]}: {found[3].files}"
     )
 
-    with NewFolder(path, is_writer=state.rank == 0) as target:
+    with NewFolder(path, WRITTEN, is_writer=state.rank == 0) as target:
         together(
             "writing the model",
             lambda: _write(model, base, plan, target.partial) if number == 0 else None,
@@ -80,11 +83,12 @@ class NewFolder:
     A context manager; entering and leaving it is collective over the world.
 
     :param path: The folder; one of this name is replaced.
+    :param files: Patterns of the files that may be in one that is replaced.
     :param is_writer: Whether this rank writes it.
     """
 
-    def __init__(self, path: Path, *, is_writer: bool) -> None:
-        self._path, self._is_writer = path, is_writer
+    def __init__(self, path: Path, files: Sequence[str], *, is_writer: bool) -> None:
+        self._path, self._files = path, files
         self.partial = aside(path, "partial") if is_writer else None
         """Where to write, ``None`` on the ranks that do not"""
 
@@ -102,6 +106,11 @@ class NewFolder:
         if self.partial is not None:
             if self._path.exists() and not self._path.is_dir():
                 raise ConfigError(f"{self._path} is a file; give the name of a folder")
+            there = sorted(entry.name for entry in self._path.iterdir()) if self._path.exists() else []
+            if kept := [name for name in there if not any(fnmatch(name, pattern) for pattern in self._files)]:
+                raise ConfigError(
+                    f"{self._path} holds {kept[0]!r}, which is not written here and would be lost; give another folder"
+                )
             if self.partial.exists():  # of a process that was killed
                 shutil.rmtree(self.partial)
             self.partial.mkdir(parents=True)
@@ -113,11 +122,11 @@ class NewFolder:
         sync_folder(self.partial)
         if self._path.exists():
             if old.exists():
-                shutil.rmtree(old)
+                delete(old)
             self._path.rename(old)
         self.partial.rename(self._path)
         if old.exists():
-            shutil.rmtree(old)
+            delete(old)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
