@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import multiprocessing
 import os
 import pydoc_data.topics
 import re
-import subprocess
+import runpy
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from torch import nn
 import xffl
 from tests.decoder import VOCABULARY, Block, Decoder, loss_of, text_batch
 from tests.ranks.test_round import make_state
+from tests.ranks.test_session import be_rank, free_port
 from tests.worlds import run_world
 from xffl.distributed import DistributedState
 from xffl.training.loaders import CellLoader, validation_loader
@@ -141,24 +145,28 @@ def test_training_resumes_to_the_bit(tmp_path: Path) -> None:
     assert run_world(4, resumes, written(tmp_path)) == [9, 9, 9, 9]
 
 
+def run_script(rank: int, world_size: int, port: int, folder: Path) -> str:
+    """Be a process of ``xffl exec --processes 3 text.py book.txt``."""
+    be_rank(rank, world_size, port)
+    # Beside gloo's threads each rank has workers, which Python denies to the daemons that ranks of a test are.
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    os.chdir(folder)
+    sys.argv = ["text.py", "book.txt"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path("text.py", run_name="__main__")
+    return out.getvalue()
+
+
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "data.rst").read_text()
     shown = re.search(r":caption: text\.py\n\n((?:   .*\n|\n)+)", page)
     assert shown is not None
     (tmp_path / "text.py").write_text(textwrap.dedent(shown[1]))
     (tmp_path / "book.txt").write_text("".join(list(pydoc_data.topics.topics.values())[:20]), encoding="utf-8")
-    # Three ranks, of which each has workers beside gloo's threads.
-    done = subprocess.run(
-        [sys.executable, "-m", "xffl", "exec", "--processes", "3", "text.py", "book.txt"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"loss (\d\.\d\d) over (\d+) windows", done.stdout)
-    assert found is not None, done.stdout
+    told, *others = run_world(3, run_script, free_port(), tmp_path, init=False)
+    found = re.search(r"loss (\d\.\d\d) over (\d+) windows", told)
+    assert found is not None and not any(others), told
     # Knowing nothing gives 5.55 (of 256 bytes), how often each letter comes about 3.2.
     assert float(found[1]) < 3.5
     size = len((tmp_path / "book.txt").read_bytes())

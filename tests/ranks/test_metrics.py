@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +38,6 @@ CUTS = {1: [0, 41], 2: [0, 26, 41]}
 
 Layout = tuple[tuple[int, ...] | None, int | None, dict[str, int] | None]
 LAYOUTS: list[Layout] = [
-    ((2, 2), None, None),
-    ((2, 2), 1, None),
     ((2, 2), 2, None),
     ((3, 1), None, None),
     (None, 2, None),
@@ -215,6 +214,7 @@ def check(found: dict[str, float], wanted: dict[str, float], about: str) -> None
 
 def measure_layouts(rank: int, world_size: int, layouts: list[Layout]) -> list[tuple[dict[str, float], ...]]:
     data = make_data()
+    measured = cache(lambda first, last: oracle(data, torch.arange(first, last)))
     told = []
     for layout in layouts:
         state = set_up(rank, world_size, layout)
@@ -225,10 +225,10 @@ def measure_layouts(rank: int, world_size: int, layouts: list[Layout]) -> list[t
         # Cells validate at times of their own: these would not meet if they were of the world.
         for _ in range(1 + 2 * cell):
             mine = trainer.compute_metrics()
-        check(mine, oracle(data, torch.arange(cut[cell], cut[cell + 1])), f"{layout}, cell {cell}")
+        check(mine, measured(cut[cell], cut[cell + 1]), f"{layout}, cell {cell}")
         validate(trainer, data, cut)
         every = trainer.compute_metrics("federation")
-        check(every, oracle(data, torch.arange(SAMPLES)), f"{layout}, federation")
+        check(every, measured(0, SAMPLES), f"{layout}, federation")
         check(trainer.compute_metrics(), mine, f"{layout}, the cell again")
         assert float(trainer.accuracy.compute()) >= 0  # this rank's own; it moves nothing
         told.append((mine, every))

@@ -184,6 +184,13 @@ def test_deepspeed_is_refused(make: Callable[[], Callback]) -> None:
         make().post_setup(trainer)
 
 
+def test_averages_of_a_pipeline_are_refused() -> None:
+    trainer = stand_in()
+    trainer.world.pp_enabled = True
+    with pytest.raises(ConfigError, match="pp=1"):
+        EMACallback().post_setup(trainer)
+
+
 def test_checkpoints_come_after_what_they_keep() -> None:
     save = CheckpointCallback(save_frequency=1)
     save.pre_fit(stand_in(callbacks=[EMACallback(), save, LearningRateMonitor()]))
@@ -598,7 +605,7 @@ def test_all_are_told_of_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     progress, trainer = ShownProgress(is_terminal=True), stand_in()
     progress.pre_train(trainer)
     CallbackCollection([Failing(), progress]).exception(trainer, KeyboardInterrupt())
-    assert progress.text.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert progress.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
     assert "disk full" in caplog.text
 
 

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import xffl
+from tests.kept import ALONE, Own
 from xffl.checkpoint import CheckpointManager, auto_resume, find_latest_checkpoint, load_checkpoint, save_checkpoint
 from xffl.checkpoint.folder import read_record, record_text
 from xffl.checkpoint.plain import from_plain, tensors_named, to_plain
 from xffl.distributed.distributed_state import DistributedState
 
-ALONE = DistributedState(rank=0, world_size=1)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
     SCALARS,
@@ -39,19 +39,6 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )
-
-
-class Own:
-    """A part of any value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
 
 
 def seal(path: Path) -> None:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import xffl
-from tests.unit.test_checkpoint import ALONE, Own, seal, stepped
+from tests.kept import ALONE, Own
+from tests.unit.test_checkpoint import seal, stepped
 from xffl.checkpoint import (
     AsyncSaver,
     CheckpointManager,
@@ -313,8 +314,6 @@ def test_a_model_is_written_as_safetensors(tmp_path: Path) -> None:
     assert told["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
     for name, file in told["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "cut" / file)[name], other.state_dict()[name])
-    ran = subprocess.run([sys.executable, "-m", "xffl", "consolidate", "--help"], capture_output=True, text=True)
-    assert ran.returncode == 0 and "--pretrained" in ran.stdout
 
 
 def test_what_cannot_be_consolidated_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

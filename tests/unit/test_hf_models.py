@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.worlds import run_world
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.parallel.materialize import materialize
@@ -179,6 +178,7 @@ def test_sources_of_a_configuration(tmp_path: Path) -> None:
         (LLAMA, {"dtype": "float"}, None),
         (LLAMA, {"dtype": "half precision"}, "dtype 'half precision' is no"),
         ("torn", {}, "configuration of .*torn cannot be read"),
+        ("generates", {}, "generation_config.json cannot be read"),
     ],
 )
 def test_wrong_sources(
@@ -186,6 +186,9 @@ def test_wrong_sources(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     transformers.LlamaConfig(**SIZES).save_pretrained("empty")
+    transformers.LlamaConfig(**SIZES).save_pretrained("generates")
+    for name in ("generation_config.json", "model.safetensors"):
+        Path("generates", name).write_text("{")
     Path("torn").mkdir()
     Path("torn/config.json").write_text("{")
     if told is None:
@@ -423,7 +426,7 @@ def test_a_plain_tensor_is_held_whole() -> None:
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.rst"
 
 
-def run_page(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[str]]:
+def run_page(folder: Path) -> tuple[list[float], list[str]]:
     """Run the blocks of the page: the script, with adapters or without, and how adapters are written."""
     blocks = re.findall(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", PAGE.read_text(), re.MULTILINE)
     script, _, adapted, written = map(textwrap.dedent, blocks)
@@ -447,7 +450,7 @@ def run_page(rank: int, world_size: int, folder: Path) -> tuple[list[float], lis
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     base = models.causal_lm(LLAMA)
     saved(base, tmp_path / "base")
-    ((changed, folders),) = run_world(1, run_page, tmp_path, init=False)
+    changed, folders = run_page(tmp_path)
     # All of the model is trained, then what adapters of two layers change.
     assert changed == [len(base.state_dict()), 4]
     assert folders == ["adapters", "base", "merged", "trained"]

@@ -8,9 +8,7 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.worlds import run_world
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, StateError
 from xffl.training.config import BaseTrainerConfig, ExperimentConfig
@@ -28,8 +27,10 @@ from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogg
 from xffl.training.loggers.images import tiled
 from xffl.training.loggers.lines import LineFile, cut_lines
 from xffl.training.metrics import WeightedSums
+from xffl.training.mixins import logging as mixin
 from xffl.training.mixins.logging import (
     LoggerConfigMixin,
+    LoggerMixin,
     LoggingConfig,
     MLflowLoggerMixin,
     TensorBoardLoggerMixin,
@@ -78,19 +79,17 @@ def test_json_lines_and_csv_read_back_to_the_bit(run: Path) -> None:
     assert rows[-1] == {"time": "2.5", "step": "4", "epoch": "1", "samples": "64", "name": "x", "value": "2.0"}
 
 
+def write_and_die(rank: int, world_size: int, run: Path) -> None:
+    loggers = [JSONLinesLogger(run, "cell_0"), CSVLogger(run, "cell_0")]
+    for step in range(50):
+        for logger in loggers:
+            logger.log({"x": float(step)}, step=step, epoch=0, samples=0, time_s=0.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_kill_loses_no_whole_line_and_half_a_line_is_removed(run: Path) -> None:
-    script = f"""
-        import os, signal
-        from pathlib import Path
-        from xffl.training.loggers import CSVLogger, JSONLinesLogger
-        loggers = [JSONLinesLogger(Path({str(run)!r}), "cell_0"), CSVLogger(Path({str(run)!r}), "cell_0")]
-        for step in range(50):
-            for logger in loggers:
-                logger.log({{"x": float(step)}}, step=step, epoch=0, samples=0, time_s=0.0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    found = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "PYTHONPATH": "."})
-    assert found.returncode == -signal.SIGKILL
+    (told,) = run_world(1, write_and_die, run, init=False, mortal=(0,))
+    assert f"exit code {-signal.SIGKILL}" in told
     for name, header in (("cell_0.jsonl", 0), ("cell_0.csv", 1)):
         path = run / "metrics" / name
         assert len(path.read_text().splitlines()) == 50 + header
@@ -247,9 +246,13 @@ class Trainer(TensorBoardLoggerMixin, MLflowLoggerMixin, WandBLoggerMixin):
         return super().configure_loggers(scope)
 
 
-def test_mixins_and_sections_add_loggers_once(tmp_path: Path) -> None:
-    for name in ("tensorboard", "mlflow", "wandb"):
+def test_mixins_and_sections_add_loggers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorboard", "wandb"):
         pytest.importorskip(name)
+    given: list[dict[str, Any]] = []
+    nothing = {name: lambda *args, **kwargs: None for name in ("log", "log_config", "close")}  # a store takes seconds
+    made = {"__init__": lambda self, *args, **kwargs: given.append(kwargs), **nothing}
+    monkeypatch.setattr(mixin, "MLflowLogger", type("MLflowLogger", (Logger,), made))
     sections = {"logging": LoggingConfig(tensorboard=True, mlflow=True), "wandb": WandBConfig(mode="disabled")}
     for number, options in enumerate(({"wandb": sections["wandb"]}, sections)):
         trainer = Trainer(tmp_path / str(number), **options)
@@ -272,6 +275,7 @@ def test_mixins_and_sections_add_loggers_once(tmp_path: Path) -> None:
                 trainer.log_metrics(**wrong)
         trainer.teardown(None)
         (line,) = (tmp_path / str(number) / "metrics/cell_0.jsonl").read_text().splitlines()
+        assert given[number] == {"name": "demo", "uri": None, "experiment": None}
         record = json.loads(line)
         assert record["values"] == {"x": 2.0} and (record["step"], record["epoch"], record["samples"]) == (4, 1, 64)
 
@@ -293,10 +297,17 @@ class Stubborn(Logger):
         raise OSError("no network")
 
 
+class PlainTrainer(Trainer):
+    """Writes files only."""
+
+    def configure_loggers(self, scope: str) -> list[Logger]:
+        return LoggerMixin.configure_loggers(self, scope)
+
+
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
 def test_everything_is_closed_whatever_a_logger_raises(tmp_path: Path, error: BaseException | None) -> None:
     before = warnings.showwarning, list(logging.getLogger("xffl").handlers)
-    trainer = Trainer(tmp_path, wandb=WandBConfig(mode="disabled"))
+    trainer = PlainTrainer(tmp_path)
     trainer.setup()
     trainer.log_metrics({"x": 1.0})
     trainer._loggers["cell"].insert(0, Stubborn())

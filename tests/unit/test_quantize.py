@@ -351,7 +351,7 @@ def test_digits_are_learned_as_well(tmp_path: Path) -> None:
     for kind in (None, *KINDS):
         config = Config(
             experiment=ExperimentConfig(name=str(kind), output_dir=str(tmp_path / str(kind))),
-            training=TrainingParameters(epochs=4, batch_size=32),
+            training=TrainingParameters(epochs=2, batch_size=32),
             distributed=DistributedConfig(device="cpu"),
             quantize=QuantizeConfig(kind=kind),
         )

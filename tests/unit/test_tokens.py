@@ -196,9 +196,10 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(ConfigError, match=message):
             write_tokens(path, [[1]], **options)  # type: ignore[arg-type]
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", killed)  # after the tokens, before what tells of them
-        write_tokens(path, [[1, 1, 1]], vocabulary_size=2)
+        with pytest.raises(KeyboardInterrupt):
+            write_tokens(path, [[1, 1, 1]], vocabulary_size=2)
     assert TokenDataset(path, sequence_length=1).vocabulary_size in (None, 2)
     with pytest.raises(ConfigError, match="does not end in .npy"):
         write_tokens(tmp_path / "tokens.bin", [[1]], vocabulary_size=10)
@@ -212,6 +213,8 @@ def test_files_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
     np.save(path, np.array([{}]))
     with pytest.raises(ConfigError, match="holds no array of tokens"):
         open_tokens(path)
+    with pytest.raises(ConfigError, match="holds no array of tokens"):
+        open_tokens(path.rename(tmp_path / "a.bin"), "toaster")
     np.save(path, np.zeros((2, 2), dtype=np.int64))
     with pytest.raises(ConfigError, match="shape"):
         open_tokens(path)
@@ -282,9 +285,12 @@ def test_a_vocabulary_is_kept(tmp_path: Path) -> None:
             CharacterTokenizer(wrong)
     with pytest.raises(ConfigError, match="no vocabulary"):
         CharacterTokenizer.load(tmp_path / "other.json")
-    (tmp_path / "other.json").write_text("[]")
+    for text in ("[]", '{"characters": [1, 2]}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ConfigError, match="holds no vocabulary"):
+            CharacterTokenizer.load(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="holds no vocabulary"):
-        CharacterTokenizer.load(tmp_path / "other.json")
+        CharacterTokenizer.load(tmp_path)
     with pytest.raises(ConfigError, match="tokenizer 'words' is none"):
         find_tokenizer("words")
     with pytest.raises(ConfigError, match="tokenizer 'characters' is none"):

@@ -42,6 +42,7 @@ class NativeStrategy(DistributedStrategy):
             )
         self._check_options()
         self._scale: LossScale | None = None
+        self._is_in_context = False
 
     def _check_options(self) -> None:
         asked, distributed = self.device_parameters, self.config.distributed
@@ -128,16 +129,20 @@ class NativeStrategy(DistributedStrategy):
     def train_context(self) -> Iterator[None]:
         """Compute as the device parameters ask: data type, cut logits, attention over whole sequences; local.
 
-        With ``loss_parallel``, or with ``cp`` and activation checkpointing, the backward pass belongs inside, too.
+        It may be entered inside itself. With ``loss_parallel``, or with ``cp`` and activation checkpointing, the backward pass belongs inside, too.
 
         :yield: Nothing.
         """
-        if not self.world.cp_enabled:
+        if not self.world.cp_enabled or self._is_in_context:
             with self.world.train_context():
                 yield
             return
-        with self.world.train_context(), context_parallel(self.world.get_mesh("cp")):
-            yield
+        self._is_in_context = True
+        try:
+            with self.world.train_context(), context_parallel(self.world.get_mesh("cp")):
+                yield
+        finally:
+            self._is_in_context = False
 
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         WandBLoggerMixin,
     )
     from xffl.training.mixins.metrics import EvalMetricConfigMixin, EvalMetricMixin
-    from xffl.training.mixins.models import ModelSetupMixin
+    from xffl.training.mixins.models import ModelSetupMixin, SetupConfig
     from xffl.training.mixins.optimizers import OptimizerAndSchedulerSetupMixin
     from xffl.training.mixins.quantize import QuantizeConfigMixin, QuantizeMixin
-    from xffl.training.mixins.setup import SetupConfig, SetupConfigMixin, SetupMixin
+    from xffl.training.mixins.setup import SetupConfigMixin, SetupMixin
     from xffl.training.streams import CellStream
     from xffl.training.tokens import TokenDataset
     from xffl.training.trainer import BaseTrainer
@@ -58,7 +58,7 @@ _HOMES = {
     "OptimizerAndSchedulerSetupMixin": "mixins.optimizers",
     "QuantizeConfigMixin": "mixins.quantize",
     "QuantizeMixin": "mixins.quantize",
-    "SetupConfig": "mixins.setup",
+    "SetupConfig": "mixins.models",
     "SetupConfigMixin": "mixins.setup",
     "SetupMixin": "mixins.setup",
     "TensorBoardLoggerMixin": "mixins.logging",

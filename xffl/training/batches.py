@@ -19,7 +19,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from xffl.errors import ConfigError
 from xffl.training.draws import checked_whole
 
-__all__ = ["Batches", "Key", "Randomness", "as_is", "check_indexed", "is_pinned", "read"]
+__all__ = [
+    "Batches",
+    "Columns",
+    "Key",
+    "Randomness",
+    "as_is",
+    "check_indexed",
+    "find_columns",
+    "identity_of",
+    "is_pinned",
+    "read",
+]
 
 
 class Key(NamedTuple):
@@ -82,13 +93,56 @@ class Batches(Dataset[Any]):
         self._dataset, self._collate = dataset, collate or default_collate
         self._randomness, self._place = randomness, place
         self._is_random = self._collate is not default_collate or _is_random(dataset)
+        self._columns = find_columns(dataset) if self._collate is default_collate else None
 
     def __getitem__(self, key: Key) -> Any:
+        if self._columns is not None:
+            return self._columns.rows(key.indices)
         with self._randomness.of(key.epoch, key.step, self._place) if self._is_random else nullcontext():
             # Some datasets read many samples faster together; torch's own loader asks in the same way.
             together = getattr(self._dataset, "__getitems__", None)
             samples = together(key.indices) if together else [self._dataset[index] for index in key.indices]
             return self._collate(samples)
+
+
+class Columns:
+    """Tensors whose rows are samples: a batch is read in one go, and is what ``default_collate`` makes of its samples.
+
+    :param tensors: The tensors.
+    :param places: The rows that are samples, in order; ``None`` for all.
+    """
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], places: torch.Tensor | None) -> None:
+        self._tensors, self._places = tensors, places
+
+    def rows(self, indices: list[int]) -> list[torch.Tensor]:
+        """Return a batch.
+
+        :param indices: Samples.
+        :return: Their rows of each tensor.
+        """
+        chosen = torch.tensor(indices)
+        if self._places is not None:
+            chosen = self._places[chosen]
+        return [tensor[chosen] for tensor in self._tensors]
+
+
+def find_columns(dataset: Any) -> Columns | None:
+    """Return the tensors of a ``TensorDataset``, or of a subset of one.
+
+    :param dataset: Any.
+    :return: The tensors and the rows; ``None`` where the dataset is something else.
+    """
+    places: torch.Tensor | None = None
+    while type(dataset) is Subset:
+        inner = torch.as_tensor(dataset.indices)
+        if inner.dim() != 1 or inner.dtype != torch.int64 or not len(inner):
+            return None
+        places = inner if places is None else inner[places]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or any(one.layout != torch.strided for one in dataset.tensors):
+        return None
+    return Columns(dataset.tensors, places)
 
 
 def check_indexed(dataset: Any) -> None:
@@ -103,6 +157,18 @@ def check_indexed(dataset: Any) -> None:
             f"{type(dataset).__name__} is no dataset with a length and an index; give one that has __len__ and "
             "__getitem__, or take CellStream for a stream of samples"
         )
+
+
+def identity_of(dataset: Any) -> str:
+    """Return what a dataset, or the one that it is a subset of, says that it is.
+
+    :param dataset: Any; it may have an attribute ``identity``.
+    :return: Its text, or nothing.
+    """
+    if type(dataset) is Subset and (inner := identity_of(dataset.dataset)):
+        indices = np.asarray(dataset.indices).astype("<i8")
+        return f"{inner} {hashlib.sha256(indices.tobytes()).hexdigest()}"
+    return str(getattr(dataset, "identity", ""))
 
 
 def is_pinned(pin_memory: bool | None) -> bool:

@@ -25,6 +25,7 @@ class ExperimentConfig:
     :param resume: Whether to go on from the newest checkpoint in that folder, where there is one.
     :param reset: Whether what each rank keeps for itself in a checkpoint (random numbers, the rounds' state, pending
         records) begins anew; it only loads into the layout that saved it, so other numbers of ranks or cells need this.
+        Where the steps have another size now, the epoch that was under way begins anew, too.
     :param seed: Of the weights, the order of the data and whatever else is random; each has a stream of its own.
     :param deterministic: Whether to compute with deterministic algorithms only, which may be slower.
     """

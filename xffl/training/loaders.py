@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from xffl.errors import ConfigError
 from xffl.topology import Topology
-from xffl.training.batches import Batches, Key, Randomness, check_indexed, read
+from xffl.training.batches import Batches, Key, Randomness, check_indexed, identity_of, read
 from xffl.training.draws import AUGMENTING
 from xffl.training.partition import iid
 from xffl.training.parts import Partition
@@ -177,7 +177,7 @@ class CellLoader(Iterable[Any]):
 
         :return: Numbers and strings only, for :meth:`load_state_dict`.
         """
-        return {**self.sampler.state_dict(), "dataset": _identity(self.dataset)}
+        return {**self.sampler.state_dict(), "dataset": identity_of(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a loop stood; local, and to be called on all ranks of the cell, before iterating.
@@ -185,10 +185,10 @@ class CellLoader(Iterable[Any]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if it is of other data, another shuffling, or other steps than this loader's.
         """
-        if state.get("dataset", "") != _identity(self.dataset):
+        if state.get("dataset", "") != identity_of(self.dataset):
             raise ConfigError(
                 f"the loader's state was saved with dataset {state.get('dataset')!r}, but this one is "
-                f"{_identity(self.dataset)!r}; give the same data, or start epoch {state.get('epoch')} anew with "
+                f"{identity_of(self.dataset)!r}; give the same data, or start epoch {state.get('epoch')} anew with "
                 "set_epoch"
             )
         self.sampler.load_state_dict(state)
@@ -312,11 +312,6 @@ def _part_of(
             f"{count - 1}"
         )
     return given
-
-
-def _identity(dataset: Any) -> str:
-    """Return what the dataset says that it is, or nothing."""
-    return str(getattr(dataset, "identity", ""))
 
 
 class _Keys(Iterable[Key]):

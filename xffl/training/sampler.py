@@ -369,6 +369,9 @@ def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) 
                 f"the partition is for {part.cells} cells, but the topology has {topology.cells}; make it for "
                 f"{topology.cells}"
             )
+        if empty := [number for number, mine in enumerate(part.parts) if not len(mine)]:
+            # Told by all cells: the others would wait for these at the next round.
+            raise ConfigError(f"cell {empty[0]} has no samples to draw; give it some (minimum= in the partition)")
         indices = part.parts[cell]
     else:
         given: npt.NDArray[Any] = np.asarray(part)
@@ -378,7 +381,7 @@ def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) 
             )
         indices = given.astype(np.int64)
     if not len(indices):
-        raise ConfigError(f"cell {cell} has no samples to draw; give it some (minimum= in the partition)")
+        raise ConfigError(f"cell {cell} has no samples to draw; give it some")
     return indices
 
 

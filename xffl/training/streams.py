@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
-from xffl.training.batches import Randomness, read
+from xffl.training.batches import Randomness, identity_of, read
 from xffl.training.draws import AUGMENTING, checked_whole
 from xffl.training.sampler import data_place
 
@@ -90,6 +90,7 @@ class CellStream(Iterable[Any]):
         )
         self._identity = {
             "kind": type(self).__name__,
+            "dataset": identity_of(dataset),
             "cell": self.cell,
             "part": part or "all",
             "ranks": count,

@@ -89,7 +89,7 @@ class CharacterTokenizer:
             raise ConfigError(
                 f"there is no vocabulary {str(path)!r}; give what CharacterTokenizer.save wrote"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{str(path)!r} holds no vocabulary ({error}); save it again") from error
 
     @property

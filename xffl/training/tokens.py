@@ -217,7 +217,7 @@ def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None
             tokens: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         else:
             tokens = np.memmap(file, dtype=dtype or np.uint16, mode="r")
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, TypeError) as error:
         raise ConfigError(f"{str(file)!r} holds no array of tokens ({error}); write it with write_tokens") from error
     return _checked(tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any
@@ -173,6 +174,8 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
     def stop(self, reason: str) -> None:
         """End training after this step; other cells go on. All ranks of a cell call it in the same step.
 
+        A run that is resumed goes on, unless whoever has stopped it does so again (in ``pre_train``).
+
         :param reason: Why, for the log.
         """
         self._stop_reason = reason
@@ -194,7 +197,10 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
                 self._fit()
             except BaseException as error:
                 self.callbacks.exception(self, error)
-                self.teardown(error)
+                try:
+                    self.teardown(error)
+                except Exception:  # what ended the run is what its user has to see
+                    logging.getLogger("xffl").exception("giving back what the run had taken failed, too")
                 raise
             self.teardown(None)
 
@@ -224,7 +230,8 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
             self._run_epochs()
             self.flush_scalars()
             self.callbacks.post_train(self)
-        if self.rounds and self.val_dataloader is not None:
+        if self.rounds > self.measured_rounds and self.val_dataloader is not None:
+            self.measured_rounds = self.rounds
             self.perform_validation_epoch(over="federation")
         self.callbacks.post_fit(self)
 
@@ -267,7 +274,8 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
                 if self._has_ended and not self.is_accumulating_gradients:
                     is_whole = self._is_last_training_batch
                     break
-        if is_whole:
+        if is_whole and self.ended_epochs <= self.current_epoch:  # else a checkpoint of its end was loaded
+            self.ended_epochs = self.current_epoch + 1
             self.step_schedulers("epoch", *self.named_optimizers().values())
             every = self.config.training.validate_every_epochs
             if every is not None and (self.current_epoch + 1) % every == 0 and self.val_dataloader is not None:
@@ -359,5 +367,6 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
             self.log_round(report)
             is_due = every is not None and report.round % every == 0 and not report.is_skipped
             if is_due and self.val_dataloader is not None:
+                self.measured_rounds = report.round
                 self.perform_validation_epoch(over="federation")
         return reports

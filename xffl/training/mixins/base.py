@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from xffl.training.run_folder import RunFolder
 
 __all__ = ["TrainerMixin"]
+
+S = TypeVar("S")
 
 
 class TrainerMixin:
@@ -44,6 +46,13 @@ class TrainerMixin:
         training: bool
         last_round: RoundReport | None
 
+    train_dataloader: Any = None
+    """The loader of the training batches"""
+    val_dataloader: Any = None
+    """The loader of the validation batches; ``None`` where there is none"""
+    are_models_spread: bool = False
+    """Whether the models have the weights and the form in which they are trained"""
+
     # Who is where -----------------------------------------------------------------------------------------------------
 
     @property
@@ -60,6 +69,16 @@ class TrainerMixin:
     def device(self) -> torch.device:
         """What this rank computes on."""
         return self.strategy.device
+
+    def section(self, name: str, kind: type[S]) -> S:
+        """Return a section of the configuration; its defaults, where the configuration has none of that name.
+
+        :param name: The section.
+        :param kind: Its class.
+        :return: The section.
+        """
+        found = getattr(self.config, name, None)
+        return kind() if found is None else found
 
     def train_context(self) -> AbstractContextManager[None]:
         """Return the context of the forward pass: its precision, and what the mesh needs; local."""
@@ -110,16 +129,6 @@ class TrainerMixin:
     def named_schedulers(self) -> dict[str, LRScheduler]:
         """Return the schedulers by the names of their attributes; there are none without :class:`SetupMixin`."""
         return {}
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The loader of the training batches; there is none without :class:`SetupMixin`."""
-        return None
-
-    @property
-    def val_dataloader(self) -> Any:
-        """The loader of the validation batches; ``None`` where there is none."""
-        return None
 
     def step_schedulers(self, interval: str, *optimizers: Optimizer) -> None:
         r"""Step the schedulers of optimizers; there are none without :class:`SetupMixin`.

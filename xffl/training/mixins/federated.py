@@ -93,7 +93,7 @@ class FederatedMixin(TrainerMixin):
 
         Entering and leaving it are collective over the world, see :class:`xffl.FederatedScaling`.
         """
-        asked: FederationConfig = self.config.federation
+        asked = self.section("federation", FederationConfig)
         if not asked.has_rounds:
             return nullcontext()
         self._scaling = FederatedScaling(
@@ -132,7 +132,7 @@ class FederatedMixin(TrainerMixin):
     def local_tensors(self) -> set[str]:
         """Return what is trained and not averaged: by its policy, or in a model that is in no round."""
         averaged = self.federated_model()
-        policies = self.config.federation.aggregator.get("policies")
+        policies = self.section("federation", FederationConfig).aggregator.get("policies")
         return {
             f"{name}/{entry.name}"
             for name, model in self.named_models().items()

@@ -40,8 +40,6 @@ class DataConfig:
 class DataLoaderSetupMixin(TrainerMixin):
     """Make a trainer's loaders."""
 
-    _loaders: tuple[Any, Any] = (None, None)
-
     def configure_dataloaders(self) -> tuple[Any, Any]:
         """Return the loaders for training and for validation (or ``None``); overload it.
 
@@ -49,16 +47,6 @@ class DataLoaderSetupMixin(TrainerMixin):
         is taken over with its dataset and options: the samples are dealt out to the cells and their ranks.
         """
         raise ConfigError(f"{type(self).__name__} has no data; overload configure_dataloaders")
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The loader of the training batches."""
-        return self._loaders[0]
-
-    @property
-    def val_dataloader(self) -> Any:
-        """The loader of the validation batches; ``None`` where there is none."""
-        return self._loaders[1]
 
     def train_loader(
         self, dataset: Dataset[Any], part: Any = None, *, labels: npt.ArrayLike | None = None, **options: Any
@@ -73,7 +61,7 @@ class DataLoaderSetupMixin(TrainerMixin):
         :param \**options: Other options of it.
         :return: The loader.
         """
-        data: DataConfig = self.config.data
+        data = self.section("data", DataConfig)
         options = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed, **options}
         for name in ("workers", "pin_memory", "prefetch_factor"):
             options.setdefault(name, getattr(data, name))
@@ -87,7 +75,7 @@ class DataLoaderSetupMixin(TrainerMixin):
 
     def _deal(self, samples: int, labels: npt.ArrayLike | None, seed: int) -> Partition:
         """Deal the samples out to the cells as the configuration says."""
-        topology, spec = self.state.topology, self.config.data.partition
+        topology, spec = self.state.topology, self.section("data", DataConfig).partition
         if spec is None:
             return parts_by_ranks(samples, topology, seed=seed)
         deal = make("partition", spec)
@@ -109,7 +97,7 @@ class DataLoaderSetupMixin(TrainerMixin):
         :param \**options: Options of :func:`xffl.training.validation_loader`.
         :return: The loader.
         """
-        data: DataConfig = self.config.data
+        data = self.section("data", DataConfig)
         options = {"batch_size": data.validation_batch_size or self.config.training.batch_size, **options}
         for name in ("workers", "pin_memory", "prefetch_factor"):
             options.setdefault(name, getattr(data, name))
@@ -136,11 +124,32 @@ class DataLoaderSetupMixin(TrainerMixin):
                 collate=validation.collate_fn,
                 workers=validation.num_workers,
             )
-        self._loaders = (train, validation)
+        self.train_dataloader, self.val_dataloader = train, validation
         super().setup()
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Return the training loader, where it knows its position."""
         loader = self.train_dataloader
-        mine = {"train_dataloader": loader} if hasattr(loader, "state_dict") else {}
+        mine = {"train_dataloader": _Place(self)} if hasattr(loader, "state_dict") else {}
         return {**super().checkpoint_parts(), **mine}
+
+
+class _Place:
+    """Where the training loader stands, as a checkpoint keeps it."""
+
+    def __init__(self, trainer: DataLoaderSetupMixin) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer.train_dataloader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loader = self._trainer.train_dataloader
+        try:
+            loader.load_state_dict(state)
+        except ConfigError:
+            # Steps of another size: the samples that were seen cannot be told from the others.
+            if not (self._trainer.config.experiment.reset and "epoch" in state and hasattr(loader, "set_epoch")):
+                raise
+            loader.set_epoch(state["epoch"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,18 @@ from xffl.errors import ConfigError
 from xffl.training.mixins.attributes import Attributes
 from xffl.training.mixins.base import TrainerMixin
 
-__all__ = ["ModelSetupMixin"]
+__all__ = ["ModelSetupMixin", "SetupConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupConfig:
+    """How models are made.
+
+    :param meta_device: Whether ``configure_models`` runs on the meta device, so that no rank ever holds a whole model;
+        ``None`` for yes, except with DeepSpeed.
+    """
+
+    meta_device: bool | None = None
 
 
 class ModelSetupMixin(TrainerMixin):
@@ -74,15 +86,19 @@ class ModelSetupMixin(TrainerMixin):
 
     def configure(self) -> None:
         """Make the models; local."""
-        is_bare = self.config.setup.meta_device
+        is_bare = self.section("setup", SetupConfig).meta_device
         if is_bare is None:  # DeepSpeed takes models with weights only
             is_bare = self.config.distributed.strategy != "deepspeed"
         self._models = Attributes(self, nn.Module)
         self.world.set_determinism(self.config.experiment.seed, deterministic=self.config.experiment.deterministic)
         with torch.device("meta") if is_bare else nullcontext(), self._models.watched():
             self.configure_models()
+        # A loss function, say, is a module and no model.
+        self._models.names = [name for name in self._models.names if _has_tensors(getattr(self, name))]
         if not self._models.names:
-            raise ConfigError(f"{type(self).__name__}.configure_models has set no module; set self.model = ... there")
+            raise ConfigError(
+                f"{type(self).__name__}.configure_models has set no module with weights; set self.model = ... there"
+            )
         self.post_configure_models()
         super().configure()
 
@@ -104,6 +120,7 @@ class ModelSetupMixin(TrainerMixin):
             setattr(self, name, spread)
         # Dropout and the like: ranks with data of their own draw numbers of their own.
         self.world.set_determinism(self.config.experiment.seed, "dp", "federated")
+        self.are_models_spread = True
         self.post_setup_models()
         super().setup()
 
@@ -131,3 +148,7 @@ class ModelSetupMixin(TrainerMixin):
         finally:
             for other, model in kept.items():
                 setattr(self, other, model)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

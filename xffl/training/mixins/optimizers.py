@@ -47,8 +47,11 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
 
     def setup(self) -> None:
         """Make optimizers and schedulers; collective over the world with DeepSpeed, else local."""
-        if not self.named_models():
-            raise ConfigError(f"{type(self).__name__} makes optimizers but no models; add ModelSetupMixin before it")
+        if not self.are_models_spread:
+            raise ConfigError(
+                f"{type(self).__name__} makes optimizers before models are spread; let ModelSetupMixin stand before "
+                "OptimizerAndSchedulerSetupMixin, or take SetupMixin"
+            )
         self._optimizers = Attributes(self, Optimizer)
         with self._optimizers.watched():
             self.configure_optimizers()

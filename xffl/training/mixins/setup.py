@@ -5,21 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
-from xffl.training.mixins.models import ModelSetupMixin
+from xffl.training.mixins.models import ModelSetupMixin, SetupConfig
 from xffl.training.mixins.optimizers import OptimizerAndSchedulerSetupMixin
 
-__all__ = ["SetupConfig", "SetupConfigMixin", "SetupMixin"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetupConfig:
-    """How models are made.
-
-    :param meta_device: Whether ``configure_models`` runs on the meta device, so that no rank ever holds a whole model;
-        ``None`` for yes, except with DeepSpeed.
-    """
-
-    meta_device: bool | None = None
+__all__ = ["SetupConfigMixin", "SetupMixin"]
 
 
 @dataclass(kw_only=True)

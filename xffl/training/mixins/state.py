@@ -15,7 +15,12 @@ __all__ = ["StateMixin"]
 
 T = TypeVar("T")
 
-COUNTERS = ("global_step", "current_epoch", "local_batches", "samples", "rounds", "steps_since_round")
+COUNTERS = (
+    *("global_step", "current_epoch", "ended_epochs", "local_batches", "samples"),
+    *("rounds", "measured_rounds", "steps_since_round"),
+)
+OWN = ("random", "records", "rounds")
+"""What ranks keep for themselves"""
 
 
 class StateMixin(TrainerMixin):
@@ -28,7 +33,11 @@ class StateMixin(TrainerMixin):
     """Micro-batches of this rank"""
     samples: int = 0
     """Samples that this cell has trained on"""
+    ended_epochs: int = 0
+    """Epochs whose end (schedulers, validation) has begun"""
     rounds: int = 0
+    measured_rounds: int = 0
+    """The last round whose model was validated by all cells"""
     steps_since_round: int = 0
 
     def agreed_step(self) -> int:
@@ -83,7 +92,7 @@ class StateMixin(TrainerMixin):
             self.named_optimizers(),
             others=self._others(),
             own=own,
-            reset=tuple(own) if self.config.experiment.reset else (),
+            reset={*OWN, *own} if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
         self.on_resumed()

@@ -134,7 +134,10 @@ def _configuration(source: Source, transformers: Any) -> Any:
 def _generation(folder: Path, made: Any, transformers: Any) -> Any:
     if not (folder / "generation_config.json").is_file():
         return made
-    return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as wrong:
+        raise ConfigError(f"{folder / 'generation_config.json'} cannot be read: {wrong}") from wrong
 
 
 def _dtype(asked: torch.dtype | str | None, config: Any) -> torch.dtype:

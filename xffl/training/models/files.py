@@ -19,6 +19,7 @@ from xffl.training.models.packages import package
 __all__ = ["INDEX", "SINGLE", "WeightFiles", "has_weights"]
 
 SINGLE = "model.safetensors"
+"""The one file of a small model."""
 INDEX = "model.safetensors.index.json"
 """Says which file holds which tensor, where there are several."""
 DTYPES = {
