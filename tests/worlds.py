@@ -6,6 +6,7 @@ so a world of four starts in a fraction of a second.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -116,6 +117,7 @@ def _rank_main(
     together: bool,
 ) -> None:
     """Be one rank: run the function, tell the outcome, and leave without the interpreter's finalization."""
+    gc.freeze()  # what the server has imported need not be looked through again by each rank
     import torch
     import torch.distributed as dist
 

@@ -27,6 +27,7 @@ Case = dict[str, Any]
 CASES: dict[str, Case] = {
     "single": {"ranks": 1, "strategy": "single"},
     "fsdp": {"ranks": 2, "strategy": "fsdp"},
+    "saved at epochs' ends": {"ranks": 1, "saving": {"every_epochs": 1}, "interval": "epoch", "batch_size": 40},
     "fsdp, accumulating": {"ranks": 2, "strategy": "fsdp", "accumulation": 3, "batch_size": 4},
     "hsdp": {"ranks": 4, "strategy": "hsdp", "mesh": {"dp_shard": 2, "dp_replicate": 2}},
     "ddp, asynchronous": {"ranks": 2, "strategy": "ddp", "is_async": True},
@@ -73,7 +74,7 @@ class Killer(Callback):
 
 def configure(case: Case, folder: Path) -> TaskConfig:
     parameters = DeviceParameters(**case["mesh"]) if "mesh" in case else None
-    saving = {"save_frequency": 4} if "federated" not in case else {"every_rounds": 1}
+    saving = case.get("saving", {"every_rounds": 1} if "federated" in case else {"save_frequency": 4})
     return TaskConfig(
         experiment=ExperimentConfig(name="resume", output_dir=str(folder)),
         distributed=DistributedConfig(
@@ -87,7 +88,7 @@ def configure(case: Case, folder: Path) -> TaskConfig:
             max_grad_norm=1.0,
             log_every=3,
             validate_every_steps=5,
-            scheduler_interval="step",
+            scheduler_interval=case.get("interval", "step"),
         ),
         federation=FederationConfig(**case.get("federation", {})),
         callbacks=[CheckpointCallback(**saving, keep_last_n=2, is_async=case.get("is_async", False))],

@@ -18,7 +18,7 @@ import xffl
 from tests.ranks.test_strategies import joined
 from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits, whole_weights
 from tests.worlds import run_world
-from xffl.errors import ConfigError, StateError
+from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.parallel import DistributedConfig
 from xffl.training import (
     BaseTrainer,
@@ -29,11 +29,14 @@ from xffl.training import (
     EvalMetricMixin,
     ExperimentConfig,
     FederationConfig,
+    ModelSetupMixin,
+    OptimizerAndSchedulerSetupMixin,
     SetupConfig,
     SetupConfigMixin,
     SetupMixin,
     TrainingParameters,
 )
+from xffl.training.callbacks import CheckpointCallback
 from xffl.training.callbacks.base import STAGES
 
 
@@ -415,3 +418,89 @@ def test_ranks_with_different_configurations_are_told(tmp_path: Path) -> None:
     for told in run_world(2, configured_apart, str(tmp_path / "run")):
         assert "configurations" in told
         assert "0.2" in told
+
+
+class Backwards(BaseTrainer, OptimizerAndSchedulerSetupMixin, ModelSetupMixin):
+    """Would make the optimizer of weights that are thrown away."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Linear(64, 10)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+
+class Losing(TaskTrainer):
+    """Holds its loss function as an attribute, and has no sections but the base's."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.loss_of = nn.CrossEntropyLoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss_of(self.model(batch[0]), batch[1])
+
+
+@dataclass(kw_only=True)
+class BareConfig(BaseTrainerConfig):
+    """No section of any mixin."""
+
+    samples: int = 40
+    dropout: float = 0.0
+    optimizer: str = "SGD"
+    learning_rate: float = 0.1
+
+
+def test_mixins_in_a_wrong_order_are_refused(tmp_path: Path) -> None:
+    ((error, _, text),) = run_world(1, failing, configure(str(tmp_path / "run")), Backwards)
+    assert error == "ConfigError"
+    assert "ModelSetupMixin stand before" in text
+
+
+def losing(rank: int, world_size: int, folder: str) -> Any:
+    config = BareConfig(experiment=ExperimentConfig(output_dir=folder), distributed=DistributedConfig(strategy="ddp"))
+    trainer = Losing(config)
+    trainer.fit(joined(rank, world_size))
+    return sorted(trainer.named_models()), trainer.global_step
+
+
+def test_a_loss_function_is_no_model_and_sections_have_defaults(tmp_path: Path) -> None:
+    assert run_world(2, losing, str(tmp_path / "run")) == [(["model"], 20)] * 2
+
+
+def continued(rank: int, world_size: int, folder: str, reset: bool, epochs: int) -> Any:
+    config = configure(
+        folder,
+        distributed=DistributedConfig(strategy="fsdp" if world_size > 1 else "single"),
+        training={"epochs": epochs, "batch_size": 10, "max_steps": 5 if epochs == 2 else None},
+    )
+    config.experiment = ExperimentConfig(output_dir=folder, reset=reset)
+    before: dict[str, torch.Tensor] = {}
+    after: dict[str, torch.Tensor] = {}
+
+    class Looking(Callback):
+        def pre_train(self, trainer: Any) -> None:
+            before.update(whole_weights(trainer.model))
+
+        def post_fit(self, trainer: Any) -> None:
+            after.update(whole_weights(trainer.model))
+
+    try:
+        trainer = TaskTrainer(config, callbacks=[Looking(), CheckpointCallback()])
+        trainer.fit(joined(rank, world_size))
+    except CheckpointError as error:
+        return str(error)
+    return before, after, trainer.current_epoch, trainer.global_step
+
+
+def test_other_numbers_of_ranks_go_on_where_that_is_asked_for(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    (_, saved, epoch, step), _ = run_world(2, continued, folder, False, 2)  # 3 steps an epoch: ends inside the second
+    assert (epoch, step) == (1, 5)
+    (told,) = run_world(1, continued, folder, False, 3)
+    assert "reset" in told
+    (found,) = run_world(1, continued, folder, True, 3)
+    assert not isinstance(found, str), found
+    before, _, epoch, step = found
+    assert all(torch.equal(before[name], tensor) for name, tensor in saved.items())
+    assert (epoch, step) == (3, 5 + 6 + 6)  # the second epoch anew, in steps of ten

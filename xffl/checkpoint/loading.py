@@ -102,7 +102,7 @@ def load_checkpoint(
     :param state: The state that says where this rank stands.
     :param own: Objects that this rank has kept for itself, under the names that were saved; the layout (sizes of cells,
         replica size, mesh) must be the same then.
-    :param reset: Names of own state that are left as they are, whatever the checkpoint holds of them.
+    :param reset: Names of own state that are left as they are, whatever the checkpoint holds of them; ``*`` for all.
     :param local: Names of trained tensors, such as ``model/head.weight``, that may differ between the saved cells.
     :return: The values.
     :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.

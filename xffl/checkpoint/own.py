@@ -104,11 +104,13 @@ def wanted_own(
     :param folder: The checkpoint, for messages.
     :param record: What it says of itself.
     :param own: Names that were asked for.
-    :param reset: Names to leave as they are.
+    :param reset: Names to leave as they are; ``*`` for all.
     :param topology: The layout of this run.
     :return: Names.
     :raises CheckpointError: if others were saved, or by another layout.
     """
+    if "*" in reset:
+        return set()
     if unknown := sorted(set(reset) - set(own) - set(record.own)):
         raise CheckpointError(f"reset names {unknown}, which neither this run nor checkpoint {folder} has as own state")
     wanted, there = set(own) - set(reset), set(record.own) - set(reset)

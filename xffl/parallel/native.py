@@ -129,7 +129,8 @@ class NativeStrategy(DistributedStrategy):
     def train_context(self) -> Iterator[None]:
         """Compute as the device parameters ask: data type, cut logits, attention over whole sequences; local.
 
-        It may be entered inside itself. With ``loss_parallel``, or with ``cp`` and activation checkpointing, the backward pass belongs inside, too.
+        It may be entered inside itself. With ``loss_parallel``, or with ``cp`` and activation checkpointing, the
+        backward pass belongs inside, too.
 
         :yield: Nothing.
         """

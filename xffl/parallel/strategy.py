@@ -356,7 +356,8 @@ class DistributedStrategy(ABC):
         :param optimizer: Its optimizer, or several by name.
         :param others: As in :meth:`save_checkpoint`.
         :param own: As in :meth:`save_checkpoint`.
-        :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded.
+        :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded; ``*``
+            for all.
         :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
             between cells where another number of cells loads them.
         :return: The values that were kept beside.

@@ -19,8 +19,6 @@ COUNTERS = (
     *("global_step", "current_epoch", "ended_epochs", "local_batches", "samples"),
     *("rounds", "measured_rounds", "steps_since_round"),
 )
-OWN = ("random", "records", "rounds")
-"""What ranks keep for themselves"""
 
 
 class StateMixin(TrainerMixin):
@@ -85,14 +83,13 @@ class StateMixin(TrainerMixin):
         :return: The values that were kept beside.
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
-        own = self.own_parts()
         found = self.strategy.load_checkpoint(
             path,
             self.named_models(),
             self.named_optimizers(),
             others=self._others(),
-            own=own,
-            reset={*OWN, *own} if self.config.experiment.reset else (),
+            own=self.own_parts(),
+            reset=("*",) if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
         self.on_resumed()
