@@ -1,11 +1,20 @@
-"""Interleaved pairs of two contenders: what their times say."""
+"""Interleaved pairs of two contenders: what their times say, and the record of it."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import os
+import platform
 import statistics
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
+
+import torch
+
+import xffl
 
 
 def summary(
@@ -40,3 +49,20 @@ def lower_rank(count: int) -> int:
     while (below := below + math.comb(count, place) / 2**count) <= 0.05:
         place += 1
     return max(place - 1, 0)
+
+
+def write_record(benchmark: str, options: argparse.Namespace, found: dict[str, Any] | None) -> None:
+    """Write what was found, and on which machine, to ``options.out``, if there is anything to write and to write to."""
+    if found is None or options.out is None:
+        return
+    record = {
+        "benchmark": benchmark,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "xffl": xffl.__version__},
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "options": {name: value for name, value in vars(options).items() if name != "out"},
+        **found,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=2) + "\n")

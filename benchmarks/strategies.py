@@ -16,23 +16,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pairs import summary
+from pairs import summary, write_record
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import xffl
 from xffl.cluster.hardware import resident_bytes
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
@@ -166,20 +162,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=400.0, help="weights of the model, for memory")
     parser.add_argument("--out", type=Path, help="write JSON there")
     options = parser.parse_args()
-    found = weigh(options) if options.what == "memory" else compare(options)
-    if found is None or options.out is None:
-        return
-    record = {
-        "benchmark": "strategies",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "xffl": xffl.__version__},
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "options": {name: value for name, value in vars(options).items() if name != "out"},
-        **found,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record("strategies", options, weigh(options) if options.what == "memory" else compare(options))
 
 
 if __name__ == "__main__":

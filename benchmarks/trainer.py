@@ -14,22 +14,18 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
-import os
-import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pairs import summary
+from pairs import summary, write_record
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -42,12 +38,17 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TASKS = {"digits": ("02_cnn", "CNN", 16), "language_model": ("03_language_model", "LM", 4)}
 
 
-class Clock(Callback):
-    """Times the steps of a run, without what comes before and after."""
+WARM_UP = 20
+"""Steps before the clock starts: with the first ones connections are made, and gradients and optimizer states"""
 
-    def pre_train(self, trainer: Any) -> None:
-        dist.barrier()
-        self.start, self.start_cpu = time.perf_counter(), time.process_time()
+
+class Clock(Callback):
+    """Times the steps of a run after the first few, without what comes before and after."""
+
+    def post_optimizer_step(self, trainer: Any) -> None:
+        if trainer.global_step == WARM_UP:
+            dist.barrier()
+            self.start, self.start_cpu = time.perf_counter(), time.process_time()
 
     def post_train(self, trainer: Any) -> None:
         dist.barrier()
@@ -70,7 +71,7 @@ def by_trainer(options: argparse.Namespace, state: xffl.DistributedState, folder
         experiment=ExperimentConfig(name="overhead", output_dir=str(folder), resume=False),
         distributed=DistributedConfig(strategy="fsdp" if state.world_size > 1 else "single"),
         training=TrainingParameters(
-            epochs=10**6, max_steps=options.steps, batch_size=batch_size, validate_every_epochs=None
+            epochs=10**6, max_steps=WARM_UP + options.steps, batch_size=batch_size, validate_every_epochs=None
         ),
         callbacks=[clock, *([ProgressCallback()] if options.progress else [])],
     )
@@ -99,16 +100,17 @@ def by_hand(options: argparse.Namespace, state: xffl.DistributedState, folder: P
     loss_of = F.cross_entropy if options.what == "digits" else _token_loss
     step, epoch = 0, 0
     model.train()
-    dist.barrier()
-    start, start_cpu = time.perf_counter(), time.process_time()
-    while step < options.steps:
+    while step < WARM_UP + options.steps:
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             loss_of(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step == options.steps:
+            if step == WARM_UP:
+                dist.barrier()
+                start, start_cpu = time.perf_counter(), time.process_time()
+            if step == WARM_UP + options.steps:
                 break
         epoch += 1
     dist.barrier()
@@ -164,20 +166,7 @@ def main() -> None:
     parser.add_argument("--progress", action="store_true", help="with the progress callback")
     parser.add_argument("--out", type=Path, help="write JSON there")
     options = parser.parse_args()
-    found = compare(options)
-    if found is None or options.out is None:
-        return
-    record = {
-        "benchmark": "trainer",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "xffl": xffl.__version__},
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "options": {name: value for name, value in vars(options).items() if name != "out"},
-        **found,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record("trainer", options, compare(options))
 
 
 if __name__ == "__main__":

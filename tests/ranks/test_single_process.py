@@ -83,7 +83,7 @@ def test_resuming_a_strategy_equals_never_having_stopped(tmp_path: Path) -> None
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             if load is not None:
                 assert strategy.load_checkpoint(tmp_path / load, model, optimizer) == {"step": 2, "note": "half"}
-                assert strategy._parts(model, None)["loss_scale"].state_dict()["steps"] == 2
+                assert strategy._parts({"model": model}, {})["loss_scale"].state_dict()["steps"] == 2
             for step in steps:
                 tokens, targets = text_batch(step)
                 strategy.forward_backward(model, tokens, target=targets)

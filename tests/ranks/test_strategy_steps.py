@@ -104,7 +104,7 @@ def overflow(rank: int, world_size: int, name: str) -> list[Any]:
         has_stepped = strategy.step(optimizer)
         after = full_weights(model)
         moved = max((after[key] - before[key]).abs().max().item() for key in after)
-        scale = strategy._parts(model, None)["loss_scale"].scale
+        scale = strategy._parts({"model": model}, {})["loss_scale"].scale
         told.append((has_stepped, moved > 0, None if norm is None else norm.item(), scale))
     told.append(full_weights(model))
     strategy.teardown()
@@ -239,7 +239,7 @@ def test_two_optimizers_in_float16_step_together() -> None:
         with pytest.raises(StateError, match="give all optimizers to one call of step"):
             strategy.step(optimizers[1])
     with strategy:  # a world of its own has a scale of its own
-        assert strategy._parts(one, None)["loss_scale"].scale == 2.0**16
+        assert strategy._parts({"one": one}, {})["loss_scale"].scale == 2.0**16
 
 
 class Tied(nn.Module):
