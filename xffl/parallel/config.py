@@ -5,13 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
 
-__all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "check_name", "read_config"]
+__all__ = [
+    "DDPConfig",
+    "DistributedConfig",
+    "StrategyConfig",
+    "TrainingConfig",
+    "check_name",
+    "read_config",
+    "with_precision",
+]
 
 HOOKS = ("none", "fp16", "bf16", "powersgd")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -144,6 +152,25 @@ def read_config(config: object) -> StrategyConfig:
         distributed=_read(DistributedConfig, parts["distributed"], "distributed", is_strict=True),
         training=_read(TrainingConfig, parts["training"], "training", is_strict=False),
     )
+
+
+def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:
+    """Return a mesh with the data type that the training asks for; pure.
+
+    :param parameters: The mesh.
+    :param config: Whose ``training.mixed_precision`` counts, where it says something.
+    :return: The mesh to use.
+    :raises ConfigError: if the configuration's own mesh says something else.
+    """
+    asked, precision = config.distributed.device_parameters, config.training.mixed_precision
+    if precision is None:
+        return parameters
+    dtype = PRECISIONS[precision]
+    if asked is not None and asked.param_dtype not in ("float32", dtype):
+        raise ConfigError(
+            f"training.mixed_precision {precision!r} and param_dtype {asked.param_dtype!r} differ; give one of them"
+        )
+    return replace(parameters, param_dtype=dtype)
 
 
 def check_name(what: str, name: object, known: Iterable[str]) -> None:

@@ -6,7 +6,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -20,7 +19,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.config import PRECISIONS, StrategyConfig, check_name, read_config
+from xffl.parallel.config import StrategyConfig, check_name, read_config, with_precision
 from xffl.parallel.moving import to_device
 
 __all__ = ["DistributedStrategy"]
@@ -398,13 +397,4 @@ class DistributedStrategy(ABC):
     def _parameters(self) -> DeviceParameters:
         """Return the mesh, with what the training says of precision."""
         asked = self.config.distributed.device_parameters
-        found = self._preset() if asked is None else asked
-        precision = self.config.training.mixed_precision
-        if precision is None:
-            return found
-        dtype = PRECISIONS[precision]
-        if asked is not None and asked.param_dtype not in ("float32", dtype):
-            raise ConfigError(
-                f"training.mixed_precision {precision!r} and param_dtype {asked.param_dtype!r} differ; give one of them"
-            )
-        return replace(found, param_dtype=dtype)
+        return with_precision(self._preset() if asked is None else asked, self.config)

@@ -71,16 +71,13 @@ class CellStream(Iterable[Any]):
         _check(dataset, part, workers, resume)
         self.dataset, self.cell = dataset, topology.cell_of(rank)
         self.batch_size = checked_whole("batch_size", batch_size, 1)
-        first, count = 0, data_place(topology, rank)[1]
-        self._ranks = count
-        if part is None:
-            counts = [data_place(topology, topology.federation(cell)[0])[1] for cell in range(topology.cells)]
-            first, count = sum(counts[: self.cell]), sum(counts)
+        place, self._ranks = data_place(topology, rank)
+        first, count = (0, self._ranks) if part == "own" else _among_all(topology, self.cell)
         self._steps = _Steps(
             dataset,
             per_step=self.batch_size * count,
             turns=range(first, first + self._ranks),
-            turn=first + data_place(topology, rank)[0],
+            turn=first + place,
             of=count,
             collate=collate or default_collate,
             # A stream that all cells read must be the same in all of them.
@@ -267,3 +264,9 @@ def _check(dataset: Any, part: object, workers: object, resume: object) -> None:
             f'{type(dataset).__name__} has no state_dict and load_state_dict; give resume="count", or a dataset that '
             "has them"
         )
+
+
+def _among_all(topology: Topology, cell: int) -> tuple[int, int]:
+    """Return how many ranks with data of their own stand before a cell, and how many there are."""
+    counts = [data_place(topology, topology.federation(other)[0])[1] for other in range(topology.cells)]
+    return sum(counts[:cell]), sum(counts)

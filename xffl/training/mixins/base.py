@@ -155,7 +155,6 @@ class TrainerMixin:
 
         :param report: What it did.
         """
-        raise NotImplementedError
 
     def reset_metrics(self) -> None:
         """Begin a validation; nothing is measured without :class:`EvalMetricMixin`."""
