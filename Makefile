@@ -28,8 +28,12 @@ demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digi
 noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
 	$(BIN)/python examples/05_noniid/run.py
 
+# Files of tests run side by side, most of their time goes into starting processes; real launchers and links run alone.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
+ifneq ($(CLUSTER),no)
+	$(BIN)/python -m pytest tests/cluster
+endif
 
 lint: $(INSTALLED) ## check style, types, imports and docstrings
 	$(BIN)/ruff check .

@@ -28,6 +28,8 @@ PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
     *("pytest", "xffl.aggregation.levels", "xffl.aggregation.scaling", "xffl.parallel.shard"),
     *("sklearn.datasets", "torchmetrics", "xffl.training.trainer"),
+    # Where DeepSpeed is installed: its first engine imports torch's compiler through it, seconds on every rank.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
 GRACE_S = 0.5
 """How long the other ranks may still tell what happened to them after the first one failed."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -90,26 +93,40 @@ def mpi(request: pytest.FixtureRequest) -> Mpi:
     return chosen
 
 
-@pytest.fixture(scope="session")
-def slurm(base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Bring up a SLURM of two cells of two nodes, and give the environment for its commands."""
+def require_slurm() -> None:
+    """Require what a SLURM of one's own is made of."""
     path = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
     for program in ("slurmctld", "slurmd", "munged", "srun"):
         require(shutil.which(program, path=path), program)
     require(os.geteuid() == 0, "root, which SLURM's daemons need,")
-    # munge's socket has a path limit of 108 characters, so the folder's name must be short.
-    folder = tmp_path_factory.mktemp("slurm") / "s"
+
+
+@contextmanager
+def slurm_up(cells: str, base_environ: dict[str, str], folder: Path, **more: str) -> Iterator[dict[str, str]]:
+    """Bring up a SLURM with the cells that are asked for (``a:2 b:2``), and give the environment for its commands.
+
+    munge's socket has a path limit of 108 characters, so the folder's name must be short.
+    """
+    require_slurm()
     with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(5)]
+        daemons = 1 + sum(int(nodes) for nodes in re.findall(r":(\d+)", cells))
+        sockets = [probes.enter_context(socket.socket()) for _ in range(daemons)]
         for probe in sockets:
             probe.bind(("127.0.0.1", 0))
         ports = " ".join(str(probe.getsockname()[1]) for probe in sockets)
-    environ = {**base_environ, "MS_DIR": str(folder), "MS_CELLS": "a:2 b:2", "MS_PORTS": ports}
+    environ = {**base_environ, "MS_DIR": str(folder), "MS_CELLS": cells, "MS_PORTS": ports, **more}
     try:
         subprocess.run([str(MINISLURM), "up"], env=environ, check=True, timeout=DEADLINE_S)
         yield {**base_environ, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
         subprocess.run([str(MINISLURM), "down"], env=environ, check=False, timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="session")
+def slurm(base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Bring up a SLURM of two cells of two nodes, and give the environment for its commands."""
+    with slurm_up("a:2 b:2", base_environ, tmp_path_factory.mktemp("slurm") / "s") as environ:
+        yield environ
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +140,23 @@ def slow_link() -> None:
         ["unshare", "--net", "--mount", "true"], capture_output=True, timeout=DEADLINE_S, check=False
     )
     require(probe.returncode == 0, "the right to make network namespaces (CAP_SYS_ADMIN)")
+
+
+@pytest.fixture(scope="session")
+def two_hosts(
+    slow_link: None, base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hosts]:
+    """Bring up two hosts behind a slow link, and a third to log in."""
+    with two_hosts_up(base_environ, tmp_path_factory.mktemp("hosts") / "net") as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def two_hosts_slurm(two_hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Bring up a SLURM over the two hosts, and give the environment for its commands, which run on the head."""
+    require_slurm()
+    with slurm_over(two_hosts, tmp_path_factory.mktemp("slurm") / "s") as environ:
+        yield environ
 
 
 @pytest.fixture

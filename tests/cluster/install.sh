@@ -1,19 +1,22 @@
 #!/bin/sh
-# Install the system packages that tests/cluster needs: Open MPI, SLURM, munge, ip, Chromium. For root on Debian or Ubuntu.
+# Install what tests/cluster needs: Open MPI, SLURM, munge, ip, sshd, Environment Modules, Chromium, Apptainer, and checkers.
+# For root on Debian.
 set -eu
 # The slow link between cells (net/wan_relay.py) is made of it; containers start without it.
 [ -c /dev/net/tun ] || { mkdir -p /dev/net && mknod /dev/net/tun c 10 200; }
-packages="openmpi-bin libopenmpi-dev slurm-wlm munge iproute2 chromium"
+packages="openmpi-bin libopenmpi-dev slurm-wlm munge faketime iproute2 openssh-server chromium
+    environment-modules shellcheck patchelf"
 missing=
 for package in $packages; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"
 done
-[ -z "$missing" ] && exit 0
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 export DEBIAN_FRONTEND=noninteractive
 # shellcheck disable=SC2086 # $missing is a list of words
-if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing; } >"$log" 2>&1; then
+if [ -n "$missing" ] && ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing; } >"$log" 2>&1
+then
     tail -n 40 "$log" >&2
     exit 1
 fi
+bash "$(dirname "$0")/containers/install.sh"

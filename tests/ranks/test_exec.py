@@ -205,6 +205,38 @@ def test_the_time_limit(xffl: Start) -> None:
     assert (code, err) == (124, "xffl: stopped all ranks after 4.0 s, as --timeout says\n")
 
 
+def test_logs_and_the_merged_stream(xffl: Start, tmp_path: Path) -> None:
+    script = "import os, sys\nprint('out', os.environ['RANK'])\nsys.stderr.write('no end')\n"
+    script += "assert 'XFFL_RUNNER' not in os.environ\n"
+    lines = {f"[cell {rank} rank {rank}] {words}" for rank in range(2) for words in (f"out {rank}", "no end")}
+    for options in ("--merge", "--merge --log-dir logs"):
+        code, out, err = finish(xffl(f"--processes 2 --federated 1 {options}", script))
+        assert (code, err) == (0, "") and set(out.splitlines()) == lines
+    names = ["rank_00000_cell_0.log", "rank_00001_cell_1.log"]
+    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == names
+    code, out, err = finish(xffl("--processes 2 --log-dir logs", "raise ValueError('seven years')"))
+    assert (code, out) == (1, "") and err.count("Traceback") == 1
+    assert all(
+        "ValueError: seven years" in (tmp_path / "logs" / f"rank_0000{rank}.log").read_text() for rank in range(2)
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_ranks_may_leave_after_a_signal(xffl: Start, number: signal.Signals) -> None:
+    script = f"""
+import signal, sys
+signal.signal({int(number)}, lambda *_: sys.exit(75))
+print("ready")
+while True:
+    signal.pause()
+"""
+    process = xffl("--processes 2", script)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert (code, err.count("\n")) == (75, 1) and "has saved its state (exit code 75)" in err
+
+
 SESSION = """
 import os, signal, sys, torch, torch.distributed as dist, xffl
 with xffl.session(device="cpu") as state:

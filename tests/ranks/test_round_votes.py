@@ -18,6 +18,7 @@ from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
 from xffl.aggregation import crossing
 from xffl.aggregation.vote import Ballot, cast
+from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
 
@@ -235,7 +236,7 @@ def stuck(rank: int, world_size: int) -> None:
     state = DistributedState()
     cpu = torch.device("cpu")
     state.set_global(dist.Backend("gloo"), cpu, "", 0, rank, world_size)
-    state._timeout_s = 4.0  # the groups' timeout is half of it; the world's is that of run_world
+    state._timeouts = Timeouts.within(4.0)  # the groups' timeouts are parts of it; the world's is that of run_world
     state.set_federated_scaling((1, 1))
     model = net()
     aggregator = xffl.Aggregator(model, state)

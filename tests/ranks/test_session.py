@@ -59,7 +59,7 @@ def from_environment(rank: int, world_size: int, port: int) -> tuple[Any, ...]:
         found = (state.federated_local_size, state.replica_local_size, state.node_local_rank, state.node_world_size)
         assert (state.backend, state.current_device, state.streams) == ("gloo", torch.device("cpu"), None)
         assert (state.init_device, state.meta_initialization) == (None, False)
-        assert state._timeout_s == 600 and total() == 10
+        assert state._timeouts.session_s == 600 and total() == 10
     assert not dist.is_initialized() and not state.is_federated_scaling_setup() and state.federation is None
     return found
 
@@ -74,7 +74,7 @@ def from_arguments(rank: int, world_size: int, port: int) -> None:
     for _ in range(2):  # the same address serves a second session
         with xffl.session(federated=2, hsdp=2, backend="gloo", device="cpu", timeout_s=50) as state:
             assert (state.federated_local_size, state.replica_local_size) == ((2, 2), 2)
-            assert state._timeout_s == 50 and total() == 10
+            assert state._timeouts.session_s == 50 and total() == 10
     # Without a federation the world's FSDP or HSDP remains.
     os.environ.update(XFFL_FEDERATED="", XFFL_HSDP="")
     with xffl.session() as state:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.worlds import run_world
+from xffl.cluster.network import Timeouts
 from xffl.distributed import DistributedState
 from xffl.errors import StateError
 from xffl.topology import Topology
@@ -314,12 +315,12 @@ def one_rank_cannot(rank: int, world_size: int) -> str:
             raise OSError("no more sockets")
 
         state.create_process_group = broken  # type: ignore[method-assign]
-    state._timeout_s = 4.0
+    state._timeouts = Timeouts.within(4.0)
     try:
         state.set_federated_scaling((2, 2), 1)
     except StateError as error:
         told = str(error)
-    assert snapshot(state) == {**before, "_timeout_s": 4.0}
+    assert snapshot(state) == {**before, "_timeouts": Timeouts.within(4.0)}
     check_mesh(state.fsdp_mesh, [0, 1, 2, 3], ("shard",))  # what stood before still works
     return told
 

@@ -114,7 +114,7 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
     made: list[dist.ProcessGroup] = []
     if is_own and groups is None:
         create = _recorded(state, made, place.first)
-        groups = make_round_groups(create, place.topology, place.rank, state._timeout_s)
+        groups = make_round_groups(create, place.topology, place.rank, state._timeouts.session_s)
         made += groups["world"] or ()
         world = made[-1]
     if groups is not None:

@@ -71,6 +71,9 @@ class FederatedScaling:
         nothing is given.
     :raises ConfigError: if an argument cannot be meant, or differs between ranks, or the aggregator is another model's;
         on all ranks alike.
+
+    ``meetings`` are the rounds and checks that this rank has entered, ``on_answer`` is called before it enters another
+    one when it has finished. Delayed rounds start before the next step where ``holds_start`` is set.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class FederatedScaling:
         self._under_way: tuple[PendingRound, Claim] | None = None
         self._handles: list[RemovableHandle] = []
         self._report: RoundReport | None = None
+        self.on_answer: Callable[[], None] | None = None
+        self.meetings, self.local_steps, self.holds_start = 0, 0, False
         self._begin()
 
     def _begin(self) -> None:
@@ -139,6 +144,16 @@ class FederatedScaling:
         if self._aggregator is None:
             raise StateError("the aggregator is made on entering the with block; enter it first")
         return self._aggregator
+
+    @property
+    def steps_left(self) -> int:
+        """How many local steps this rank makes before it enters the next round."""
+        return self._target - self._since
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round was started and is not merged."""
+        return self._under_way is not None
 
     def __enter__(self) -> FederatedScaling:
         if self._handles:
@@ -169,6 +184,15 @@ class FederatedScaling:
                 self.aggregator.close()  # with the others, whether or not one of their rounds was rejected
             if rejected is not None:
                 raise rejected
+
+    def start_owed(self) -> bool:
+        """Start the delayed round that was held back, if any; tell whether there was one. On all ranks of a cell."""
+        if not self._owes_start:
+            return False
+        self._owes_start = False
+        with self._pace.paused():
+            self._start()
+        return True
 
     def settle(self) -> None:
         """Merge the round that is under way, if any: before a checkpoint is written in the middle of a delay.
@@ -261,10 +285,7 @@ class FederatedScaling:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.aggregator.check()
-        if self._owes_start:
-            self._owes_start = False
-            with self._pace.paused():
-                self._start()
+        self.start_owed()
         self._effort.before_step(optimizer)
         if self._recipe.client is not None:
             check_step(optimizer, args, kwargs)
@@ -279,19 +300,23 @@ class FederatedScaling:
 
     def _after_local_step(self) -> None:
         self._since += 1
+        self.local_steps += 1
         self._ledger.add_step(self._effort.of_step())
         self._pace.add_step()
         is_due = self._since >= self._target
         if is_due or (self._under_way is not None and self._since == self._recipe.delay):
             with self._pace.paused():
                 self.settle()
-                if is_due and self._recipe.delay:
-                    self._start()
-                elif is_due:
+                if is_due and not self._recipe.delay:
                     self._round()
+                elif is_due and self.holds_start:
+                    self._owes_start = True
+                elif is_due:
+                    self._start()
 
     def _start(self) -> None:
         """Start a round that is merged some steps later."""
+        self.meetings += 1
         fragment = self.aggregator.next_fragment
         pending = self.aggregator.aggregate_async(
             self._weigh(),
@@ -321,9 +346,13 @@ class FederatedScaling:
         rejected: XfflError | None = None
         is_last = False
         while not is_last:
+            if not self.is_under_way and self.on_answer is not None:
+                self.on_answer()
             try:
-                self.settle()
-                is_last = self._round(is_finishing=True, gives_up=rejected is not None)
+                if self.is_under_way:
+                    self.settle()
+                else:
+                    is_last = self._round(is_finishing=True, gives_up=rejected is not None)
             except XfflError as error:
                 if not self.aggregator.can_go_on:
                     raise
@@ -332,6 +361,7 @@ class FederatedScaling:
 
     def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
         """Take part in a round; tell whether it was the last."""
+        self.meetings += 1
         fragment = self.aggregator.next_fragment
         client = self._recipe.client
         given = Contribution(

@@ -1,30 +1,48 @@
-"""``xffl exec``: start a script, or what a configuration asks for, in several processes on this machine."""
+"""``xffl exec``: start a script, or what a configuration asks for, in several processes: here, by srun or by ssh."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.environment import detect_environment, federation_variables, parse_sizes, requested_federation
+from xffl.cluster.allocation import Allocation, Host, find_allocation, own_host, parse_hosts
+from xffl.cluster.cells import Federation, parse_federation
+from xffl.cluster.environment import (
+    detect_environment,
+    federation_variables,
+    request_federation,
+    requested_federation,
+)
+from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import RankFailure
+from xffl.cluster.in_place import be_rank
+from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch import launch_local
 from xffl.cluster.launchers import LAUNCHERS
-from xffl.errors import ConfigError
+from xffl.cluster.rank_files import following, make_log_dir
+from xffl.cluster.runner import RankJob, run_script
+from xffl.cluster.srun import launch_srun
+from xffl.cluster.ssh import launch_ssh
+from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
 __all__ = ["build_parser", "run", "split_command"]
 
-_FLAGS = ("-h", "--help", "--traceback")
+_FLAGS = ("-h", "--help", "--traceback", "--merge")
 """The options that take no value; after any other, the next word is its value."""
 _CONFIGURATIONS = (".yaml", ".yml")
 _RANK = Path(__file__).with_name("exec_rank.py")
 """What each process runs that is started for a configuration."""
+_GRACE_S = 10.0
 
 _EXAMPLES = """\
 SCRIPT stands after xffl's options; everything behind it belongs to the script, whatever it looks like.
@@ -34,30 +52,62 @@ examples:
   xffl exec --processes 8 --federated 4,4 --hsdp 2 train.py
   xffl exec config.yaml --training.epochs 3
   xffl exec config.yaml --print_config
-  srun -N 2 --ntasks-per-node 4 xffl exec config.yaml
+  salloc -N 4 --ntasks-per-node 4 xffl exec --federated auto --log-dir logs config.yaml
+  xffl exec --hosts a:4,b:4 --federated hosts:. train.py
+  mpirun -n 8 xffl exec --federated 4,4 train.py
+
+Where the processes start: inside a SLURM job (salloc, or a batch script) one for each task, by srun; with --hosts by
+ssh; else on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
 
 In the script, xffl.session() without arguments takes this federation. When a rank fails, all are ended, its traceback
-is shown, and its exit code returned (128 + n after signal n, 2 for an error of xffl's own).
+is shown, and its exit code returned (128 + n after signal n, 2 for an error of xffl's own, 75 after a preemption).
 
 A SCRIPT that ends in .yaml or .yml is a configuration: it names the trainer (trainer: train.MyTrainer, beside the file)
 and how to start it (launch: {processes: 4, federated: [2, 2]}), which the options here beat. Behind it stand values for
-its keys; xffl exec config.yaml --help lists them. Under srun, mpirun or torchrun nothing is started: each process is
-one rank.
+its keys; xffl exec config.yaml --help lists them.
 """
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What is to be started, and where."""
+
+    way: str
+    """``local``, ``srun`` or ``ssh``."""
+    hosts: tuple[Host, ...]
+
+    @property
+    def world_size(self) -> int:
+        return sum(host.slots for host in self.hosts)
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the options that stand before the script."""
     parser = ArgumentParser(
         usage="xffl exec [options] SCRIPT [arguments]",
-        description="Start a script, or what a configuration asks for, in several processes on this machine.",
+        description="Start a script, or what a configuration asks for, in several processes: on this machine, in the "
+        "nodes of a SLURM job, or on hosts by ssh.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="processes to start; a script needs it")
-    parser.add_argument("--federated", type=str, metavar="SIZES", help="ranks of each cell (2,2), or of all cells (2)")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="processes of the job; a script needs it on one machine"
+    )
+    cells = "ranks of each cell (2,2), or of all cells (2), or a rule: auto, auto:LEVEL, hosts:REGEX, file:PATH"
+    parser.add_argument("--federated", type=str, metavar="SIZES", help=cells)
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
+    parser.add_argument(
+        "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
+    )
+    ways = "how to start, if not as it is found out: auto, srun, ssh or local"
+    parser.add_argument("--launcher", choices=("auto", "srun", "ssh", "local"), default="auto", help=ways)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time; exit code 124")
+    grace = f"what ranks get to end after a signal or another rank's failure ({_GRACE_S:g})"
+    parser.add_argument("--grace", type=float, metavar="SECONDS", help=grace)
+    parser.add_argument("--log-dir", type=str, metavar="DIR", help="write what ranks print there, a file for each")
+    parser.add_argument(
+        "--merge", action="store_true", help="show what ranks print with cell and rank before each line"
+    )
     parser.add_argument("--traceback", action="store_true", help="show the traceback of errors of xffl's own, too")
     return parser
 
@@ -77,7 +127,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:
-    """Start the job, and tell how it ended.
+    """Start the job, and tell how it ended; or be one rank of it, where a launcher has started this process.
 
     :param options: What :func:`build_parser` parses.
     :param command: Script and its arguments, or a configuration and values for its keys.
@@ -88,19 +138,25 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         raise ConfigError(
             "no script is given; write xffl exec --processes N SCRIPT [arguments], or xffl exec config.yaml"
         )
-    if options.timeout is not None and not options.timeout > 0:
-        raise ConfigError(f"--timeout is {options.timeout}; give seconds above 0, or leave it out")
+    for name in ("timeout", "grace"):
+        if options[name] is not None and not options[name] > 0:
+            raise ConfigError(f"--{name} is {options[name]}; give seconds above 0, or leave it out")
     if command[0].endswith(_CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:])
-    if options.processes is None:
-        build_parser().error("--processes N is required to start a script")
-    sizes, replica_size = requested_federation()
+    federated, replica_size = requested_federation()
     if options.federated is not None:
-        sizes = parse_sizes(options.federated, "--federated")
+        federated = parse_federation(options.federated, "--federated")
     if options.hsdp is not None:
         replica_size = options.hsdp
-    topology = Topology(options.processes, sizes, replica_size)
-    return _start(topology, sizes, replica_size, command, options.timeout, with_traceback=options.traceback)
+    if (started := _started(options)) is not None:
+        if not isinstance(federated, str):
+            Topology(started, federated, replica_size)
+        request_federation(federated, replica_size)
+        return _be_rank(options, lambda: run_script(command))
+    start = _find_start(options, options.processes, federated)
+    if start is None:
+        build_parser().error("--processes N is required to start a script on one machine")
+    return _start(options, start, federated, replica_size, command, options.timeout)
 
 
 def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> int:
@@ -113,61 +169,162 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> i
     if "help" in flags:
         usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
         print(help_text(config_class(job_trainer(file, words)), usage), end="")
-        return 0
+        return ExitCode.OK
     trainer, resolved = read_job(file, words)
     if "print_config" in flags:
         print(print_text(resolved), end="")
-        return 0
-    asked = None if options.federated is None else parse_sizes(options.federated, "--federated")
+        return ExitCode.OK
+    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     launch, origins = resolved.launch, resolved.origins
-    if any(row.matches(os.environ) for row in LAUNCHERS):
-        if options.processes is not None:
-            found = detect_environment()
-            raise ConfigError(
-                f"--processes is {options.processes}, but {found.launcher} has started {found.world_size} processes "
-                "already; leave it out"
-            )
-        run_here(trainer, resolved.config, launch, origins, federated=asked, hsdp=options.hsdp)
-        return 0
-    detect_environment()  # says so where half a launcher's variables are set
-    processes = next((n for n in (options.processes, launch.processes) if n is not None), 1)
-    sizes, replica_size = choose_federation(
-        resolved.config, launch, origins, processes, federated=asked, hsdp=options.hsdp
+    if _started(options) is not None:
+        return _be_rank(
+            options,
+            lambda: run_here(trainer, resolved.config, launch, origins, federated=asked, hsdp=options.hsdp),
+        )
+    if options.launcher == "auto" and options.hosts is None:
+        detect_environment()  # says so where half a launcher's variables are set
+    processes, knob = options.processes, "--processes"
+    if processes is None and launch.processes is not None:
+        processes, knob = launch.processes, f"launch.processes ({origins.get('launch.processes', 'default')})"
+    wishes = (asked, launch.federated, requested_federation()[0], _own_rule(resolved.config))
+    start = _find_start(options, processes, next((wish for wish in wishes if wish is not None), None), knob)
+    if start is None:
+        start = _Start("local", (Host(own_host().name, 1),))
+    federated, replica_size = choose_federation(
+        resolved.config, launch, origins, start.world_size, federated=asked, hsdp=options.hsdp
     )
     timeout_s = options.timeout if options.timeout is not None else launch.timeout_s
-    topology = Topology(processes, sizes, replica_size)
-    command = [str(_RANK), file, *words]
-    return _start(topology, sizes, replica_size, command, timeout_s, with_traceback=options.traceback)
+    return _start(options, start, federated, replica_size, [str(_RANK), file, *words], timeout_s)
+
+
+def _own_rule(config: object) -> Federation | None:
+    found: Federation | None = getattr(getattr(config, "distributed", None), "federated", None)
+    return found
+
+
+# Where ----------------------------------------------------------------------------------------------------------------
+
+
+def _started(options: Namespace) -> int | None:
+    """Return how many processes a launcher has started, of which this is one; ``None`` where none has."""
+    row = next((row for row in LAUNCHERS if row.matches(os.environ)), None)
+    if row is None or options.launcher != "auto":
+        return None
+    started: int = row.read(os.environ)["world_size"]
+    if options.hosts is not None:
+        raise ConfigError(f"--hosts is given, but {row.name} has started {started} processes already; leave it out")
+    check_started(row.name, started, options.processes)
+    return started
+
+
+def _be_rank(options: Namespace, work: object) -> int:
+    if options.merge:
+        raise ConfigError(
+            "--merge is for the command that starts the ranks, and a launcher has started them; give --log-dir DIR and "
+            "read it with xffl logs DIR --follow"
+        )
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    assert callable(work)
+    return be_rank(work, timeout_s=options.timeout, log_dir=log_dir)
+
+
+def _find_start(
+    options: Namespace, processes: int | None, federated: Federation | None, knob: str = "--processes"
+) -> _Start | None:
+    """Choose where the ranks start; ``None`` where it would be here, and nobody says how many."""
+    needs_switches = isinstance(federated, str) and federated.startswith("auto")
+    way = options.launcher
+    if options.hosts is not None and way not in ("auto", "ssh"):
+        raise ConfigError(f"--hosts is for ssh, but --launcher is {way}; leave one of them out")
+    if options.hosts is not None:
+        return _Start("ssh", fit_hosts(Allocation("hosts", parse_hosts(options.hosts)), processes, knob=knob))
+    if way == "ssh":
+        raise ConfigError("--launcher ssh needs to know the hosts; give --hosts a:4,b:4, or @FILE")
+    allocation = find_allocation(needs_switches=needs_switches) if way in ("auto", "srun") else None
+    if allocation is not None:
+        return _Start("srun", fit_hosts(allocation, processes, knob=knob))
+    if way == "srun":
+        raise LaunchError(
+            "--launcher srun is for the inside of a SLURM job, and this is not. HINT: start it with salloc, from a "
+            "batch script, or with xffl submit"
+        )
+    if processes is None:
+        return None
+    return _Start("local", (Host(own_host().name, processes),))
+
+
+# How ------------------------------------------------------------------------------------------------------------------
 
 
 def _start(
-    topology: Topology,
-    sizes: int | tuple[int, ...] | None,
+    options: Namespace,
+    start: _Start,
+    federated: Federation | None,
     replica_size: int | None,
     command: Sequence[str],
     timeout_s: float | None,
-    *,
-    with_traceback: bool,
 ) -> int:
     """Start the processes, and tell how the job ended."""
-    environ = federation_variables(sizes, replica_size)
-    ended = launch_local(topology.world_size, command, environ=environ, timeout_s=timeout_s)
+    layout = lay_out(start.hosts, federated, replica_size)
+    environ = federation_variables(layout.sizes, replica_size)
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    with ExitStack() as stack:
+        if options.merge and log_dir is None and start.way == "local":
+            log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
+        stack.enter_context(following(Path(log_dir) if options.merge and log_dir else None, sys.stdout.buffer))
+        if start.way == "local":
+            ended = _start_here(options, layout, command, environ, timeout_s, log_dir)
+        else:
+            ended = (launch_srun if start.way == "srun" else launch_ssh)(
+                layout,
+                command,
+                environ=environ,
+                timeout_s=timeout_s,
+                grace_s=options.grace or _GRACE_S,
+                log_dir=log_dir,
+                is_labelled=options.merge and log_dir is None,
+            )
     if isinstance(ended, RankFailure):
-        cell = None if sizes is None else topology.cell_of(ended.rank)
-        _tell(ended, topology.world_size, cell, with_traceback=with_traceback)
+        _tell(ended, layout, with_traceback=options.traceback)
         return ended.exit_code
-    if ended == 124:
+    if ended == ExitCode.TIMEOUT:
         print(f"xffl: stopped all ranks after {timeout_s} s, as --timeout says", file=sys.stderr)
+    elif ended == ExitCode.PREEMPTED:
+        print(_PREEMPTED, file=sys.stderr)
     elif ended:
         print(f"xffl: stopped all ranks after {signal.Signals(ended - 128).name}", file=sys.stderr)
     return ended
 
 
-def _tell(failure: RankFailure, processes: int, cell: int | None, *, with_traceback: bool) -> None:
+def _start_here(
+    options: Namespace,
+    layout: JobLayout,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    timeout_s: float | None,
+    log_dir: str | None,
+) -> RankFailure | int:
+    if options.grace is not None:
+        environ = {**environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(options.grace)))}
+    if log_dir is not None:
+        environ = {**environ, **RankJob(log_dir=log_dir).variables()}
+    return launch_local(layout.topology.world_size, command, environ=environ, timeout_s=timeout_s)
+
+
+_PREEMPTED = (
+    f"xffl: the job was asked to leave and has saved its state (exit code {ExitCode.PREEMPTED}); start it again"
+)
+
+
+def _tell(failure: RankFailure, layout: JobLayout, *, with_traceback: bool) -> None:
     record = failure.record
+    if failure.exit_code == ExitCode.PREEMPTED:
+        print(_PREEMPTED, file=sys.stderr)
+        return
     if record is not None and (with_traceback or not record.is_xffl):
         sys.stderr.write(record.traceback)
-    rest = "" if processes == 1 else "; all other ranks were stopped"
+    rest = "" if layout.topology.world_size == 1 else "; all other ranks were stopped"
     # Without sizes from outside the script makes the cells, if any.
+    cell = layout.cell_of(failure.rank)
     where = "" if cell is None else f" (cell {cell})"
     print(f"xffl: rank {failure.rank}{where} {failure.describe()}{rest}", file=sys.stderr)

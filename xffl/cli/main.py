@@ -5,15 +5,31 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from jsonargparse import ArgumentParser
 
 from xffl import __version__
-from xffl.cli import bench, consolidate, env, execute, init, listing, plan, report
 from xffl.cli.formatter import HelpFormatter
+from xffl.cluster.exit_codes import ExitCode
 from xffl.errors import XfflError
 
-__all__ = ["build_parser", "main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
+
+COMMANDS = {
+    "exec": ("execute", "start a script in several processes: here, by srun or by ssh"),
+    "bench": ("bench", "time the paths between ranks, and rounds over them"),
+    "consolidate": ("consolidate", "write a checkpoint's model as safetensors"),
+    "doctor": ("doctor", "check a machine before a job is paid for"),
+    "env": ("env", "show who started this process, and how that was found out"),
+    "init": ("init", "write a project that runs, to begin with"),
+    "list": ("listing", "show the algorithms by name, with their papers"),
+    "logs": ("logs", "show what ranks printed, with rank and cell before each line"),
+    "plan": ("plan", "draw a federation and count the traffic of a round"),
+    "report": ("report", "write a page about a run, or about several compared"),
+    "submit": ("submit", "submit a batch job to SLURM, and follow it"),
+}
+"""Each command with its module in this package, which is loaded only if it is called, and what it does."""
 
 _EXAMPLES = """\
 examples:
@@ -21,8 +37,9 @@ examples:
   xffl init demo
   xffl exec config.yaml --training.epochs 3
   xffl exec --processes 4 --federated 2,2 train.py
+  xffl submit config.yaml --dry-run
   xffl bench --processes 4 --federated 2,2
-  xffl env
+  xffl doctor
   xffl list algorithms
 
 xffl COMMAND --help tells more.
@@ -33,42 +50,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     :param argv: Command line without the program's name; ``None`` means this process's.
-    :return: Exit code: 0, 2 for an :class:`~xffl.errors.XfflError` or a wrong option, 130 after Ctrl-C; ``exec`` passes
-        on the code of the rank that failed first.
+    :return: Exit code, see :class:`~xffl.cluster.exit_codes.ExitCode`; ``exec`` passes on the code of the rank that
+        failed first.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    command: list[str] = []
-    if words[:1] == ["exec"]:
-        words, command = execute.split_command(words)
     try:
-        chosen = build_parser().parse_args(words)
-        name = chosen.subcommand
-        options = chosen[name]
+        if not words or words[0] not in COMMANDS:
+            build_parser().parse_args(words)  # shows the help or the version, or says what is wrong
+            return ExitCode.OK
+        name, own, script = words[0], words[1:], None
+        command = import_module(f"xffl.cli.{COMMANDS[name][0]}")
         if name == "exec":
-            return execute.run(options, command)
-        run = {
-            "bench": bench.run,
-            "consolidate": consolidate.run,
-            "env": env.run,
-            "init": init.run,
-            "list": listing.run,
-            "plan": plan.run,
-            "report": report.run,
-        }[name]
-        return run(options)
+            words, script = command.split_command(words)
+            own = words[1:]
+        parser: ArgumentParser = command.build_parser()
+        parser.prog = f"xffl {name}"
+        options = parser.parse_args(own)
+        code: int = command.run(options) if script is None else command.run(options, script)
+        return code
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.REFUSED
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader has gone ("xffl plan ... | head"); Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return ExitCode.BROKEN_PIPE
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of the command line, without the script of ``exec`` and what follows it."""
+    """Return the parser of a command line that calls no command: those have parsers of their own."""
     parser = ArgumentParser(
         prog="xffl",
         description="Train one sharded model on several groups of GPUs that are joined by slow links.",
@@ -77,12 +89,6 @@ def build_parser() -> ArgumentParser:
         version=__version__,
     )
     commands = parser.add_subcommands(required=True)
-    commands.add_subcommand("exec", execute.build_parser(), help="start a script in several processes on this machine")
-    commands.add_subcommand("bench", bench.build_parser(), help="time the paths between ranks, and rounds over them")
-    commands.add_subcommand("consolidate", consolidate.build_parser(), help="write a checkpoint's model as safetensors")
-    commands.add_subcommand("env", env.build_parser(), help="show who started this process, and how that was found out")
-    commands.add_subcommand("init", init.build_parser(), help="write a project that runs, to begin with")
-    commands.add_subcommand("list", listing.build_parser(), help="show the algorithms by name, with their papers")
-    commands.add_subcommand("plan", plan.build_parser(), help="draw a federation and count the traffic of a round")
-    commands.add_subcommand("report", report.build_parser(), help="write a page about a run, or about several compared")
+    for name, (_, told) in COMMANDS.items():
+        commands.add_subcommand(name, ArgumentParser(), help=told)
     return parser

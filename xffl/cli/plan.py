@@ -9,10 +9,10 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli import cell
+from xffl.cli import cell, placed
 from xffl.cli.formatter import HelpFormatter
 from xffl.cli.words import assumed, in_bytes
-from xffl.cluster.environment import parse_sizes, requested_federation
+from xffl.cluster.cells import Arrangement
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -23,6 +23,8 @@ examples:
   xffl plan --federated 4,4 --hsdp 2
   xffl plan --federated 512 --world 4096 --hsdp 8 --params 8e9 --bytes-per-param 2 --link-gbps 100
   xffl plan --federated 4,4 --hsdp 2 --params 8e9 --simulate --link-gbps 10 --link-ms 10 --step-s 1 --every 100
+  xffl plan --federated auto --hsdp 4
+  xffl plan --federated 'hosts:rack[0-9]+' --hosts rack1n[1-3]:4,rack2n1:4 --hsdp 2
   xffl plan --world 32 --params 8e9 --mesh pp=2,dp_shard=auto,tp=2 --layers 32 --width 4096 --batch 8 --sequence 4096
 """
 
@@ -66,7 +68,13 @@ def build_parser() -> ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--federated", type=str, metavar="SIZES", help="ranks of each cell (4,4), or of all cells (4)")
+    parser.add_argument(
+        "--federated",
+        type=str,
+        metavar="SIZES",
+        help="ranks of each cell (4,4), or of all cells (4); or a rule that finds cells by hosts: auto (SLURM's "
+        "network), auto:LEVEL, hosts:REGEX, file:PATH",
+    )
     parser.add_argument("--world", type=int, metavar="N", help="all ranks; by default the sum of the sizes")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
     parser.add_argument("--params", type=float, metavar="COUNT", help="parameters of the model (8e9): adds the traffic")
@@ -88,6 +96,7 @@ def build_parser() -> ArgumentParser:
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
     for name, told in _FLAGS:
         group.add_argument(_option(name), action="store_true", help=told)
+    placed.add_options(parser)
     cell.add_options(parser)
     return parser
 
@@ -109,7 +118,7 @@ def run(options: Namespace) -> int:
             )
     if options.bytes_per_param is None:
         options.bytes_per_param = cell.bytes_of_dtype(options)
-    topology = _topology(options)
+    topology, hosts = _lay_out(options)
     inside = cell.describe(options, topology)
     forecast = _simulate(options, topology) if _is_simulated(options) else None
     traffic = None
@@ -119,10 +128,13 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
     if options.json:
         told = {**_shape(topology), "traffic": traffic}
-        told |= {name: part for name, part in (("forecast", forecast), ("inside", inside)) if part is not None}
+        parts = (("forecast", forecast), ("inside", inside), ("placement", hosts))
+        told |= {name: part for name, part in parts if part is not None}
         print(json.dumps(told, indent=2))
         return 0
     print(topology_text(topology))
+    if hosts is not None:
+        print("\n".join(placed.lines(hosts)))
     if inside is not None:
         print("\n".join(cell.mesh_lines(inside)))
     if traffic is not None:
@@ -189,18 +201,30 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _topology(options: Namespace) -> Topology:
-    sizes, replica_size = requested_federation()
-    if options.federated is not None:
-        sizes = parse_sizes(options.federated, "--federated")
-    if options.hsdp is not None:
-        replica_size = options.hsdp
+def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
+    """Return the world, and where it stands, as far as hosts are known."""
+    federated, replica_size = placed.asked_federation(options)
+    hosts = placed.find_hosts(options, federated)
+    arrangement: Arrangement | None = None
+    sizes = None if isinstance(federated, str) else federated
     world = options.world
+    if hosts is not None:
+        arrangement = placed.order(hosts, federated, replica_size)
+        sizes = arrangement.sizes or sizes
+        slots = sum(host.slots for host in hosts)
+        if world not in (None, slots):
+            raise ConfigError(f"--world is {world}, but the hosts take {slots} ranks; leave --world out")
+        world = slots
     if world is None:
         if not isinstance(sizes, tuple):
             raise ConfigError(f"--federated {sizes} does not say how many ranks there are; give --world, too")
         world = sum(sizes)
-    return cell.lay_out(options, Topology(world, sizes), replica_size)
+    topology = cell.lay_out(options, Topology(world, sizes), replica_size)
+    if hosts is None or arrangement is None:
+        return topology, None
+    if replica_size != topology.replica_size:  # a mesh inside the cells says it
+        arrangement = placed.order(hosts, federated, topology.replica_size)
+    return topology, placed.describe(arrangement, topology, federated)
 
 
 def _shape(topology: Topology) -> dict[str, object]:

@@ -11,8 +11,10 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from xffl.cluster.cells import Federation, parse_federation, parse_sizes
 from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
-from xffl.errors import ConfigError, LaunchError
+from xffl.cluster.network import control_address
+from xffl.errors import LaunchError
 
 __all__ = [
     "ProcessEnvironment",
@@ -183,45 +185,27 @@ def _check(found: Fields, sources: Mapping[str, str]) -> None:
         )
 
 
-def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
-    """Read federated sizes such as ``4``, ``4,4`` or ``(4, 4)``.
-
-    :param text: What was typed.
-    :param knob: Name of the option or variable, for the message.
-    :return: A number for equal cells of that size, or the size of each cell.
-    :raises ConfigError: if it is not numbers joined by commas.
-    """
-    plain = text.strip()
-    if plain[:1] + plain[-1:] in ("()", "[]"):
-        plain = plain[1:-1]
-    items = [item.strip() for item in plain.strip().removesuffix(",").split(",")]
-    if not all(item.removeprefix("-").isdecimal() for item in items):
-        raise ConfigError(f"{knob} is {text!r}; give sizes like 4,4, or one number for equal cells")
-    sizes = tuple(int(item) for item in items)
-    return sizes[0] if len(sizes) == 1 else sizes
-
-
-def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[int | tuple[int, ...] | None, int | None]:
+def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Federation | None, int | None]:
     """Return the federation that the environment asks for.
 
     :param environ: Environment to read; ``None`` means the process's own.
-    :return: Federated sizes from ``XFFL_FEDERATED`` and the replica size from ``XFFL_HSDP``, ``None`` where unset or
-        empty.
-    :raises ConfigError: if the sizes cannot be read.
+    :return: Federated sizes, or a rule that finds them, from ``XFFL_FEDERATED``, and the replica size from
+        ``XFFL_HSDP``; ``None`` where unset or empty.
+    :raises ConfigError: if the sizes or the rule cannot be read.
     :raises LaunchError: if the replica size is no number.
     """
     environ = os.environ if environ is None else environ
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
-        parse_sizes(federated, "XFFL_FEDERATED") if federated else None,
+        parse_federation(federated, "XFFL_FEDERATED") if federated else None,
         read_number("XFFL_HSDP", hsdp) if hsdp else None,
     )
 
 
-def federation_variables(federated: int | tuple[int, ...] | None, hsdp: int | None) -> dict[str, str]:
+def federation_variables(federated: Federation | None, hsdp: int | None) -> dict[str, str]:
     """Return the variables from which :func:`requested_federation` reads a federation.
 
-    :param federated: Federated sizes, or one size for equal ones; ``None`` for none.
+    :param federated: Federated sizes, one size for equal ones, or a rule; ``None`` for none.
     :param hsdp: Replica size; ``None`` for none.
     :return: ``XFFL_FEDERATED`` and ``XFFL_HSDP``, as far as there is something to say.
     """
@@ -234,11 +218,11 @@ def federation_variables(federated: int | tuple[int, ...] | None, hsdp: int | No
 
 
 def request_federation(
-    federated: int | tuple[int, ...] | None, hsdp: int | None, environ: MutableMapping[str, str] | None = None
+    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] | None = None
 ) -> None:
     """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts.
 
-    :param federated: Federated sizes, or one size for equal ones; ``None`` leaves what is there.
+    :param federated: Federated sizes, one size for equal ones, or a rule; ``None`` leaves what is there.
     :param hsdp: Replica size; ``None`` leaves what is there.
     :param environ: Environment to change; ``None`` means the process's own.
     """
@@ -246,15 +230,26 @@ def request_federation(
     environ.update(federation_variables(federated, hsdp))
 
 
-_OWN = ("XFFL_FEDERATED", "XFFL_HSDP", "XFFL_IFNAME")
-"""Variables that this module reads; all other ``XFFL_`` ones may be for configurations."""
+_OWN = (
+    "XFFL_BIND",
+    "XFFL_CONTROL_IFNAME",
+    "XFFL_FEDERATED",
+    "XFFL_HOST",
+    "XFFL_HSDP",
+    "XFFL_IFNAME",
+    "XFFL_PYTHON",
+    "XFFL_SRUN",
+    "XFFL_SSH",
+    "XFFL_TEMPLATES",
+)
+"""Variables that this package reads; all other ``XFFL_`` ones may be for configurations."""
 
 
 def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that may set values of a configuration, such as ``XFFL_TRAINING__EPOCHS``.
 
     :param environ: Environment to read; ``None`` means the process's own.
-    :return: Variable to text: all that start with ``XFFL_``, but those that this module reads.
+    :return: Variable to text: all that start with ``XFFL_``, but those that this package reads.
     """
     environ = os.environ if environ is None else environ
     return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
@@ -264,14 +259,16 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
 
     Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
+    ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store; it is only looked for here.
 
     :param name: Interface, such as ``ib0``; ``None`` means what ``XFFL_IFNAME`` says, if anything.
     :param environ: Environment to read and change; ``None`` means the process's own.
     :return: The interface, or ``None`` where none is asked for.
-    :raises LaunchError: if this host has no such interface.
+    :raises LaunchError: if this host has no such interface, or that of ``XFFL_CONTROL_IFNAME`` has no address.
     """
     environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None
+    control_address(environ)  # every host may be that of rank 0
     if chosen is None:
         return None
     known = sorted(interface for _, interface in socket.if_nameindex())

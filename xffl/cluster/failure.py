@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.errors import XfflError
 
-__all__ = ["FailureRecord", "RankFailure", "first_failure", "note_failure", "record_failure"]
+__all__ = ["FailureRecord", "RankFailure", "describe_failure", "first_failure", "note_failure", "record_failure"]
 
 _LOST_PEER = (
     "broken pipe",
@@ -86,6 +87,28 @@ def note_failure(error: BaseException) -> None:
         setattr(error, _NOTED_AT, time.time())
 
 
+def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> FailureRecord:
+    """Describe what ended this rank.
+
+    :param error: The exception that ended it.
+    :param skip: Files whose frames are left out at the beginning of the traceback.
+    :return: The description.
+    """
+    note_failure(error)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in skip:
+        frames = frames.tb_next
+    leaves = isinstance(error, SystemExit)
+    return FailureRecord(
+        time=getattr(error, _NOTED_AT),
+        exit_code=_exit_code(error),
+        headline="" if leaves else f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "),
+        traceback="" if leaves else "".join(traceback.format_exception(type(error), error, frames)),
+        is_xffl=isinstance(error, XfflError),
+        lost_peer=any(sign in str(link).lower() for link in _chain(error) for sign in _LOST_PEER),
+    )
+
+
 def record_failure(error: BaseException, path: Path, *, skip: Container[str] = ()) -> FailureRecord:
     """Write what ended this rank where the launcher finds it.
 
@@ -94,19 +117,7 @@ def record_failure(error: BaseException, path: Path, *, skip: Container[str] = (
     :param skip: Files whose frames are left out at the beginning of the traceback.
     :return: What was written.
     """
-    note_failure(error)
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in skip:
-        frames = frames.tb_next
-    leaves = isinstance(error, SystemExit)
-    record = FailureRecord(
-        time=getattr(error, _NOTED_AT),
-        exit_code=_exit_code(error),
-        headline="" if leaves else f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "),
-        traceback="" if leaves else "".join(traceback.format_exception(type(error), error, frames)),
-        is_xffl=isinstance(error, XfflError),
-        lost_peer=any(sign in str(link).lower() for link in _chain(error) for sign in _LOST_PEER),
-    )
+    record = describe_failure(error, skip=skip)
     extra = {"py_callstack": record.traceback, "timestamp": str(int(record.time))}
     content = {"message": {"message": record.headline, "extraInfo": extra}, "xffl": asdict(record)}
     path.write_text(json.dumps(content))
@@ -135,17 +146,17 @@ def first_failure(exit_codes: Mapping[int, int], contents: Mapping[int, Mapping[
     record, code = records.get(rank), exit_codes[rank]
     if record is not None:
         return RankFailure(rank, record.exit_code, record)
-    return RankFailure(rank, 128 - code if code < 0 else code, None)
+    return RankFailure(rank, code_of_signal(-code) if code < 0 else code, None)
 
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         if error.code is None:
-            return 0
-        return error.code & 0xFF if isinstance(error.code, int) else 1
+            return ExitCode.OK
+        return error.code & 0xFF if isinstance(error.code, int) else ExitCode.FAILED
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    return 2 if isinstance(error, XfflError) else 1
+        return ExitCode.INTERRUPTED
+    return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

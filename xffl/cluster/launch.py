@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -10,8 +11,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+from xffl.cluster.affinity import is_wanted
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import RankFailure, first_failure
 from xffl.errors import LaunchError
 
@@ -32,21 +36,24 @@ def launch_local(
 
     The ranks get torchrun's variables; the rendezvous is a free port of 127.0.0.1 that this process already holds, so
     jobs do not collide. Output streams through. When a rank fails, the others are ended at once. SIGINT, SIGTERM,
-    SIGHUP and SIGQUIT are passed on to the ranks; if this process is killed, Linux ends them. Call it from the main
-    thread of a process of its own: environment, signal handlers and logging are changed for good.
+    SIGHUP and SIGQUIT are passed on to the ranks, which are killed if they have not ended some seconds later
+    (``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``); SIGUSR1 and SIGUSR2 are passed on without that. If this process is killed,
+    Linux ends the ranks. Call it from the main thread of a process of its own: environment, signal handlers and logging
+    are changed for good.
 
     :param processes: How many, at least 1.
     :param command: Script and its arguments, passed on unchanged.
     :param environ: Variables that the ranks get on top of this process's own.
     :param timeout_s: End the job after this many seconds; ``None`` means no limit.
     :return: The failure that ended the job, or an exit code: 0, 128 + n where signal n stopped it, 124 where its time
-        was up.
+        was up, 75 where ranks left so after a signal.
     :raises LaunchError: if the script does not exist, or the agent itself fails.
     """
     if not os.path.exists(command[0]):
         raise LaunchError(f"script {command[0]!r} does not exist in {os.getcwd()}; give the path of a Python script")
     os.environ.update(environ)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not is_wanted():  # ranks with cores of their own take a thread for each
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -59,6 +66,8 @@ def launch_local(
         logger.handlers[:] = [logging.NullHandler()]
     # The agent substitutes ${local_rank} in arguments; "$$" is a "$" that is left alone.
     arguments = ["-m", "xffl.cluster.runner", *(part.replace("$", "$$") for part in command)]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _pass_on)
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as logs, _time_limit(timeout_s):
         config = LaunchConfig(
             min_nodes=1,
@@ -78,12 +87,12 @@ def launch_local(
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return first_failure(codes, {rank: failure.error_file_data for rank, failure in error.failures.items()})
         except SignalException as stop:
-            return 128 + stop.sigval
+            return ExitCode.PREEMPTED if _is_preempted(logs) else code_of_signal(stop.sigval)
         except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            return ExitCode.INTERRUPTED
         except _TimeLimit:
-            return 124
-    return 0
+            return ExitCode.TIMEOUT
+    return ExitCode.OK
 
 
 def launch_distributed(
@@ -125,6 +134,19 @@ def launch_distributed(
     code = subprocess.run([*command, script, config], check=False).returncode
     if code != 0:
         raise LaunchError(f"torchrun of {script!r} ended with exit code {code}; see the output of its processes")
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal to the ranks, which are this process's children."""
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for child in listed.read_text().split():
+            os.kill(int(child), number)
+
+
+def _is_preempted(logs: str) -> bool:
+    """Tell whether a rank has left with the code for it; the agent does not read what ranks that it ends have told."""
+    contents = (json.loads(file.read_text()) for file in Path(logs).rglob("error.json"))
+    return any(content.get("xffl", {}).get("exit_code") == ExitCode.PREEMPTED for content in contents)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from xffl.cluster.hosts import host_identity, interface_address, reachable_address
+from xffl.cluster.network import control_interface
 from xffl.errors import LaunchError
 
 __all__ = ["Claim", "Meeting", "meet", "number_nodes"]
@@ -65,8 +66,9 @@ def meet(
 ) -> Meeting:
     """Find the nodes and agree on a rendezvous; collective over ``MPI.COMM_WORLD``: a gather and a broadcast.
 
-    Rank 0 takes the address of the interface that ``XFFL_IFNAME`` or ``GLOO_SOCKET_IFNAME`` names, else 127.0.0.1 where
-    all ranks are on one machine, else an address that the other hosts can reach; and a port that is free on its host.
+    Rank 0 takes the address of the interface that ``XFFL_CONTROL_IFNAME``, ``XFFL_IFNAME`` or ``GLOO_SOCKET_IFNAME``
+    names, else 127.0.0.1 where all ranks are on one machine, else an address that the other hosts can reach; and a port
+    that is free on its host.
 
     :param claim: This rank's claim, from the launcher's variables.
     :param world_size: Number of ranks by the launcher's variables.
@@ -114,9 +116,9 @@ def meet(
 def _listen_at(
     root: int, rows: Sequence[tuple[Claim, str]], environ: Mapping[str, str], address: str | None, port: int | None
 ) -> tuple[str, int]:
-    interface = environ.get("XFFL_IFNAME") or environ.get("GLOO_SOCKET_IFNAME")
+    interface = control_interface(environ)
     if address is None and interface:
-        address = interface_address(interface.partition(",")[0])
+        address = interface_address(interface)
     elif address is None and len({claim.host for claim, _ in rows}) == 1:
         address = "127.0.0.1"
     elif address is None:

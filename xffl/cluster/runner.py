@@ -1,67 +1,177 @@
-"""One rank of a local job: ``python -m xffl.cluster.runner SCRIPT [arguments]``, started by the launcher only.
+"""One rank of a job: ``python -m xffl.cluster.runner SCRIPT [arguments]``, started by the launchers only.
 
-It runs the script as Python itself would, except that an uncaught exception is written to a file for the launcher
-instead of being printed by every rank.
+It runs the script as Python itself would, except that an uncaught exception is told to the launcher, which shows the
+first one, instead of being printed by every rank.
 """
 
 from __future__ import annotations
 
 import ctypes
 import io
+import json
 import os
 import runpy
 import signal
 import sys
 import threading
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from xffl.cluster.failure import record_failure
+from xffl.cluster.affinity import bind_if_asked
+from xffl.cluster.environment import requested_federation
+from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.failure import FailureRecord, describe_failure, record_failure
+from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.marked_lines import mark
+from xffl.cluster.rank_files import RankFile, redirect
+from xffl.errors import XfflError
+from xffl.topology import Topology
 
-__all__ = ["main"]
+__all__ = ["LINGER_S", "RankJob", "find_place", "keep_log", "limit_exit", "main", "run_script", "without_own_frames"]
 
+_VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
 _EXIT_DEADLINE_S = 10.0
+LINGER_S = 1.5
+"""How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
 _OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
 
 
+@dataclass(frozen=True)
+class RankJob:
+    """What a launcher wants of the ranks, in a variable that the script does not see."""
+
+    command: tuple[str, ...] = ()
+    """Script and arguments, where they do not stand on the command line: srun takes a ":" there for itself."""
+    log_dir: str | None = None
+    is_marked: bool = False
+    """Whether failures are told in marked lines on standard error."""
+    is_tied: bool = True
+    """Whether the rank is to be killed when the process that started it dies."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variable that tells it to the ranks."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str]) -> RankJob:
+        """Read the variable, and take it out of the environment."""
+        told = json.loads(environ.pop(_VARIABLE, "{}"))
+        return cls(**{**told, "command": tuple(told.get("command", ()))})
+
+
 def main() -> None:
-    """Run the script that the command line names, and leave with its exit code."""
-    _die_with_parent()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    script = sys.argv[1]
-    del sys.argv[0]
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, with -P or PYTHONSAFEPATH
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
+    """Run the script that the launcher names, and leave with its exit code."""
+    job = RankJob.take(os.environ)
+    if job.is_tied:
+        _die_with_parent()
+    bind_if_asked()
+    rank, _ = find_place(os.environ)
+    tell = os.dup(2) if job.log_dir is None else keep_log(job.log_dir)
+    if job.is_marked and rank == 0:
+        steps = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
+        _tell(tell, rank, {"step": None if None in steps else ".".join(map(str, steps))})
     try:
-        runpy.run_path(script, run_name="__main__")
+        run_script(job.command or sys.argv[1:])
     except SystemExit as error:
         if error.code not in (None, 0):
-            _report(error)
+            _report(error, job, rank, tell)
         raise  # Python prints the message of sys.exit("message") itself
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is to be told
-        code = _report(error)
+        code = _report(error, job, rank, tell)
     else:
         return
     sys.exit(code)
 
 
-def _report(error: BaseException) -> int:
-    """Write the failure down and return the exit code, with a limit on what still runs at exit.
+def run_script(command: Sequence[str]) -> None:
+    """Run a script in this process as Python itself would; what ends it is passed on.
 
-    A failed rank whose threads or exit handlers wait for the others would keep the launcher waiting too.
+    :param command: The script's path and its arguments.
     """
-    try:
-        record = record_failure(error, Path(os.environ["TORCHELASTIC_ERROR_FILE"]), skip=_OWN_FILES)
-    except (KeyError, OSError):
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    sys.stdout.flush()
-    deadline = threading.Timer(_EXIT_DEADLINE_S, os._exit, (record.exit_code,))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    sys.argv[:] = command
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, with -P or PYTHONSAFEPATH
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Tell which rank this process is, from its launcher's variables alone.
+
+    :param environ: Environment to read.
+    :return: The rank and the number of all ranks; 0 and 1 where no launcher has started this process.
+    """
+    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
+    return found["rank"], found["world_size"]
+
+
+def keep_log(folder: str) -> int:
+    """Send what this rank prints to its log file from now on.
+
+    :param folder: Folder of the log files.
+    :return: A file descriptor of what standard error was before.
+    """
+    rank, world_size = find_place(os.environ)
+    sizes, replica_size = requested_federation()
+    cell = None
+    if sizes is not None and not isinstance(sizes, str):
+        cell = Topology(world_size, sizes, replica_size).cell_of(rank)
+    return redirect(RankFile(rank, cell, Path(folder)))
+
+
+def limit_exit(code: int) -> None:
+    """Set a limit on what still runs when this rank exits.
+
+    A failed rank whose threads or exit handlers wait for the others would keep the launcher waiting, too.
+
+    :param code: Exit code after the limit.
+    """
+    deadline = threading.Timer(_EXIT_DEADLINE_S, os._exit, (code,))
     deadline.daemon = True
     deadline.start()
+
+
+def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> FailureRecord:
+    """Describe what ended the script, without the frames that ran it.
+
+    :param error: The exception.
+    :param files: More files whose frames are left out.
+    :return: The description.
+    """
+    return describe_failure(error, skip=(*_OWN_FILES, *files))
+
+
+def _report(error: BaseException, job: RankJob, rank: int, tell: int) -> int:
+    """Tell the failure to the launcher and return the exit code, with a limit on what still runs at exit."""
+    try:
+        if job.is_marked:
+            record = without_own_frames(error)
+            _tell(tell, rank, {"failure": asdict(record)})
+        else:
+            record = record_failure(error, Path(os.environ["TORCHELASTIC_ERROR_FILE"]), skip=_OWN_FILES)
+    except (KeyError, OSError):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
+    if job.log_dir is not None:
+        sys.stderr.write(record.traceback)
+    sys.stdout.flush()
+    limit_exit(record.exit_code)
+    if record.exit_code == ExitCode.PREEMPTED or (job.is_marked and record.lost_peer):
+        # A launcher ends all ranks as soon as one has left: let the others get as far, or the one that failed tell.
+        time.sleep(LINGER_S)
     return record.exit_code
+
+
+def _tell(where: int, rank: int, content: Mapping[str, Any]) -> None:
+    for line in mark(rank, content):
+        os.write(where, line)
 
 
 def _die_with_parent() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from xffl.cluster.network import Timeouts
 from xffl.distributed import checks
 from xffl.distributed.agreement import agree
 from xffl.distributed.layers import Layer
@@ -18,10 +19,13 @@ from xffl.distributed.text import state_table
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["DEFAULT_TIMEOUT_S", "StateFields"]
+__all__ = ["ACROSS", "DEFAULT_TIMEOUT_S", "StateFields"]
 
 DEFAULT_TIMEOUT_S = 600.0
 """Seconds after which a collective over the world gives up."""
+
+ACROSS = "xffl_federated"
+"""How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
 
 T = TypeVar("T")
 
@@ -94,8 +98,8 @@ class StateFields:
     """What stands behind the fields of the set-up."""
     _layers: list[Layer] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
-    _timeout_s: float = field(default=DEFAULT_TIMEOUT_S, init=False, repr=False, compare=False)
-    """Timeout of the world; its groups get half, so that a vote on the world outlives a stuck exchange."""
+    _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
+    """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
@@ -144,7 +148,7 @@ class StateFields:
 
         Collective over these ranks only. All ranks of the world must make the same number of groups in the same order
         (a rank that has none makes one of itself), since torch derives a group's name from how many the rank has. The
-        group's timeout is half the world's.
+        group's timeout is half the world's, three quarters for the groups of senders, who wait for other cells.
 
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
@@ -153,9 +157,10 @@ class StateFields:
         :raises StateError: if torch.distributed is not initialized.
         """
         rank, world_size = self._joined_place("create_process_group")
+        is_across = group_desc is not None and group_desc.startswith(ACROSS)
         group: dist.ProcessGroup = dist.new_group(
             list(checks.check_ranks(ranks, rank, world_size)),
-            timeout=timedelta(seconds=self._timeout_s / 2),
+            timeout=timedelta(seconds=self._timeouts.across_s if is_across else self._timeouts.home_s),
             use_local_synchronization=True,
             group_desc=group_desc,
         )

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
 from xffl.cluster.failure import note_failure
+from xffl.cluster.network import Timeouts, control_address
 from xffl.distributed import checks
 from xffl.distributed.agreement import agree_on_store
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.distributed.machine import find_sizes
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
@@ -33,18 +36,18 @@ class _Request:
 
     backend: str
     device: torch.device
-    federated: int | tuple[int, ...] | None
+    federated: Federation | None
     hsdp: int | None
     streams: int | None
-    timeout_s: float
+    timeouts: Timeouts
     parameters: DeviceParameters | None = None
-    cell_shape: dict[str, int] | None = None
 
     def __str__(self) -> str:
         inside = "" if self.parameters is None else f", {self.parameters}"
         return (
             f"backend={self.backend!r}, device={self.device.type!r}, federated={self.federated!r}, hsdp={self.hsdp!r}, "
-            f"streams={self.streams!r}, timeout_s={self.timeout_s:g}{inside}"
+            f"streams={self.streams!r}, timeout_s={self.timeouts.session_s:g}, home_s={self.timeouts.home_s:g}, "
+            f"across_s={self.timeouts.across_s:g}{inside}"
         )
 
 
@@ -60,20 +63,22 @@ def setup_distributed_process_group(
     master_port: int | None = None,
     device: torch.device | str | int | None = None,
     hsdp: int | None = None,
-    federated: int | tuple[int, ...] | None = None,
+    federated: Federation | None = None,
     streams: int | None = None,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     ifname: str | None = None,
     device_parameters: DeviceParameters | None = None,
     join_timeout_s: float | None = None,
+    timeouts: Timeouts | None = None,
 ) -> DistributedState:
     """Find out where this process stands, join the others, and return the state that describes it all.
 
     Collective over the world: every rank calls it once. Arguments beat the environment (torchrun, MPI, SLURM;
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
-    The ranks compare what they were asked for as soon as they meet, so that all raise the same error.
+    The ranks compare what they were asked for as soon as they meet, so that all raise the same error. A rule that
+    finds cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
 
     :param rank: Rank of this process.
     :param world_size: Number of processes.
@@ -86,12 +91,15 @@ def setup_distributed_process_group(
     :param master_port: Port where rank 0 listens.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
     :param hsdp: Size of a replica.
-    :param federated: Sizes of the federated groups, or one size for equal ones.
+    :param federated: Sizes of the federated groups, one size for equal ones, or a rule: ``auto`` (SLURM's network),
+        ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``.
     :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
-    :param timeout_s: Seconds after which a collective over the world gives up; over smaller groups it is half of that.
+    :param timeout_s: Seconds after which a collective over the world gives up; at home it is half of that, between
+        cells three quarters.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
     :param device_parameters: The mesh inside each cell, in place of ``hsdp``. Its timeouts are not read here.
     :param join_timeout_s: Seconds to wait for all ranks to come; by default ``timeout_s``.
+    :param timeouts: Each level by itself, in place of ``timeout_s``.
     :return: The state, ready for use.
     :raises StateError: if torch.distributed is initialized already.
     :raises LaunchError: if the processes cannot be found or joined.
@@ -103,10 +111,10 @@ def setup_distributed_process_group(
     error: XfflError | None = None
     try:
         use_interface(ifname)
-        timeout_s = _checked_timeout(timeout_s)
-        join_timeout_s = timeout_s if join_timeout_s is None else _checked_timeout(join_timeout_s)
+        levels = Timeouts.within(_checked_timeout(timeout_s)) if timeouts is None else timeouts
+        join_timeout_s = levels.session_s if join_timeout_s is None else _checked_timeout(join_timeout_s)
     except XfflError as wrong:  # told to the others as soon as the ranks meet
-        error, timeout_s, join_timeout_s = wrong, DEFAULT_TIMEOUT_S, DEFAULT_TIMEOUT_S
+        error, levels, join_timeout_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
     place = detect_environment(
         rank=rank,
         world_size=world_size,
@@ -121,7 +129,7 @@ def setup_distributed_process_group(
     request: _Request | None = None
     try:
         if error is None:
-            request = _request(place, backend, device, federated, hsdp, streams, timeout_s, device_parameters)
+            request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters)
     except XfflError as wrong:
         error = wrong
     agree_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
@@ -210,19 +218,24 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
                 raise
 
 
-def _world_store(meeting: Store, place: ProcessEnvironment, timeout_s: float) -> Store:
+def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) -> Store:
     """Return the store that the world keeps: not the one at the given port, which is free again once all have met.
 
+    Rank 0 tells where it is: on the interface of ``XFFL_CONTROL_IFNAME``, else where the ranks have met.
     torch's caches hold on to process groups, and so to their store, longer than the world lasts.
     """
     if place.master_addr is None or not isinstance(meeting, TCPStore):
         return meeting
-    address, timeout = place.master_addr, timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeouts.session_s)
     if place.rank == 0:
+        address = control_address() or place.master_addr
         store = TCPStore(address, 0, place.world_size, True, timeout, False)
-        meeting.set("port", str(store.port))
+        meeting.set("store", f"{address} {store.port}")
         return store
-    return TCPStore(address, int(meeting.get("port")), place.world_size, False, timeout, False)
+    address, port = meeting.get("store").decode().split()
+    store = TCPStore(address, int(port), place.world_size, False, timedelta(seconds=timeouts.connect_s), False)
+    store.set_timeout(timeout)
+    return store
 
 
 def _arrive(store: Store, world_size: int) -> int:
@@ -237,10 +250,10 @@ def _request(
     place: ProcessEnvironment,
     backend: str | None,
     device: torch.device | str | int | None,
-    federated: int | tuple[int, ...] | None,
+    federated: Federation | None,
     hsdp: int | None,
     streams: int | None,
-    timeout_s: float,
+    timeouts: Timeouts,
     parameters: DeviceParameters | None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
@@ -253,17 +266,27 @@ def _request(
         raise ConfigError("backend 'nccl' needs a GPU, but the device is the CPU; give backend='gloo'")
     count = checks.check_streams(streams, chosen)
     asked_sizes, asked_hsdp = requested_federation()
-    sizes = asked_sizes if federated is None else federated
+    sizes = asked_sizes if federated is None else check_federation(federated, "federated sizes")
     hsdp = asked_hsdp if hsdp is None else hsdp
-    if parameters is None:
-        return _Request(kind, chosen, sizes, hsdp, count, timeout_s)
-    mesh = parameters.resolve(Topology(place.world_size, sizes).sizes)
-    if hsdp not in (None, mesh.replica_size):
+    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters)
+    if not isinstance(sizes, str):
+        _resolve_mesh(request, place.world_size, sizes)  # tells what is wrong before the ranks join
+    return request
+
+
+def _resolve_mesh(
+    request: _Request, world_size: int, sizes: int | tuple[int, ...] | None
+) -> tuple[int | None, dict[str, int] | None]:
+    """Return the size of a replica, and the shape of a cell where a mesh inside it is asked for."""
+    if request.parameters is None:
+        return request.hsdp, None
+    mesh = request.parameters.resolve(Topology(world_size, sizes).sizes)
+    if request.hsdp not in (None, mesh.replica_size):
         raise ConfigError(
-            f"hsdp={hsdp} was asked for, but the device parameters make replicas of {mesh.replica_size} ranks (None: "
-            "the whole cell); leave hsdp and XFFL_HSDP out"
+            f"hsdp={request.hsdp} was asked for, but the device parameters make replicas of {mesh.replica_size} ranks "
+            "(None: the whole cell); leave hsdp and XFFL_HSDP out"
         )
-    return _Request(kind, chosen, sizes, mesh.replica_size, count, timeout_s, parameters, mesh.cell_shape)
+    return mesh.replica_size, mesh.cell_shape
 
 
 def _default_kind() -> str:
@@ -275,15 +298,15 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     try:
         dist.init_process_group(
             request.backend,
-            store=PrefixStore("world", _world_store(meeting, place, request.timeout_s)),
+            store=PrefixStore("world", _world_store(meeting, place, request.timeouts)),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=request.timeout_s),
+            timeout=timedelta(seconds=request.timeouts.session_s),
         )
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} could not join over {request.backend}: {broken}; name the "
-            "network interface with XFFL_IFNAME, and see the other ranks' output"
+            "network interface with XFFL_IFNAME (for the store XFFL_CONTROL_IFNAME), and see the other ranks' output"
         ) from broken
 
 
@@ -292,7 +315,7 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
     state = DistributedState()
-    state._timeout_s = request.timeout_s
+    state._timeouts = request.timeouts
     state.set_global(
         backend=dist.Backend(request.backend),
         device_type=torch.device(request.device.type),
@@ -304,7 +327,9 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     state.set_node(place.node_local_rank, place.node_local_size, place.node_rank, place.node_world_size)
     state.set_exec_device(request.device, request.streams)
     state.set_init_device(None)
-    set_up_cells(state, request.federated, request.hsdp, request.cell_shape)
+    # Every rank has the same sizes from here on, and so finds the same.
+    sizes = find_sizes(request.federated, place.node_rank)
+    set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes))
     return state
 
 

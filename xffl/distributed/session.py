@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from xffl.cluster.cells import Federation
 from xffl.cluster.failure import note_failure
+from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
 from xffl.distributed.parameters import DeviceParameters
@@ -19,7 +21,7 @@ __all__ = ["session"]
 @contextmanager
 def session(
     *,
-    federated: int | tuple[int, ...] | None = None,
+    federated: Federation | None = None,
     hsdp: int | None = None,
     backend: str | None = None,
     device: torch.device | str | int | None = None,
@@ -27,6 +29,7 @@ def session(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     ifname: str | None = None,
     device_parameters: DeviceParameters | None = None,
+    timeouts: Timeouts | None = None,
 ) -> Iterator[DistributedState]:
     """Join the other processes, yield the state, and leave again.
 
@@ -38,8 +41,8 @@ def session(
        with xffl.session(federated=(4, 4), hsdp=2) as state:
            model = xffl.shard(build_model(), state)
 
-    :param federated: Sizes of the federated groups, or one size for equal ones; by default what ``XFFL_FEDERATED``
-        says, else no federation.
+    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
+        ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation.
     :param hsdp: Size of a replica; by default what ``XFFL_HSDP`` says, else none.
     :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
@@ -47,6 +50,7 @@ def session(
     :param timeout_s: Seconds after which a collective over the world gives up.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
     :param device_parameters: The mesh inside each cell, in place of ``hsdp``; :class:`xffl.DistributedWorld` has more.
+    :param timeouts: How long each level waits (at home, across cells, over the world), in place of ``timeout_s``.
     :yield: The state.
     """
     state = setup_distributed_process_group(
@@ -58,6 +62,7 @@ def session(
         timeout_s=timeout_s,
         ifname=ifname,
         device_parameters=device_parameters,
+        timeouts=timeouts,
     )
     try:
         yield state

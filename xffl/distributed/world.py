@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import requested_federation
 from xffl.cluster.failure import note_failure
 from xffl.distributed.agreement import agree
@@ -21,6 +22,7 @@ from xffl.distributed.collectives import Collectives
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.losses import loss_parallel
+from xffl.distributed.machine import find_sizes
 from xffl.distributed.meshes import make_cell_meshes
 from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import DeviceParameters, MeshSizes
@@ -47,8 +49,9 @@ class DistributedWorld(Collectives):
     All facts about ranks are those of :attr:`state`.
 
     :param device_parameters: What is asked of the ranks inside a cell.
-    :param federated: Sizes of the federated groups, or one size for equal ones; by default what ``XFFL_FEDERATED``
-        says, else no federation: the world is the only cell.
+    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
+        ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation: the world is the
+        only cell.
     :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
     :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
@@ -57,7 +60,7 @@ class DistributedWorld(Collectives):
     def __init__(
         self,
         device_parameters: DeviceParameters,
-        federated: int | tuple[int, ...] | None = None,
+        federated: Federation | None = None,
         *,
         backend: str | None = None,
         device: torch.device | str | int | None = None,
@@ -303,13 +306,11 @@ class DistributedWorld(Collectives):
 
     def _mesh_of(self, state: DistributedState) -> MeshSizes:
         """Fit the device parameters to a state, which is set up by them where it is not yet."""
-        federated = self._asked["federated"]
         is_set_up = state.is_fsdp_setup() or state.is_hsdp_setup()
+        federated = self._sizes_of(state, is_set_up=is_set_up)
         error: XfflError | None = None
         mesh: MeshSizes | None = None
         try:
-            if federated is None and not is_set_up:
-                federated, _ = requested_federation()
             sizes = state.topology.sizes
             if federated is not None or not is_set_up:
                 sizes = Topology(state.topology.world_size, federated).sizes
@@ -324,6 +325,19 @@ class DistributedWorld(Collectives):
             self._is_laid_here = True
             set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape)
         return mesh
+
+    def _sizes_of(self, state: DistributedState, *, is_set_up: bool) -> int | tuple[int, ...] | None:
+        """Return the federated sizes that are asked for; a rule is compared before the ranks follow it."""
+        federated: Federation | None = self._asked["federated"]
+        error: XfflError | None = None
+        try:
+            federated = check_federation(federated, "federated sizes")
+            if federated is None and not is_set_up:
+                federated, _ = requested_federation()
+        except XfflError as wrong:
+            error = wrong
+        agree("federated sizes", repr(federated), error=error)
+        return find_sizes(federated, state.node_rank)
 
     def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
         """Make a group that goes with this world."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+from xffl.cluster.cells import parse_federation
 from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
 
@@ -66,7 +67,7 @@ class DistributedConfig:
 
     :param strategy: ``single``, ``ddp``, ``fsdp``, ``hsdp`` or ``deepspeed``.
     :param device_parameters: The mesh inside a cell; by default the strategy's preset.
-    :param federated: Sizes of the federated groups, as :func:`xffl.session` takes them.
+    :param federated: Sizes of the federated groups, or a rule that finds them, as :func:`xffl.session` takes them.
     :param wrap: Layer classes that are gathered, computed again or compiled one at a time.
     :param ddp: What DDP is asked for.
     :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
@@ -77,7 +78,7 @@ class DistributedConfig:
 
     strategy: str = "single"
     device_parameters: DeviceParameters | None = None
-    federated: int | tuple[int, ...] | None = None
+    federated: int | tuple[int, ...] | str | None = None
     wrap: tuple[type, ...] = ()
     ddp: DDPConfig = field(default_factory=DDPConfig)
     backend: str | None = None
@@ -88,6 +89,8 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         if self.zero_stage not in ZERO_STAGES:
             raise ConfigError(f"zero_stage {self.zero_stage!r} is none of {', '.join(map(str, ZERO_STAGES))}")
+        if isinstance(self.federated, str):
+            object.__setattr__(self, "federated", parse_federation(self.federated, "distributed.federated"))
         object.__setattr__(self, "wrap", tuple(self.wrap))
         if not all(isinstance(layer, type) for layer in self.wrap):
             raise ConfigError(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xffl.training.mixins.optimizers import OptimizerAndSchedulerSetupMixin
     from xffl.training.mixins.quantize import QuantizeConfigMixin, QuantizeMixin
     from xffl.training.mixins.setup import SetupConfigMixin, SetupMixin
+    from xffl.training.preemption import PreemptedExit, Preemption
     from xffl.training.streams import CellStream
     from xffl.training.tokens import TokenDataset
     from xffl.training.trainer import BaseTrainer
@@ -56,6 +57,8 @@ _HOMES = {
     "MLflowLoggerMixin": "mixins.logging",
     "ModelSetupMixin": "mixins.models",
     "OptimizerAndSchedulerSetupMixin": "mixins.optimizers",
+    "PreemptedExit": "preemption",
+    "Preemption": "preemption",
     "QuantizeConfigMixin": "mixins.quantize",
     "QuantizeMixin": "mixins.quantize",
     "SetupConfig": "mixins.models",
@@ -92,6 +95,8 @@ __all__ = [
     "MLflowLoggerMixin",
     "ModelSetupMixin",
     "OptimizerAndSchedulerSetupMixin",
+    "PreemptedExit",
+    "Preemption",
     "QuantizeConfigMixin",
     "QuantizeMixin",
     "SetupConfig",

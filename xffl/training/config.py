@@ -10,6 +10,7 @@ from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, TrainingConfig, check_name
 from xffl.training.callbacks.base import Callback
 from xffl.training.mixins.logging import LoggerConfigMixin
+from xffl.training.signals import DEFAULT_SIGNALS, check_signals
 
 __all__ = ["BaseTrainerConfig", "ExperimentConfig", "TrainingParameters"]
 
@@ -27,6 +28,8 @@ class ExperimentConfig:
         records) begins anew; it only loads into the layout that saved it, so other numbers of ranks or cells need this.
         Where the steps have another size now, the epoch that was under way begins anew, too.
     :param seed: Of the weights, the order of the data and whatever else is random; each has a stream of its own.
+    :param preempt_signals: Names of signals (``USR1``, ``USR2``, ``TERM``, ``HUP``, ``XCPU``) at which all ranks save
+        and leave with exit code 75, to go on when the run is started again; none to leave signals alone.
     :param deterministic: Whether to compute with deterministic algorithms only, which may be slower.
     """
 
@@ -35,11 +38,13 @@ class ExperimentConfig:
     resume: bool = True
     reset: bool = False
     seed: int = 0
+    preempt_signals: list[str] = field(default_factory=lambda: list(DEFAULT_SIGNALS))
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or os.sep in self.name:
             raise ConfigError(f"experiment.name {self.name!r} is no name of a folder; give one such as 'digits'")
+        check_signals(self.preempt_signals)
         if self.seed < 0:
             raise ConfigError(f"experiment.seed {self.seed} is negative; give 0 or more")
         if not self.output_dir:

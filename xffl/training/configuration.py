@@ -15,10 +15,11 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from xffl.cluster.environment import requested_settings
+from xffl.cluster.submit import SlurmConfig
 from xffl.errors import ConfigError
 from xffl.training.launching import LaunchConfig, config_class, find_trainer, run_here
 from xffl.training.schema import Key, Section, describe
-from xffl.training.settings import COMMAND_LINE, Settings, Source, read_words
+from xffl.training.settings import COMMAND_LINE, DEFAULT, Settings, Source, read_words
 from xffl.training.typed import name_of_type, to_plain
 from xffl.training.yaml_text import write_yaml
 
@@ -37,6 +38,11 @@ __all__ = [
 T = TypeVar("T")
 
 _TRAINER = Key(str | None, None, "Dotted path of the trainer's class.")
+_SECTIONS: dict[str, tuple[type, str]] = {
+    "launch": (LaunchConfig, "How xffl exec starts it."),
+    "slurm": (SlurmConfig, "What xffl submit asks SLURM for."),
+}
+"""Beside the keys of the configuration's class."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Resolved(Generic[T]):
     """The origin of each value by its dotted key: ``default``, ``file NAME``, ``environment NAME``, ``command line``.
     """
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     trainer: str | None = None
     """The dotted path of the trainer's class, where one was given."""
 
@@ -60,7 +67,8 @@ def read_configuration(
 ) -> Resolved[T]:
     """Return a configuration from files, the environment and a command line; local.
 
-    Beside the keys of the dataclass, all may hold ``trainer`` and the section ``launch``, which ``xffl exec`` reads.
+    Beside the keys of the dataclass, all may hold ``trainer`` and the sections ``launch`` and ``slurm``, which ``xffl
+    exec`` and ``xffl submit`` read.
 
     :param kind: A dataclass; fields that are dataclasses are its sections.
     :param files: YAML files; later ones beat earlier ones.
@@ -72,11 +80,11 @@ def read_configuration(
     """
     words = read_words(overrides)
     root = describe(kind)
-    for name in ("trainer", "launch", "config"):
+    for name in ("trainer", *_SECTIONS, "config"):
         if name in root.keys:
             raise ConfigError(f"field {name!r} of {kind.__qualname__} is a word of xffl exec; name it otherwise")
-    launch = dataclasses.replace(describe(LaunchConfig), doc="How xffl exec starts it.")
-    job: dict[str, Key | Section] = {"trainer": _TRAINER, "launch": launch}
+    sections = {name: dataclasses.replace(describe(one), doc=doc) for name, (one, doc) in _SECTIONS.items()}
+    job: dict[str, Key | Section] = {"trainer": _TRAINER, **sections}
     import_module("xffl.training.callbacks")  # whose names stand for them in class_path
     tree = Settings(dataclasses.replace(root, keys={**root.keys, **job}))
     for file in (*files, *words.files):
@@ -89,12 +97,14 @@ def read_configuration(
         else:
             tree.put(path, text, Source(COMMAND_LINE, is_text=True))
     config = tree.build(root, ())
-    chosen = tree.build(launch, ("launch",))
-    origins = {**tree.origins(config, ()), **tree.origins(chosen, ("launch",))}
+    chosen = {name: tree.build(section, (name,)) for name, section in sections.items()}
+    # What is left out of the section slurm says nothing to anybody but xffl submit.
+    asked = {key: origin for key, origin in tree.origins(chosen["slurm"], ("slurm",)).items() if origin != DEFAULT}
+    origins = {**tree.origins(config, ()), **tree.origins(chosen["launch"], ("launch",)), **asked}
     trainer = tree.value(("trainer",), _TRAINER) if ("trainer",) in tree.given else None
     if trainer is not None:
         origins["trainer"] = tree.given["trainer",].source.origin
-    return Resolved(config, origins, chosen, trainer)
+    return Resolved(config, origins, chosen["launch"], chosen["slurm"], trainer)
 
 
 def read_job(
@@ -142,7 +152,9 @@ def print_text(resolved: Resolved[Any]) -> str:
     :return: The text.
     """
     job = {} if resolved.trainer is None else {"trainer": resolved.trainer}
-    plain = {**job, "launch": to_plain(resolved.launch), **to_plain(resolved.config)}
+    slurm = {key: value for key, value in to_plain(resolved.slurm).items() if _is_given(resolved.origins, key)}
+    asked = {"slurm": slurm} if slurm else {}
+    plain = {**job, "launch": to_plain(resolved.launch), **asked, **to_plain(resolved.config)}
     return "".join(_annotated(plain, resolved.origins, ""))
 
 
@@ -166,9 +178,9 @@ def help_text(kind: type, usage: str) -> str:
     shown = "Print the configuration with the origin of each value, and end."
     more.add_argument("--print_config", action="store_true", help=shown)
     more.add_argument("--help", action="store_true", help="Print this, and end.")
-    root, launch = describe(kind), describe(LaunchConfig)
-    _add_keys(parser, dataclasses.replace(launch, doc="How xffl exec starts it."), "launch")
-    _add_keys(parser, root, "")
+    for name, (one, doc) in _SECTIONS.items():
+        _add_keys(parser, dataclasses.replace(describe(one), doc=doc), name)
+    _add_keys(parser, describe(kind), "")
     return parser.format_help()
 
 
@@ -203,6 +215,12 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
         print(f"xffl: ConfigError: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     return run_here(trainer, resolved.config, resolved.launch, resolved.origins)
+
+
+def _is_given(origins: Mapping[str, str], key: str) -> bool:
+    """Tell whether something else than a default has set a key of the section slurm, or a part of it."""
+    name = f"slurm.{key}"
+    return any(one == name or one.startswith(f"{name}.") for one in origins)
 
 
 def _annotated(plain: Mapping[str, Any], origins: Mapping[str, str], above: str) -> Iterable[str]:

@@ -11,27 +11,28 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import detect_environment, request_federation, requested_federation
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
 __all__ = ["LaunchConfig", "choose_federation", "config_class", "find_trainer", "fit", "run_here"]
 
-Sizes = int | tuple[int, ...] | None
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """How ``xffl exec`` starts a configuration.
 
-    :param processes: Processes to start on this machine; 1 by default. Where a launcher has started them, as many.
-    :param federated: Ranks of each cell, or of all cells; the session takes them as ``XFFL_FEDERATED``.
+    :param processes: Processes to start; by default 1 on this machine, and as many as the job has tasks inside of one.
+        Where a launcher has started them, as many.
+    :param federated: Ranks of each cell, or of all cells, or a rule such as ``auto`` that finds them; the session takes
+        them as ``XFFL_FEDERATED``.
     :param hsdp: Ranks that hold one copy of the model; the session takes them as ``XFFL_HSDP``.
     :param timeout_s: Seconds after which processes started here are ended.
     """
 
     processes: int | None = None
-    federated: int | tuple[int, ...] | None = None
+    federated: int | tuple[int, ...] | str | None = None
     hsdp: int | None = None
     timeout_s: float | None = None
 
@@ -40,6 +41,8 @@ class LaunchConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"launch.{name} {value} is not above 0; give such a number, or leave it out")
+        if isinstance(self.federated, str):
+            object.__setattr__(self, "federated", parse_federation(self.federated, "launch.federated"))
 
 
 def find_trainer(name: str | None, folder: str) -> type:
@@ -102,9 +105,9 @@ def choose_federation(
     origins: Mapping[str, str],
     world_size: int,
     *,
-    federated: Sizes = None,
+    federated: Federation | None = None,
     hsdp: int | None = None,
-) -> tuple[Sizes, int | None]:
+) -> tuple[Federation | None, int | None]:
     """Return the cells and replicas that are asked for; local.
 
     Options of ``xffl exec`` beat the section ``launch`` where the command line or the environment has set it, which
@@ -116,10 +119,10 @@ def choose_federation(
     :param world_size: Number of ranks.
     :param federated: What the option says.
     :param hsdp: What the option says.
-    :return: Federated sizes and replica size, as :func:`xffl.session` takes them.
+    :return: Federated sizes, or a rule that finds them, and replica size, as :func:`xffl.session` takes them.
     :raises XfflError: if they do not fit each other or the world.
     """
-    sizes, replica_size = requested_federation()
+    variable, replica_size = requested_federation()
 
     def pick(option: Any, name: str, variable: Any) -> Any:
         given = getattr(launch, name)
@@ -127,17 +130,26 @@ def choose_federation(
         order = (option, variable, given) if is_from_file else (option, given, variable)
         return next((value for value in order if value is not None), None)
 
-    sizes = pick(federated, "federated", sizes)
+    sizes = pick(federated, "federated", variable)
     replica_size = pick(hsdp, "hsdp", replica_size)
     asked = getattr(getattr(config, "distributed", None), "federated", None)
-    if asked is not None:
+    if isinstance(asked, str):
+        # xffl exec has put what it found by a rule into the variable.
+        is_same = sizes in (None, asked, variable)
+        sizes = asked if sizes is None else sizes
+    elif asked is not None:
         wanted = Topology(world_size, asked, replica_size)
-        if sizes is not None and Topology(world_size, sizes, replica_size) != wanted:
-            raise ConfigError(
-                f"cells of {sizes} are asked for (--federated, launch.federated or XFFL_FEDERATED), but "
-                f"distributed.federated is {asked}; leave one of them out"
-            )
+        is_same = sizes is None or (
+            not isinstance(sizes, str) and Topology(world_size, sizes, replica_size) == wanted
+        )  # fmt: skip
     else:
+        is_same = True
+    if not is_same:
+        raise ConfigError(
+            f"cells of {sizes} are asked for (--federated, launch.federated or XFFL_FEDERATED), but "
+            f"distributed.federated is {asked}; leave one of them out"
+        )
+    if not isinstance(sizes, str):
         Topology(world_size, sizes, replica_size)
     return sizes, replica_size
 
@@ -148,7 +160,7 @@ def run_here(
     launch: LaunchConfig,
     origins: Mapping[str, str],
     *,
-    federated: Sizes = None,
+    federated: Federation | None = None,
     hsdp: int | None = None,
 ) -> Any:
     """Train in this process, as one rank of those that a launcher has started, or alone.

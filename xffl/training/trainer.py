@@ -21,16 +21,18 @@ from xffl.parallel import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.config import BaseTrainerConfig
 from xffl.training.counting import find_loss
+from xffl.training.mixins.leaving import LeavingMixin
 from xffl.training.mixins.logging import LoggerMixin
-from xffl.training.mixins.state import StateMixin
 from xffl.training.mixins.validation import ValidationMixin
+from xffl.training.preemption import PreemptedExit, Preemption
 from xffl.training.run_folder import RunFolder, plain_config
 from xffl.training.sampler import CellBatchSampler
+from xffl.training.signals import SignalInbox, check_signals
 
 __all__ = ["BaseTrainer"]
 
 
-class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
+class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
     """Train models for some epochs, in all cells, with rounds, validation, records and checkpoints.
 
     A trainer is a class of this one and of mixins; it says what its models, optimizers and data are, and what a step
@@ -185,16 +187,24 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
     def fit(self, state: DistributedState | None = None) -> None:
         """Train from the start, or from the newest checkpoint of the run; collective over the world.
 
-        Joins the other processes (unless a state is given), configures, sets up, trains, and leaves again.
+        Joins the other processes (unless a state is given), configures, sets up, trains, and leaves again. Where a
+        signal of ``experiment.preempt_signals`` comes, all ranks save after the same step and leave early.
 
         :param state: The state of a world that is joined already.
         :raises XfflError: what any part of the run raises.
+        :raises PreemptedExit: where a signal has come; uncaught, it ends Python with exit code 75.
         """
         if state is not None:
             self.strategy.setup(state)
-        with self.strategy:
+        left: PreemptedExit | None = None
+        names = self.config.experiment.preempt_signals
+        # From before the ranks have joined: a signal that comes meanwhile is kept.
+        with SignalInbox(check_signals(names)) as inbox, self.strategy:
             try:
-                self._fit()
+                with Preemption(self.state, names, inbox=inbox) as self.preemption:
+                    self._fit()
+            except PreemptedExit as early:
+                left = early
             except BaseException as error:
                 self.callbacks.exception(self, error)
                 try:
@@ -203,6 +213,8 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
                     logging.getLogger("xffl").exception("giving back what the run had taken failed, too")
                 raise
             self.teardown(None)
+        if left is not None:
+            raise left
 
     def _fit(self) -> None:
         experiment = self.config.experiment
@@ -227,7 +239,9 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
             if experiment.resume:
                 auto_resume(self.config, self)
             self.callbacks.pre_train(self)
+            self.watch_signals()
             self._run_epochs()
+            self.leave_if_due_at_end()
             self.flush_scalars()
             self.callbacks.post_train(self)
         if self.rounds > self.measured_rounds and self.val_dataloader is not None:
@@ -338,6 +352,7 @@ class BaseTrainer(StateMixin, ValidationMixin, LoggerMixin):
         self.callbacks.post_optimizer_step(self)
         for report in told:
             self.callbacks.post_round(self, report)
+        self.leave_if_due()
 
     @property
     def _has_ended(self) -> bool:

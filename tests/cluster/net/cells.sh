@@ -1,8 +1,10 @@
 #!/bin/bash
-# cells.sh up|down: two cells of hosts as network namespaces, joined by one slow link. For root; needs ip and /dev/net/tun.
-#   NET_DIR         state directory, made by "up" and removed by "down"
+# cells.sh up|down|exec NODE COMMAND...: two cells of hosts as network namespaces, joined by one slow link. For root; needs
+# ip and /dev/net/tun.
+#   NET_DIR         state directory, made by "up" and removed by "down", which ends what runs on the nodes
 #   NET_PREFIX      what the namespaces' names begin with: one of its own for each pair of cells that is up (net)
 #   NET_NODES       nodes of a cell (2)
+#   NET_HEAD        1: a host "head" as well, at 10.77.1.253 in the first cell, where users would log in
 #   NET_RATE_MBIT   rate of the link, each way (200)
 #   NET_DELAY_MS    delay of the link, one way (10)
 #   NET_QUEUE_MS    what the link's queues hold before they drop packets (100)
@@ -10,6 +12,7 @@
 #   NET_PYTHON      interpreter for the link's relay (python3)
 # Nodes are $NET_PREFIX-a1 ..., $NET_PREFIX-b1 ..., with eth0 at 10.77.1.1 ..., 10.77.2.1 ...; a cell is a bridge in
 # $NET_PREFIX-sa and $NET_PREFIX-sb. The slow link is the device "wan" of those two: its counters see all that crosses.
+# "exec" runs a command on a node, under the host name a1 ..., where these names resolve.
 # Nothing is changed outside of the namespaces and NET_DIR.
 set -eu
 dir=${NET_DIR:?state directory} prefix=${NET_PREFIX:-net} nodes=${NET_NODES:-2}
@@ -53,10 +56,18 @@ join() { # switch, its address on the link, the other's, the net behind it
     ip -n "$1" route add "$4" via "$3"
 }
 
+hosts() {
+    local i
+    printf '127.0.0.1 localhost\n10.77.1.253 head\n'
+    for i in $(seq "$nodes"); do printf '10.77.1.%d a%d\n10.77.2.%d b%d\n' "$i" "$i" "$i" "$i"; done
+}
+
 up() {
     mkdir -p "$dir"
+    hosts >"$dir/hosts"
     cell a 1
     cell b 2
+    if [ "${NET_HEAD:-0}" = 1 ]; then node "$prefix-head" "$prefix-sa" head 10.77.1.253 10.77.1.254; fi
     "${NET_PYTHON:-python3}" "$here/wan_relay.py" "$prefix-sa" "$prefix-sb" --rate-mbit "${NET_RATE_MBIT:-200}" \
         --delay-ms "${NET_DELAY_MS:-10}" --queue-ms "${NET_QUEUE_MS:-100}" >"$dir/relay.pid"
     join "$prefix-sa" 10.77.0.1 10.77.0.2 10.77.2.0/24
@@ -66,11 +77,24 @@ up() {
 down() {
     local name
     if [ -s "$dir/relay.pid" ]; then kill "$(cat "$dir/relay.pid")" || true; fi
-    for name in $(ip netns list | cut -d ' ' -f 1 | grep "^$prefix-" || true); do ip netns del "$name"; done
+    for name in $(ip netns list | cut -d ' ' -f 1 | grep "^$prefix-" || true); do
+        ip netns pids "$name" | xargs -r kill -9 2>/dev/null || true
+        ip netns del "$name"
+    done
     rm -rf "$dir"
+}
+
+on_node() { # node, command and its arguments
+    local node=$1
+    shift
+    # "ip netns exec" gives mounts of its own already: nobody else sees this file of hosts.
+    # shellcheck disable=SC2016 # for the inner shell to expand
+    exec ip netns exec "$prefix-$node" unshare --uts \
+        sh -c 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"' sh "$node" "$dir/hosts" "$@"
 }
 
 case ${1:-} in
     up | down) "$1" ;;
-    *) sed -n 2,13p "$0" >&2; exit 2 ;;
+    exec) shift; on_node "$@" ;;
+    *) sed -n 2,17p "$0" >&2; exit 2 ;;
 esac

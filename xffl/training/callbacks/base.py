@@ -41,6 +41,7 @@ STAGES: dict[str, str] = {
     "pre_save_checkpoint": "on_save_checkpoint_start",
     "post_save_checkpoint": "on_save_checkpoint_end",
     "post_load_checkpoint": "on_load_checkpoint_end",
+    "preemption": "on_preemption",
     "exception": "on_exception",
 }
 """Stages in the order of a run, each with its second name. The two are called with the same arguments, the first name
@@ -53,7 +54,7 @@ class Callback:
     Every stage has two names (:data:`STAGES`); overload either, or both. All ranks call their callbacks in the order in
     which they were given, so a callback may communicate inside its cell (:attr:`trainer.world`), and over the world
     where cells meet: ``post_round``, ``pre_save_checkpoint`` and ``post_save_checkpoint``, ``post_load_checkpoint``,
-    ``pre_fit``, ``pre_train`` and ``post_fit``. ``on_exception`` must not communicate.
+    ``pre_fit``, ``pre_train``, ``preemption`` and ``post_fit``. ``on_exception`` must not communicate.
     """
 
     # What a checkpoint keeps ------------------------------------------------------------------------------------------
@@ -221,6 +222,13 @@ class Callback:
     def post_load_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
         """Stage: after a checkpoint was loaded."""
 
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Stage: the run leaves, and goes on when it is started again; all ranks are here together.
+
+        :param trainer: The trainer.
+        :param path: The checkpoint that was written; ``None`` where no step was made since the last start.
+        """
+
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         """Stage: this rank fails; others may not know yet."""
 
@@ -232,6 +240,9 @@ class Callback:
 
     def on_load_checkpoint_end(self, trainer: BaseTrainer, path: str) -> None:
         """Stage: as :meth:`post_load_checkpoint`."""
+
+    def on_preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Stage: as :meth:`preemption`."""
 
     def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         """Stage: as :meth:`exception`."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from xffl.checkpoint import AsyncSaver, CheckpointManager
 from xffl.errors import ConfigError
 from xffl.training.callbacks.arguments import find_count
@@ -176,6 +174,27 @@ class CheckpointCallback(Callback):
             if _is_alone(trainer):
                 self._save_best(trainer)
 
+    def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
+        """Wait for what is being written; collective over the world.
+
+        :param trainer: The trainer.
+        :param path: The next checkpoint.
+        """
+        del trainer, path
+        if self._saver is not None:
+            self._saver.wait()
+
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Wait for what is being written; collective over the world. The trainer has saved by itself.
+
+        :param trainer: The trainer.
+        :param path: What it has saved.
+        """
+        del trainer, path
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
     def post_fit(self, trainer: BaseTrainer) -> None:
         """Save the end; collective over the world.
 
@@ -241,6 +260,5 @@ def _is_alone(trainer: BaseTrainer) -> bool:
 
 def _furthest(trainer: BaseTrainer) -> dict[str, int]:
     """Return the steps and epochs of the cell that has made most; collective over the world."""
-    own = torch.tensor([trainer.global_step, trainer.current_epoch], device=trainer.device)
-    step, epoch = trainer.world.all_reduce(own, "max", "world").tolist()
+    step, epoch = trainer.furthest(trainer.global_step, trainer.current_epoch)
     return {"step": step, "epoch": epoch}

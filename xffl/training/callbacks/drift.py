@@ -132,6 +132,15 @@ class DriftCallback(Callback):
         if not report.is_skipped:
             self._agree(trainer)
 
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Stop listening.
+
+        :param trainer: The trainer.
+        :param path: The checkpoint that the run goes on from.
+        """
+        del path
+        self.post_fit(trainer)
+
     def post_fit(self, trainer: BaseTrainer) -> None:
         """Stop listening.
 

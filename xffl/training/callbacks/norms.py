@@ -78,6 +78,15 @@ class GradientNormCallback(Callback):
         for optimizer in trainer.named_optimizers().values():
             self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, trainer)))
 
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Stop listening.
+
+        :param trainer: The trainer.
+        :param path: The checkpoint that the run goes on from.
+        """
+        del path
+        self.post_fit(trainer)
+
     def post_fit(self, trainer: BaseTrainer) -> None:
         """Stop listening.
 
@@ -157,6 +166,15 @@ class UpdateNormCallback(Callback):
         if self.relative:
             weights = norm_of(trainer.world, [self._parameters[name].detach() for name in changes])
             trainer.log_scalar("norms/update_relative", norm / weights)
+
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Stop listening.
+
+        :param trainer: The trainer.
+        :param path: The checkpoint that the run goes on from.
+        """
+        del path
+        self.post_fit(trainer)
 
     def post_fit(self, trainer: BaseTrainer) -> None:
         """Stop listening.

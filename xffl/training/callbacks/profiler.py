@@ -110,6 +110,15 @@ class ProfilerCallback(Callback):
         del trainer
         self._stop()
 
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Write what there is.
+
+        :param trainer: The trainer.
+        :param path: The checkpoint that the run goes on from.
+        """
+        del trainer, path
+        self._stop()
+
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         """Write what there is.
 

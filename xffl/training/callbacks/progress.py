@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,6 +222,16 @@ class ProgressCallback(Callback):
         """
         if self._run is not None:
             self._run.resting = "finished"
+            self._close(trainer, self._run)
+
+    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
+        """Show that the run leaves.
+
+        :param trainer: The trainer.
+        :param path: The checkpoint that it goes on from.
+        """
+        if self._run is not None:
+            self._run.resting = "stopped early" if path is None else f"stopped early, saved as {Path(path).name}"
             self._close(trainer, self._run)
 
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:

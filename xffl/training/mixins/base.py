@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xffl.distributed.world import DistributedWorld
     from xffl.parallel import DistributedStrategy
     from xffl.training.callbacks.base import CallbackCollection
+    from xffl.training.preemption import Rounds
     from xffl.training.run_folder import RunFolder
 
 __all__ = ["TrainerMixin"]
@@ -140,6 +141,10 @@ class TrainerMixin:
     def training_rounds(self) -> AbstractContextManager[Any]:
         """Return the context in which rounds take place; there are none without :class:`FederatedMixin`."""
         return nullcontext()
+
+    def find_rounds(self) -> Rounds | None:
+        """Return what runs rounds, inside :meth:`training_rounds`; there is none without :class:`FederatedMixin`."""
+        return None
 
     def settle_round(self) -> None:
         """Merge the round that is under way; there is none without :class:`FederatedMixin`."""

@@ -124,6 +124,10 @@ class FederatedMixin(TrainerMixin):
         count, self._fresh = self._fresh, 0
         return float(count)
 
+    def find_rounds(self) -> FederatedScaling | None:
+        """Return what runs rounds."""
+        return self._scaling
+
     def settle_round(self) -> None:
         """Merge the round that is under way, if any; collective over the world."""
         if self._scaling is not None:

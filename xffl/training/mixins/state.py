@@ -43,16 +43,27 @@ class StateMixin(TrainerMixin):
 
         Collective over the world, where there are several cells: a number is reduced.
         """
+        return self.furthest(self.global_step)[0]
+
+    def furthest(self, *counts: int) -> list[int]:
+        r"""Return the largest value of each of some counts over the cells, the same on all ranks.
+
+        Collective over the world, where there are several cells: the numbers are reduced.
+
+        :param \*counts: Counts that are the same on all ranks of a cell.
+        :return: The largest ones.
+        """
         if self.state.topology.cells == 1:
-            return self.global_step
-        steps = torch.tensor(self.global_step, device=self.device)
-        return int(self.world.all_reduce(steps, "max", "world"))
+            return list(counts)
+        most: list[int] = self.world.all_reduce(torch.tensor(counts, device=self.device), "max", "world").tolist()
+        return most
 
     def save_checkpoint(self, path: str | Path, *, saver: Callable[..., T] | None = None, **values: Any) -> T | None:
         r"""Write a checkpoint of all parts; collective over the world, between two steps.
 
-        A round that is under way is merged first. Each rank keeps its random numbers and its part of the rounds' state,
-        which only load into the same layout.
+        A round that is under way is merged first. Cells may stand at different steps of the same round; where one has
+        made a step since the last round, the checkpoint loads into the same number of cells only. Each rank keeps its
+        random numbers and its part of the rounds' state, which only load into the same layout.
 
         :param path: Folder of the checkpoint, on a file system that all ranks share.
         :param saver: What writes it, such as the ``save`` of an :class:`xffl.checkpoint.AsyncSaver`; by default it is
@@ -62,6 +73,8 @@ class StateMixin(TrainerMixin):
         :raises CheckpointError: if it could not be written; on all ranks.
         """
         self.settle_round()
+        # Between two rounds one cell may have made steps and another none.
+        step, since_round = self.furthest(self.global_step, self.steps_since_round)
         self.callbacks.pre_save_checkpoint(self, str(path))
         written = self.strategy.save_checkpoint(
             path,
@@ -69,9 +82,9 @@ class StateMixin(TrainerMixin):
             self.named_optimizers(),
             others=self._others(),
             own=self.own_parts(),
-            after_round=self.rounds > 0 and self.steps_since_round == 0,
+            after_round=self.rounds > 0 and since_round == 0,
             saver=saver,
-            **{"step": self.agreed_step(), **values},
+            **{"step": step, **values},
         )
         self.callbacks.post_save_checkpoint(self, str(path))
         return written

@@ -1,0 +1,63 @@
+"""What the tests of ``xffl exec`` with real launchers share: starting it, and reading what its ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RANK = str(HERE / "exec_rank.py")
+SESSION = str(HERE / "exec_session.py")
+LAYOUT = str(HERE / "layout.py")
+XFFL = [sys.executable, "-m", "xffl"]
+DEADLINE_S = 60
+HOSTILE = [":", "a b", "$HOME ${x} $$", 'it\'s "q"', "", "-", "--", "*", "\n", "é", "`id`;", "%u", "\\"]
+FOLDER = 'a\'; echo "foo" $(id) é'
+Ended = tuple[int, str, str]
+
+
+def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
+    """Start a command in a folder."""
+    return subprocess.Popen(
+        list(command), cwd=folder, env=dict(environ), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Ended:
+    """Wait for its end; exit code, standard output and error."""
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"no end after {deadline_s} s\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def told(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Read what the ranks wrote, once all have."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not all((folder / f"told.{rank}").exists() for rank in range(ranks)):
+        assert time.monotonic() < deadline, f"not all ranks wrote: {os.listdir(folder)}"
+        time.sleep(0.05)
+    return [json.loads((folder / f"told.{rank}").read_text()) for rank in range(ranks)]
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Wait for processes that are no children of this one."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([handle], [], [], DEADLINE_S)
+        os.close(handle)
+        assert ready, f"process {pid} is still there"

@@ -1,0 +1,52 @@
+"""What each rank of the launcher's tests does: write down where it is and what it got, then end as it is told to.
+
+No torch, so that a start costs little. ``exec_rank.py FOLDER WAY RANK [anything]``: the rank ends in that way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from xffl.cluster.environment import detect_environment
+
+NAMES = ("XFFL_FEDERATED", "XFFL_HSDP", "XFFL_HOST", "XFFL_RUNNER", "SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT")
+
+
+def leave(number: int, frame: object) -> None:
+    print("asked to leave by", signal.Signals(number).name)
+    sys.exit(75)
+
+
+def main(folder: str, way: str, which: str) -> None:
+    place = detect_environment()
+    if way == "leave":
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, leave)
+    told = {"rank": place.rank, "argv": sys.argv, "cwd": os.getcwd(), "pid": os.getpid(), "node": place.node_rank}
+    told |= {name: os.environ.get(name) for name in NAMES}
+    part = Path(folder, f"told.{place.rank}.part")
+    part.write_text(json.dumps(told))
+    part.rename(Path(folder, f"told.{place.rank}"))
+    print("hello from", place.rank)
+    print("trouble at", place.rank, file=sys.stderr)
+    if way == "end":
+        return
+    if place.rank == int(which):
+        if way == "raise":
+            raise ValueError("seven years " + "of luck" * 300)
+        if way == "lost":
+            raise RuntimeError("Connection closed by peer")
+        if way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "exit":
+            os._exit(17)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,279 @@
+"""``xffl doctor`` on real components: hosts that are well, and faults that are planted on one of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster.conftest import DEADLINE_S, ROOT, require
+from tests.cluster.hosts import ADDRESSES, RSH, Hosts
+
+if TYPE_CHECKING:
+    from tests.cluster.conftest import Mpi
+
+DOCTOR = [sys.executable, "-m", "xffl", "doctor", "--json"]
+QUICK = [*DOCTOR, "--skip-torch", "--timeout", "6"]
+PORT = 41873
+"""Where the ranks meet on hosts that nobody else uses; below the ports that Linux hands out there."""
+
+
+class Told:
+    """What one run of the doctor said."""
+
+    def __init__(self, exit_code: int, output: str, errors: str, seconds: float) -> None:
+        assert "{" in output, f"exit code {exit_code}\n{output}\n{errors}"
+        self.exit_code, self.seconds = exit_code, seconds
+        self.report: dict[str, Any] = json.JSONDecoder().raw_decode(output[output.index("{") :])[0]
+
+    def find(self, check: str) -> list[dict[str, str]]:
+        return [finding for finding in self.report["findings"] if finding["check"] == check]
+
+    def wrong(self) -> set[str]:
+        """Return the checks that found an error."""
+        return {finding["check"] for finding in self.report["findings"] if finding["status"] == "error"}
+
+    def statuses(self, check: str) -> set[str]:
+        return {finding["status"] for finding in self.find(check)}
+
+
+def ask(command: Sequence[str], environ: Mapping[str, str], cwd: Path = ROOT) -> Told:
+    """Run a command whose first rank tells."""
+    started = time.monotonic()
+    ran = subprocess.run(
+        list(command),
+        env=dict(environ),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    return Told(ran.returncode, ran.stdout, ran.stderr, time.monotonic() - started)
+
+
+def ask_hosts(
+    hosts: Hosts,
+    command: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    before: Mapping[str, Sequence[str]] | None = None,
+    own: Mapping[str, Mapping[str, str]] | None = None,
+    cwd: Path = ROOT,
+) -> dict[str, Told | None]:
+    """Run a rank on each of the hosts a1 and b1 as torchrun would, and return who told what.
+
+    ``before`` are words that stand before a host's command, ``own`` variables of a host.
+    """
+    started = time.monotonic()
+    running = {}
+    for rank, host in enumerate(("a1", "b1")):
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
+        place |= {"GROUP_WORLD_SIZE": 2, "MASTER_ADDR": ADDRESSES["a1"], "MASTER_PORT": PORT}
+        variables = {**hosts.environ, **{name: str(value) for name, value in place.items()}}
+        variables |= {**(environ or {}), **(own or {}).get(host, {})}
+        words = hosts.command(host, *(before or {}).get(host, ()), *command)
+        running[host] = subprocess.Popen(
+            words,
+            env=variables,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    found: dict[str, Told | None] = {}
+    for host, process in running.items():
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        told = Told(process.returncode, output, errors, time.monotonic() - started) if output else None
+        if told is None:
+            assert process.returncode == 0, errors
+        found[host] = told
+    return found
+
+
+def on_hosts(hosts: Hosts, command: Sequence[str], environ: Mapping[str, str] | None = None, **more: Any) -> Told:
+    """Do as :func:`ask_hosts`, where rank 0 alone tells."""
+    found = ask_hosts(hosts, command, environ, **more)
+    assert found["b1"] is None and found["a1"] is not None, found
+    return found["a1"]
+
+
+@contextmanager
+def closed(hosts: Hosts, host: str, ports: str, action: str) -> Iterator[None]:
+    """Keep a host from connecting to ports of others, as a firewall would, by a rule of routing."""
+    rule = ["pref", "1", "ipproto", "tcp", "dport", ports, action]
+    base = ["ip", "-n", f"{hosts.prefix}-{host}", "rule"]
+    subprocess.run([*base, "add", *rule], check=True, timeout=DEADLINE_S)
+    try:
+        yield
+    finally:
+        subprocess.run([*base, "del", *rule], check=True, timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def faketime() -> Path:
+    """Return Debian's library that shifts the clock of a process."""
+    found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    require(found, "faketime")
+    return found[0]
+
+
+@pytest.fixture
+def on_one_node(tmp_path: Path) -> list[str]:
+    """Return a command that sets $PLANTED for the second node of a step only."""
+    script = tmp_path / "one_node.sh"
+    script.write_text('#!/bin/sh\n[ "$SLURM_NODEID" = 1 ] && export $PLANTED\nexec "$@"\n')
+    script.chmod(0o755)
+    return [str(script)]
+
+
+EXECUTE = ["srun", "-w", "a1,b1", "-N2", "-n3"]
+
+
+# Hosts that are well --------------------------------------------------------------------------------------------------
+
+
+def test_two_hosts_that_are_well(two_hosts: Hosts, tmp_path: Path) -> None:
+    told = on_hosts(two_hosts, [*DOCTOR, "--federated", "1,1", "--shared", str(tmp_path)], {"XFFL_IFNAME": "eth0"})
+    assert told.exit_code == 0 and told.wrong() == set(), told.report
+    assert told.report["hosts"] == ["a1", "b1"] and told.report["ranks"] == 2
+    for check in ("meeting", "interface", "versions", "clock", "names", "ports", "shared folder", "torch", "cells"):
+        assert told.statuses(check) == {"ok"}, (check, told.find(check))
+    (added,) = told.find("all-reduce")
+    # 4 MiB cross a link of 200 Mbit/s, 24 MiB/s, from each to the other.
+    rate = float(added["text"].rpartition(" MiB/s")[0].split()[-1])
+    assert added["status"] == "ok" and 1 < rate < 30, added
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_in_cells_of_the_network(slurm: dict[str, str]) -> None:
+    told = ask([*EXECUTE, *DOCTOR, "--federated", "auto"], slurm)
+    assert told.exit_code == 0, told.report
+    assert told.report["hosts"] == ["a1", "b1"] and told.report["ranks"] == 3
+    assert [finding["text"] for finding in told.find("cells")] == ["2 cells of 2, 1"]
+    assert told.statuses("all-reduce") == {"ok"} and "controller answers" in told.find("slurm")[0]["text"]
+
+
+def test_ranks_of_mpirun(openmpi: Mpi) -> None:
+    told = ask([*openmpi.command(3), *QUICK], openmpi.environ)
+    assert told.exit_code == 0 and told.report["ranks"] == 3 and len(told.report["hosts"]) == 1
+    assert "started by its own launcher" in told.find("mpi")[0]["text"]
+
+
+def test_hosts_of_a_list(two_hosts: Hosts, tmp_path: Path) -> None:
+    """Over what stands in for ssh there; the third host does not exist."""
+    environ = {**two_hosts.environ, "XFFL_SSH": str(RSH), "XFFL_IFNAME": "eth0", "XFFL_FEDERATED": "1,2"}
+    command = two_hosts.command("head", *QUICK, "--shared", str(tmp_path))
+    told = ask([*command, "--hosts", "a1:1,b1:2"], environ)
+    assert told.exit_code == 0 and told.report["hosts"] == ["a1", "b1"] and told.report["ranks"] == 3, told.report
+    assert told.statuses("ports") == told.statuses("shared folder") == told.statuses("ssh") == {"ok"}
+    told = ask([*command, "--hosts", "a1:1,b1:2,c1:1"], environ)
+    assert told.exit_code == 1 and {"ssh"} <= told.wrong(), told.report
+    assert [finding["host"] for finding in told.find("ssh") if finding["status"] == "error"] == ["c1"]
+    assert told.statuses("ports") == {"ok"}
+
+
+# Planted faults -------------------------------------------------------------------------------------------------------
+
+
+def test_no_mpi_runtime(openmpi: Mpi) -> None:
+    environ = {name: text for name, text in openmpi.environ.items() if name != "MPI4PY_MPIABI"}
+    environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+    alone = ask([*QUICK, "--need", "mpi"], environ)
+    assert alone.exit_code == 1 and alone.wrong() == {"mpi"}
+    assert "cannot load MPI library" in alone.find("mpi")[0]["text"] and "module" in alone.find("mpi")[0]["advice"]
+    unneeded = ask(QUICK, environ)
+    assert unneeded.exit_code == 0 and unneeded.statuses("mpi") == {"warning"}
+    started = ask([*openmpi.command(2), *QUICK], environ)
+    assert started.exit_code == 1 and {"mpi", "launcher"} <= started.wrong() and started.seconds < 30
+
+
+def test_an_mpirun_of_another_mpi(openmpi: Mpi, tmp_path: Path) -> None:
+    other = tmp_path / "mpirun"
+    other.write_text('#!/bin/sh\necho "HYDRA build details:"\n')
+    other.chmod(0o755)
+    told = ask([*QUICK, "--need", "mpi"], {**openmpi.environ, "PATH": f"{tmp_path}:{openmpi.environ['PATH']}"})
+    assert told.wrong() == {"mpi"} and str(other) in told.find("mpi")[0]["text"]
+
+
+def test_a_closed_port(two_hosts: Hosts) -> None:
+    with closed(two_hosts, "b1", "20000-31999", "prohibit"):
+        told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth0"})
+    assert told.exit_code == 1 and told.wrong() == {"ports"}
+    (finding,) = told.find("ports")
+    # From b1 only, and not at the ports of the other range.
+    assert finding["host"] == "b1" and finding["text"].count(ADDRESSES["a1"]) == 1
+    assert "20000-31999" in finding["advice"]
+
+
+def test_dropped_packets(two_hosts: Hosts) -> None:
+    with closed(two_hosts, "a1", "20000-31999", "blackhole"):
+        told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth0"})
+    assert told.wrong() == {"ports"} and told.find("ports")[0]["host"] == "a1" and told.seconds < 30
+
+
+def test_a_closed_rendezvous(two_hosts: Hosts) -> None:
+    with closed(two_hosts, "b1", str(PORT), "prohibit"):
+        found = ask_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth0"})
+    first, other = found["a1"], found["b1"]
+    assert first is not None and other is not None
+    assert first.exit_code == other.exit_code == 1
+    assert "rank 1 did not come" in first.find("meeting")[0]["text"]
+    assert f"{ADDRESSES['a1']}:{PORT}" in other.find("meeting")[0]["text"] and first.seconds < 40
+
+
+@pytest.mark.parametrize("name, word", [("eth7", "no such interface"), ("lo", "loopback")])
+def test_a_wrong_interface(name: str, word: str, two_hosts: Hosts) -> None:
+    told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": name})
+    assert told.exit_code == 1 and "interface" in told.wrong()
+    (finding,) = told.find("interface")
+    assert finding["host"] == "both hosts" and word in finding["text"] and "eth0" in finding["advice"]
+
+
+def test_a_wrong_interface_on_one_host(two_hosts: Hosts) -> None:
+    own = {"a1": {"XFFL_IFNAME": "eth0"}, "b1": {"XFFL_IFNAME": "ib0"}}
+    told = on_hosts(two_hosts, QUICK, own=own)
+    assert told.wrong() == {"interface"} and "XFFL_IFNAME (eth0, ib0)" in told.find("environment")[0]["text"]
+    assert {finding["host"] for finding in told.find("interface") if finding["status"] == "error"} == {"b1"}
+
+
+def test_a_missing_shared_folder(two_hosts: Hosts, tmp_path: Path) -> None:
+    shared, empty = tmp_path / "with space" / "runs", tmp_path / "empty"
+    shared.mkdir(parents=True)
+    empty.mkdir()
+    # Each host has mounts of its own: b1 does not see the folder, or sees another in its place.
+    for target, word in ((shared.parent, "is not there"), (shared, "is not seen")):
+        mount = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(empty), str(target)]
+        told = on_hosts(two_hosts, [*QUICK, "--shared", str(shared)], {"XFFL_IFNAME": "eth0"}, before={"b1": mount})
+        assert told.exit_code == 1 and told.wrong() == {"shared folder"}
+        (finding,) = told.find("shared folder")
+        assert finding["host"] == "b1" and word in finding["text"], finding
+    assert not list(shared.iterdir()) and not list(empty.iterdir())
+
+
+def test_a_clock_that_is_ahead(slurm: dict[str, str], on_one_node: list[str], faketime: Path) -> None:
+    planted = {"PLANTED": f"LD_PRELOAD={faketime} FAKETIME=+30s"}
+    told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, **planted})
+    assert told.exit_code == 1 and told.wrong() == {"clock"}
+    (finding,) = told.find("clock")
+    assert finding["host"] == "b1" and float(finding["text"].split()[0]) == pytest.approx(30, abs=0.1)
+
+
+def test_other_versions_on_one_host(slurm: dict[str, str], on_one_node: list[str], tmp_path: Path) -> None:
+    planted = tmp_path / "torch-2.99.1.dist-info"
+    planted.mkdir()
+    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.1\n")
+    path = f"PYTHONPATH={tmp_path}:{slurm['PYTHONPATH']}"
+    told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, "PLANTED": path})
+    assert told.exit_code == 1 and told.wrong() == {"versions"}
+    (finding,) = told.find("versions")
+    assert "torch differs" in finding["text"] and "2.99.1 on b1" in finding["text"]

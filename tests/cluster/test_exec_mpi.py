@@ -1,0 +1,61 @@
+"""``mpirun xffl exec SCRIPT``: each process is a rank, and nobody watches the ranks but mpirun."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster.exec_jobs import FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL, finish, start, told
+
+if TYPE_CHECKING:
+    from tests.cluster.conftest import Mpi
+
+LIMIT_S = 30
+
+
+def test_arguments_and_folder_survive(mpi: Mpi, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    # Both mpiruns take a ":" on the command line for themselves, and Open MPI drops empty words.
+    hostile = [word for word in HOSTILE if word not in ("", ":")]
+    words = [RANK, str(folder), "end", "0", *hostile]
+    command = [*mpi.command(4), *XFFL, "exec", "--federated", "3,1", "--log-dir", "logs", *words]
+    code, _, err = finish(start(command, mpi.environ, folder))
+    assert code == 0, err
+    for rank, one in enumerate(told(folder, 4)):
+        assert one["argv"] == words and one["cwd"] == str(folder) and one["rank"] == rank
+        assert one["XFFL_FEDERATED"] == "3,1"
+    names = {f"rank_0000{rank}_cell_{rank // 3}.log" for rank in range(4)}
+    assert {file.name for file in (folder / "logs").iterdir()} == names
+    assert "hello from 3\n" in (folder / "logs" / "rank_00003_cell_1.log").read_text()
+
+
+def test_a_session(mpi: Mpi, tmp_path: Path) -> None:
+    code, out, err = finish(start([*mpi.command(4), *XFFL, "exec", LAYOUT, "3,1"], mpi.environ, tmp_path))
+    assert code == 0 and out.count('"total": 10.0') == 4, err
+
+
+def test_what_does_not_fit(mpi: Mpi, tmp_path: Path) -> None:
+    for words, message in (
+        ("--processes 3", "--processes is 3, but"),
+        ("--federated 2,1", "sum to 3, but the world has"),
+    ):
+        command = [*mpi.command(2), *XFFL, "exec", *words.split(), RANK, str(tmp_path), "end", "0"]
+        code, _, err = finish(start(command, mpi.environ, tmp_path))
+        assert code == 2 and message in err and "Traceback" not in err
+    assert not list(tmp_path.glob("told.*"))
+
+
+@pytest.mark.parametrize("way", ["raise", "kill"])
+def test_a_session_that_loses_a_rank(way: str, mpi: Mpi, tmp_path: Path) -> None:
+    began = time.monotonic()
+    command = [*mpi.command(4), *XFFL, "exec", "--federated", "2,2", SESSION, way]
+    code, out, err = finish(start(command, mpi.environ, tmp_path))
+    assert code != 0 and out.count("joined") == 4
+    assert time.monotonic() - began < LIMIT_S + 15  # of which torch takes some to start
+    assert err.count("Traceback") == (way == "raise"), err
+    if way == "raise":
+        assert "xffl: rank 2 failed with ValueError: mine" in err

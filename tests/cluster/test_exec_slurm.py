@@ -1,0 +1,290 @@
+"""``xffl exec`` inside jobs of a real SLURM, and under its srun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.exec_jobs import (
+    FOLDER,
+    HOSTILE,
+    LAYOUT,
+    RANK,
+    SESSION,
+    XFFL,
+    finish,
+    start,
+    told,
+    wait_until_gone,
+)
+
+THREE = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=1"]
+EXEC = [*XFFL, "exec"]
+LIMIT_S = 30
+
+
+def test_arguments_and_folder_survive(slurm: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    alloc = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=2"]
+    words = [RANK, str(folder), "end", "0", *HOSTILE]
+    code, out, err = finish(start([*alloc, *EXEC, "--federated", "auto", "--hsdp", "2", *words], slurm, folder))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"hello from {rank}" for rank in range(6)]
+    found = told(folder, 6)
+    for rank, one in enumerate(found):
+        assert one["argv"] == words and one["cwd"] == str(folder)
+        assert (one["XFFL_FEDERATED"], one["XFFL_HSDP"], one["XFFL_RUNNER"]) == ("4,2", "2", None)
+        assert (one["rank"], one["SLURMD_NODENAME"], one["node"]) == (rank, ["a1", "a2", "b1"][rank // 2], rank // 2)
+
+
+def test_a_batch_script_with_uneven_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    command = " ".join([*EXEC, "--federated", "auto", "--log-dir", "logs", RANK, str(tmp_path), "end", "0"])
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n{command}\necho $? >{code}.part; mv {code}.part {code}\n")
+    options = ["-w", "a1,a2,b1", "-N3", "-n6", "-o", "job.log"]  # four, one and one
+    subprocess.run(["sbatch", "-Q", *options, str(script)], env=slurm, cwd=tmp_path, check=True, timeout=60)
+    deadline = time.monotonic() + 60
+    while not code.exists():
+        assert time.monotonic() < deadline, (tmp_path / "job.log").read_text()
+        time.sleep(0.1)
+    assert code.read_text() == "0\n", (tmp_path / "job.log").read_text()
+    nodes = [one["SLURMD_NODENAME"] for one in told(tmp_path, 6)]
+    assert nodes == ["a1", "a1", "a1", "a1", "a2", "b1"]
+    assert {one["XFFL_FEDERATED"] for one in told(tmp_path, 6)} == {"5,1"}
+    names = sorted(file.name for file in (tmp_path / "logs").iterdir())
+    assert names == [*(f"rank_0000{rank}_cell_0.log" for rank in range(5)), "rank_00005_cell_1.log"]
+
+
+def test_cells_whose_nodes_lie_apart_come_together(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "cells").write_text("x a1 b1\ny a2\n")
+    alloc = [*THREE, *EXEC, "--federated", "file:cells"]
+    code, _, err = finish(start([*alloc, RANK, ".", "end", "0"], slurm, tmp_path))
+    assert code == 0, err
+    found = told(tmp_path, 3)
+    assert [(one["SLURMD_NODENAME"], one["XFFL_FEDERATED"]) for one in found] == [
+        ("a1", "2,1"),
+        ("b1", "2,1"),
+        ("a2", "2,1"),
+    ]
+    code, out, err = finish(start([*alloc, LAYOUT, "2,1"], slurm, tmp_path))
+    assert code == 0, err
+    joined = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: int(one["rank"]))
+    assert [(one["cell"], one["total"]) for one in joined] == [(0, 6.0), (0, 6.0), (1, 6.0)]
+
+
+TRAINER = """
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Training:
+    epochs: int = 1
+
+
+@dataclass
+class Config:
+    training: Training = field(default_factory=Training)
+
+
+class Trainer:
+    config: Config
+
+    def __init__(self, config, *, callbacks=(), origins=None):
+        self.config = config
+
+    def fit(self):
+        told = os.environ["SLURMD_NODENAME"], os.environ["XFFL_FEDERATED"], self.config.training.epochs
+        Path("ran." + os.environ["SLURM_PROCID"]).write_text(repr(told))
+"""
+
+
+def test_a_configuration(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "fake_train.py").write_text(TRAINER)
+    (tmp_path / "config.yaml").write_text("trainer: fake_train.Trainer\nlaunch: {federated: auto}\n")
+    command = [*THREE, *EXEC, "config.yaml", "--training.epochs", "3"]
+    code, _, err = finish(start(command, slurm, tmp_path))
+    assert code == 0, err
+    found = [(tmp_path / f"ran.{rank}").read_text() for rank in range(3)]
+    assert found == [f"('{node}', '2,1', 3)" for node in ("a1", "a2", "b1")]
+    code, _, err = finish(start([*command, "--launch.processes", "2"], slurm, tmp_path))
+    assert code == 2 and "LaunchError: launch.processes (command line) is 2, but job" in err
+
+
+WRONG = [
+    (
+        [*THREE, *EXEC, "--processes", "4", RANK],
+        "LaunchError: --processes is 4, but job",
+        "HINT: ask SLURM for --ntasks=4",
+    ),
+    (
+        [*THREE, *EXEC, "--processes", "2", RANK],
+        "LaunchError: --processes is 2, but job",
+        "(1 on a1, 1 on a2, 1 on b1)",
+    ),
+    ([*THREE, *EXEC, "--federated", "2,2", RANK], "TopologyError: federated sizes (2, 2) sum to 4", "has 3 ranks"),
+    (
+        ["srun", "-n1", *EXEC, "--processes", "4", RANK],
+        "ConfigError: --processes is 4, but slurm has started 1",
+        "HINT: for 4",
+    ),
+    (
+        ["srun", "-n1", *EXEC, "--hosts", "a:4", RANK],
+        "ConfigError: --hosts is given, but slurm has started 1",
+        "leave it",
+    ),
+    (["srun", "-n1", *EXEC, "--merge", RANK], "ConfigError: --merge is for the command that starts", "xffl logs DIR"),
+    (
+        [*EXEC, "--launcher", "srun", RANK],
+        "LaunchError: --launcher srun is for the inside of a SLURM job",
+        "HINT: start",
+    ),
+    (
+        ["salloc", "-Q", "-N1", "env", "XFFL_SRUN=no-srun", *EXEC, RANK],
+        "LaunchError: this is inside job",
+        "HINT: load SLURM's module",
+    ),
+    (
+        ["salloc", "-Q", "-N1", *EXEC, "--processes", "64", RANK],
+        "LaunchError: srun ended with exit code 1: ",
+        "More processors requested than permitted",
+    ),
+    (
+        ["salloc", "-Q", "-n2", "env", "SLURM_GPUS_ON_NODE=1", *EXEC, RANK],
+        "LaunchError: 2 ranks on a1 would share 1 GPUs",
+        "HINT: give --gpus-per-node=2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "message", "remedy"), WRONG, ids=[message[:48] for _, message, _ in WRONG])
+def test_what_does_not_fit_is_one_line(
+    command: list[str], message: str, remedy: str, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    code, out, err = finish(start(command, slurm, tmp_path))
+    lines = [line for line in err.splitlines() if not line.startswith("srun: error:")]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert lines[0].startswith(f"xffl: {message}") and remedy in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "words"),
+    [
+        ("raise", 1, "failed with ValueError: seven years " + "of luck" * 300),
+        ("kill", 137, "was killed by SIGKILL (signal 9)"),
+        ("exit", 17, "exited with code 17"),
+    ],
+)
+def test_a_failing_rank_ends_the_step(way: str, code: int, words: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    began = time.monotonic()
+    command = [*THREE, *EXEC, "--federated", "auto", RANK, str(tmp_path), way, "2"]
+    ended, _, err = finish(start(command, slurm, tmp_path), LIMIT_S)
+    assert time.monotonic() - began < LIMIT_S
+    assert ended == code, err
+    lines = [line for line in err.splitlines() if not line.startswith("trouble at")]
+    assert lines[-1] == f"xffl: rank 2 (cell 1) {words}; all other ranks were stopped"
+    if way == "raise":
+        assert lines[0] == "Traceback (most recent call last):" and err.count("Traceback") == 1
+        assert "runner.py" not in err and "raise ValueError" in err
+    else:
+        assert len(lines) == 1, err
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "words"), [("raise", 1, "failed with ValueError: mine"), ("kill", 137, "SIGKILL")]
+)
+def test_a_session_that_loses_a_rank(way: str, code: int, words: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    began = time.monotonic()
+    command = [*THREE, *EXEC, "--federated", "auto", SESSION, way]
+    ended, out, err = finish(start(command, slurm, tmp_path))
+    assert time.monotonic() - began < LIMIT_S + 10  # of which torch takes some to start
+    assert ended == code and out.count("joined") == 3, err
+    assert err.splitlines()[-1].startswith("xffl: rank 2 (cell 1) ") and words in err.splitlines()[-1]
+    assert err.count("Traceback") == (way == "raise")
+
+
+def test_the_time_limit(slurm: dict[str, str], tmp_path: Path) -> None:
+    code, _, err = finish(start([*THREE, *EXEC, "--timeout", "2", RANK, str(tmp_path), "stay", "0"], slurm, tmp_path))
+    assert code == 124 and err.splitlines()[-1] == "xffl: stopped all ranks after 2.0 s, as --timeout says"
+
+
+def in_shell(*words: str) -> list[str]:
+    """Run a command that leaves its process id, since salloc's is another."""
+    return ["bash", "-c", 'echo $$ >pid; exec "$@"', "bash", *words]
+
+
+@pytest.mark.parametrize(
+    ("number", "way", "code"), [("USR2", "leave", 75), ("TERM", "leave", 75), ("TERM", "stay", 143)]
+)
+def test_signals_reach_the_ranks(number: str, way: str, code: int, slurm: dict[str, str], tmp_path: Path) -> None:
+    process = start([*THREE, *in_shell(*EXEC, RANK, str(tmp_path), way, "9")], slurm, tmp_path)
+    ranks = told(tmp_path, 3)
+    os.kill(int((tmp_path / "pid").read_text()), signal.Signals[f"SIG{number}"])
+    ended, out, err = finish(process)
+    assert ended == code, err
+    assert out.count(f"asked to leave by SIG{number}") == (3 if way == "leave" else 0)
+    said = (
+        "asked to leave and has saved its state (exit code 75)" if way == "leave" else "stopped all ranks after SIGTERM"
+    )
+    assert said in err.splitlines()[-1]
+    wait_until_gone([one["pid"] for one in ranks])
+
+
+def test_a_killed_launcher_leaves_no_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
+    process = start([*THREE, *in_shell(*EXEC, RANK, str(tmp_path), "stay", "9")], slurm, tmp_path)
+    ranks = told(tmp_path, 3)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    wait_until_gone([one["pid"] for one in ranks])
+    finish(process)
+
+
+def test_two_jobs_at_once_on_one_node(slurm: dict[str, str], tmp_path: Path) -> None:
+    command = ["salloc", "-Q", "-N1", "-n2", "-w", "a1", *EXEC, "--log-dir"]
+    both = [start([*command, f"logs{job}", LAYOUT, "1,1"], slurm, tmp_path) for job in range(2)]
+    for job, process in enumerate(both):
+        code, out, err = finish(process)
+        assert (code, out) == (0, ""), err
+        texts = [(tmp_path / f"logs{job}" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
+        assert [json.loads(text.splitlines()[-1])["total"] for text in texts] == [3.0, 3.0]
+
+
+def test_logs_and_the_merged_stream(slurm: dict[str, str], tmp_path: Path) -> None:
+    lines = {
+        f"[cell {rank // 2} rank {rank}] {words} {rank}" for rank in range(3) for words in ("hello from", "trouble at")
+    }
+    command = [*THREE, *EXEC, "--federated", "auto", "--merge"]
+    code, out, err = finish(start([*command, RANK, str(tmp_path), "end", "0"], slurm, tmp_path))
+    assert code == 0 and {*out.splitlines(), *err.splitlines()} == lines
+    assert all("hello" in line for line in out.splitlines())
+    code, out, err = finish(start([*command, "--log-dir", "l o", RANK, str(tmp_path), "raise", "1"], slurm, tmp_path))
+    assert code == 1 and lines <= {*out.splitlines()} and "[cell 0 rank 1] ValueError: seven years" in out
+    assert err.splitlines()[-1].startswith("xffl: rank 1 (cell 0) failed with ValueError")
+    code, out, _ = finish(start([*XFFL, "logs", "l o", "--ranks", "0,2"], slurm, tmp_path))
+    assert code == 0 and set(out.splitlines()) == {line for line in lines if "rank 1" not in line}
+
+
+def test_under_srun_each_process_is_a_rank(slurm: dict[str, str], tmp_path: Path) -> None:
+    step = ["srun", "-N2", "-n3", "-w", "a1,b1", *EXEC, "--federated", "2,1"]
+    code, _, err = finish(
+        start([*step, "--log-dir", "logs", RANK, str(tmp_path), "end", "0", *HOSTILE[1:]], slurm, tmp_path)
+    )
+    assert code == 0, err
+    assert [one["argv"][4:] for one in told(tmp_path, 3)] == [HOSTILE[1:]] * 3
+    assert {file.name for file in (tmp_path / "logs").iterdir()} == {
+        "rank_00000_cell_0.log", "rank_00001_cell_0.log", "rank_00002_cell_1.log",
+    }  # fmt: skip
+    code, _, err = finish(start(["srun", "-K", *step[1:], RANK, str(tmp_path), "raise", "1"], slurm, tmp_path))
+    assert code != 0 and err.count("Traceback") == 1 and "in_place" not in err and "runpy" not in err
+    assert "xffl: rank 1 failed with ValueError: seven years" in err
+    code, _, err = finish(start(["srun", "-K", *step[1:], RANK, str(tmp_path), "lost", "2"], slurm, tmp_path))
+    assert code != 0 and "Traceback" not in err
+    assert "xffl: rank 2 lost another rank: RuntimeError: Connection closed by peer" in err

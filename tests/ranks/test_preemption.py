@@ -1,0 +1,428 @@
+"""Runs that a signal asks to leave: all ranks stop after the same step, and going on is as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import xffl
+from tests.ranks.test_resume import Case, configure, curves
+from tests.ranks.test_strategies import joined
+from tests.tasks import TaskTrainer, whole_weights
+from tests.worlds import run_world
+from xffl.checkpoint import find_latest_checkpoint
+from xffl.errors import CheckpointError
+from xffl.training import Callback, PreemptedExit, Preemption, listener
+
+ROOT = Path(__file__).parents[2]
+STEPS = 22
+MOMENTS = ("pre_train_batch", "post_train_batch", "pre_optimizer_step", "post_optimizer_step")
+OTHER_MOMENTS = ("pre_setup", "pre_val_batch", "pre_save_checkpoint", "post_train", "post_fit")
+
+CASES: dict[str, Case] = {
+    "single": {"ranks": 1, "strategy": "single"},
+    "fsdp, accumulating": {"ranks": 2, "strategy": "fsdp", "accumulation": 3, "batch_size": 4},
+    "fsdp, saving in the background": {"ranks": 2, "strategy": "fsdp", "is_async": True},
+    "hsdp, two unequal cells": {
+        "ranks": 6,
+        "strategy": "hsdp",
+        "mesh": {"dp_shard": 2, "dp_replicate": "auto"},
+        "federated": (4, 2),
+        "federation": {"every": 9},
+        "batch_size": 8,
+    },
+    "diloco with momentum": {"ranks": 2, "federated": (1, 1), "federation": {"algorithm": "diloco", "every": 8}},
+    "int8 with error feedback": {
+        "ranks": 2,
+        "federated": (1, 1),
+        "federation": {"every": 7, "aggregator": {"codec": "int8"}},
+        "accumulation": 2,
+        "batch_size": 5,
+    },
+    "delayed rounds": {
+        "ranks": 2,
+        "federated": (1, 1),
+        "federation": {"every": 6, "delay": 2, "aggregator": {"overlap": True}},
+    },
+    "rounds that are always under way": {  # in cell 0, which makes fewer steps than a round takes
+        "ranks": 3,
+        "federated": (1, 2),
+        "strategy": "fsdp",
+        "federation": {"every": "per_cell:counts=[3, 5]", "delay": 4, "aggregator": {"overlap": True}},
+        "saving": {"save_final": True},
+    },
+    "fragments with momentum": {
+        "ranks": 3,
+        "strategy": "fsdp",
+        "federated": (1, 2),
+        "federation": {"algorithm": "streaming_diloco", "every": 4},
+    },
+}
+
+
+class Asker(Callback):
+    """Send this process a signal at a moment of a step, each once."""
+
+    def __init__(self, plan: dict[str, Any], rank: int) -> None:
+        self.plan, self.is_mine = plan, rank in plan["ranks"]
+
+    def _at(self, moment: str, trainer: Any) -> None:
+        step = trainer.global_step - (moment == "post_optimizer_step")
+        if self.is_mine and moment == self.plan["moment"] and step == self.plan["step"]:
+            self.is_mine = False
+            for name in self.plan.get("signals", ["SIGUSR2"]):
+                os.kill(os.getpid(), getattr(signal, name))
+
+
+for _moment in (*MOMENTS, *OTHER_MOMENTS):
+    setattr(Asker, _moment, lambda self, trainer, *_, moment=_moment: self._at(moment, trainer))
+
+
+class Witness(Callback):
+    """Keep the weights of the end, and what was told of leaving."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.told: list[str] = []
+
+    def post_fit(self, trainer: Any) -> None:
+        self.weights.update(whole_weights(trainer.model))
+
+    def preemption(self, trainer: Any, path: str | None) -> None:
+        self.told.append(Path(path or "").name)
+
+    def on_preemption(self, trainer: Any, path: str | None) -> None:
+        self.told.append("again")
+
+    def exception(self, trainer: Any, error: BaseException) -> None:
+        self.told.append(repr(error))
+
+
+def train(rank: int, world_size: int, case: Case, folder: str, plan: dict[str, Any] | None) -> dict[str, Any]:
+    listener.INTERVAL_S = 0.01  # steps are short here
+    witness = Witness()
+    askers = [] if plan is None else [Asker(plan, rank)]
+    trainer = TaskTrainer(configure(case, Path(folder)), callbacks=[*askers, witness])
+    code, reason = 0, " "
+    before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
+    try:
+        trainer.fit(joined(rank, world_size))
+    except PreemptedExit as left:
+        code, reason = int(left.code), left.reason
+    assert reason.partition(" ")[0] in ["", *(plan or {}).get("signals", ["SIGUSR2"])], reason
+    assert (signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)) == before
+    assert signal.set_wakeup_fd(-1) == -1
+    place = {"step": trainer.global_step, "since": trainer.steps_since_round, "rounds": trainer.rounds}
+    return {"code": code, "weights": witness.weights, "told": witness.told, **place}
+
+
+def scenes(rank: int, world_size: int, folder: str, cases: dict[str, tuple[Case, dict[str, Any] | None]]) -> Any:
+    """Train several times in one process, in a world of its own each."""
+    found = {}
+    for number, (name, (case, plan)) in enumerate(cases.items()):
+        store = dist.FileStore(f"{folder}/store_{number}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        try:
+            found[name] = train(rank, world_size, case, f"{folder}/{case.get('run', name)}", plan)
+        except CheckpointError as error:
+            found[name] = {"error": str(error)}
+        if dist.is_initialized():  # the state was not the trainer's own
+            dist.barrier()
+            dist.destroy_process_group()
+    return found
+
+
+def compare(found: list[Any], expected: list[Any], told: str) -> None:
+    assert {one["code"] for one in found} == {0}, told
+    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert theirs["weights"], "the run without a signal has come to its end"
+        assert mine["weights"].keys() == theirs["weights"].keys()
+        for key, tensor in theirs["weights"].items():
+            assert torch.equal(mine["weights"][key], tensor), f"{key} of rank {rank} differs, {told}"
+
+
+def check_left(found: list[Any], case: Case, folder: Path) -> None:
+    """All ranks have left after the same step of their cell, with a checkpoint of it."""
+    assert {one["code"] for one in found} == {75}
+    sizes = case.get("federated", (len(found),))
+    first = 0
+    for size in sizes:
+        assert len({(one["step"], one["rounds"]) for one in found[first : first + size]}) == 1
+        first += size
+    name = f"step_{max(one['step'] for one in found)}"
+    assert all(one["told"] == [name, "again"] for one in found), [one["told"] for one in found]
+    assert find_latest_checkpoint(folder) == folder / "checkpoints" / name
+    assert not (folder / "checkpoints" / "final").exists()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_left_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    ranks = case["ranks"]
+    draw = random.Random(name)
+    whole = run_world(ranks, train, case, str(tmp_path / "whole"), None)
+    assert {one["step"] for one in whole} == {STEPS}
+
+    folder = tmp_path / "left"
+    places = []
+    one, other = draw.randrange(1, 7), draw.randrange(12, 17)
+    for asked, step in ((range(ranks), one), ([draw.randrange(ranks)], other)):
+        plan = {"ranks": list(asked), "step": step, "moment": draw.choice(MOMENTS)}
+        found = run_world(ranks, train, case, str(folder), plan)
+        check_left(found, case, folder)
+        places.append(found)
+        print(plan, [(place["step"], place["rounds"], place["since"]) for place in found])
+    found = run_world(ranks, train, case, str(folder), None)
+    compare(found, whole, f"asked at steps {one} and {other}")
+    assert curves(folder) == curves(tmp_path / "whole")
+
+
+APART: Case = {"federated": (1, 1), "federation": {"every": 8}, "saving": {"save_final": False}}
+ALONE: Case = {"strategy": "ddp", "saving": {"save_frequency": 4, "save_final": True}}
+SCENES: dict[str, tuple[Case, dict[str, Any] | None]] = {
+    "nobody asks": (ALONE, None),
+    "during setup": (ALONE, {"ranks": [1], "step": 0, "moment": "pre_setup"}),
+    "and again": ({**ALONE, "run": "during setup"}, None),
+    "during a validation": (ALONE, {"ranks": [0], "step": 5, "moment": "pre_val_batch"}),
+    "during a checkpoint, twice": (
+        ALONE,
+        {"ranks": [1], "step": 8, "moment": "pre_save_checkpoint", "signals": ["SIGUSR2", "SIGTERM", "SIGUSR2"]},
+    ),
+    "a terminate": (ALONE, {"ranks": [0, 1], "step": 2, "moment": "pre_optimizer_step", "signals": ["SIGTERM"]}),
+    "at the last step": (ALONE, {"ranks": [1], "step": STEPS - 1, "moment": "pre_optimizer_step"}),
+    "after the end": (ALONE, {"ranks": [0, 1], "step": STEPS, "moment": "post_fit"}),
+    "between two rounds": (APART, {"ranks": [0, 1], "step": 10, "moment": "pre_train_batch"}),
+    "in one cell": ({**ALONE, "run": "between two rounds"}, None),
+    "one cell has finished": (
+        {**APART, "federation": {"every": "per_cell:counts=[9, 3]"}},
+        {"ranks": [0], "step": STEPS, "moment": "post_train"},
+    ),
+}
+
+
+def test_signals_at_all_times(tmp_path: Path) -> None:
+    by_rank = run_world(2, scenes, str(tmp_path), SCENES, init=False)
+    found = {name: [one[name] for one in by_rank] for name in SCENES}
+    compare(found["nobody asks"], found["nobody asks"], "")
+    setup = found["during setup"]
+    assert [(one["code"], one["step"], one["told"]) for one in setup] == [(75, 0, ["", "again"])] * 2
+    assert find_latest_checkpoint(tmp_path / "during setup") is not None, "the run that went on has saved"
+    compare(found["and again"], found["nobody asks"], "after a start that was cut short")
+    for name in ("during a validation", "during a checkpoint, twice", "a terminate"):
+        check_left(found[name], ALONE, tmp_path / name)
+    for name in ("at the last step", "after the end"):
+        codes = {(one["code"], one["step"]) for one in found[name]}
+        assert len(codes) == 1 and codes <= {(0, STEPS), (75, STEPS)}, codes
+    assert {one["code"] for one in found["after the end"]} == {0}
+    apart = found["between two rounds"]
+    check_left(apart, APART, tmp_path / "between two rounds")
+    assert all(one["since"] > 0 and one["rounds"] == 1 for one in apart), apart
+    assert all("each cell holds other weights" in one["error"] for one in found["in one cell"])
+    check_left(found["one cell has finished"], APART, tmp_path / "one cell has finished")
+
+
+def alone_at_the_end(rank: int, world_size: int, folder: str, plan: dict[str, Any] | None) -> dict[str, Any]:
+    """Cells without rounds, of which one has no more to do: the other one's signal finds it waiting."""
+    listener.INTERVAL_S = 0.01
+    case: Case = {"federated": (1, 1), "saving": {"save_final": True}}
+    config = configure(case, Path(folder))
+    stopper = [Stopper()] if rank == 1 else []
+    trainer = TaskTrainer(config, callbacks=[*([] if plan is None else [Asker(plan, rank)]), *stopper, Witness()])
+    try:
+        trainer.fit(joined(rank, world_size))
+    except PreemptedExit as left:
+        return {"code": left.code, "step": trainer.global_step, "rounds": 0}
+    return {"code": 0, "step": trainer.global_step, "rounds": 0}
+
+
+class Stopper(Callback):
+    """End this cell early."""
+
+    def pre_train(self, trainer: Any) -> None:
+        if trainer.global_step >= 4:
+            trainer.stop("done")
+
+    def post_optimizer_step(self, trainer: Any) -> None:
+        if trainer.global_step >= 4:
+            trainer.stop("done")
+
+
+def test_a_cell_without_rounds_waits_for_the_others(tmp_path: Path) -> None:
+    plan = {"ranks": [0], "step": 15, "moment": "pre_train_batch"}
+    found = run_world(2, alone_at_the_end, str(tmp_path), plan)
+    assert [one["code"] for one in found] == [75, 75]
+    assert found[0]["step"] >= 15 and found[1]["step"] == 4
+    assert find_latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / f"step_{found[0]['step']}"
+    found = run_world(2, alone_at_the_end, str(tmp_path), None)
+    assert [(one["code"], one["step"]) for one in found] == [(0, STEPS), (0, 4)]
+
+
+class Breaker(Callback):
+    """Fail on rank 1, and be asked to end on rank 0, as a launcher does that cleans up."""
+
+    def __init__(self, rank: int, how: str, folder: str) -> None:
+        self.rank, self.how, self.gone = rank, how, Path(folder) / "gone"
+
+    def exception(self, trainer: Any, error: BaseException) -> None:
+        self.gone.touch()
+
+    def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and self.rank == 1:
+            if self.how == "kill":
+                self.gone.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("planted")
+        if trainer.global_step == 12 and self.rank == 0:
+            never = threading.Event()  # nobody sets it: a main thread that runs no handler
+            while not self.gone.exists():
+                never.wait(0.01)
+            never.wait(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            never.wait(30.0)
+            raise AssertionError("still there")
+
+
+def broken(rank: int, world_size: int, folder: str, how: str) -> None:
+    listener.INTERVAL_S, listener.TERM_PATIENCE_S = 0.01, 0.5
+    config = configure({"federated": (1, 1), "saving": {"save_final": False}}, Path(folder))
+    TaskTrainer(config, callbacks=[Breaker(rank, how, folder)]).fit(joined(rank, world_size))
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_where_a_rank_has_failed_a_signal_ends_the_others(how: str, tmp_path: Path) -> None:
+    found = run_world(2, broken, str(tmp_path), how, mortal=range(2))
+    assert "died with exit code -15" in found[0]
+    assert "planted" in found[1] if how == "raise" else "exit code -9" in found[1]
+
+
+def own_loop(rank: int, world_size: int, folder: str, asks: int) -> Any:
+    """A loop of one's own with rounds; cell 1 has half of the batches."""
+    listener.INTERVAL_S = 0.01
+    state = joined(rank, world_size)
+    state.set_federated_scaling(federated_group_size=(1, 1))
+    torch.manual_seed(7)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    steps = 40 - 20 * rank
+    generator = torch.Generator().manual_seed(rank)
+    data = torch.randn(steps, 8, 4, generator=generator)
+    done = 0
+    rounds = xffl.FederatedScaling(model, optimizer, state, every=12)
+
+    def save() -> None:
+        xffl.checkpoint.save_checkpoint(folder, parts, state, own={"rounds": rounds, "done": Done})
+
+    class Done:
+        @staticmethod
+        def state_dict() -> dict[str, int]:
+            return {"step": done}
+
+        @staticmethod
+        def load_state_dict(found: dict[str, int]) -> None:
+            nonlocal done
+            done = found["step"]
+
+    def run() -> None:
+        nonlocal done
+        with Preemption(state, ["USR2"]) as preemption, rounds:
+            if Path(folder).exists():
+                xffl.checkpoint.load_checkpoint(folder, parts, state, own={"rounds": rounds, "done": Done})
+            preemption.follow(rounds, save)
+            for batch in data[done:]:
+                if done == asks and rank == 0:
+                    os.kill(os.getpid(), signal.SIGUSR2)
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if preemption.is_due(done):
+                    save()
+                    preemption.leave()
+
+    try:
+        run()
+    except PreemptedExit as left:
+        return left.code, done, rounds.meetings
+    return 0, done, [one.detach().clone() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("asks", [3, 17, 33])
+def test_a_loop_of_ones_own(asks: int, tmp_path: Path) -> None:
+    whole = run_world(2, own_loop, str(tmp_path / "none"), -1)
+    left = run_world(2, own_loop, str(tmp_path / "save"), asks)
+    assert [code for code, _, _ in left] == [75, 75], left
+    resumed = run_world(2, own_loop, str(tmp_path / "save"), -1)
+    for (code, _, mine), (_, _, theirs) in zip(resumed, whole, strict=True):
+        assert code == 0
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True)), left
+
+
+LEAVER = """
+import os, signal, threading
+from pathlib import Path
+
+from tests.tasks import TaskConfig, TaskTrainer
+from xffl.training import Callback
+
+
+class Asker(Callback):
+    def pre_train_batch(self, trainer, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.world.rank == 1 and os.environ["HOW"] == "itself":
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if trainer.global_step >= 8 and os.environ["HOW"] == "exec":
+            Path(f"here_{trainer.world.rank}").touch()
+        if os.environ["HOW"] != "not":
+            threading.Event().wait(0.05)  # else all is over before the signal comes
+
+
+class Leaver(TaskTrainer):
+    config: TaskConfig
+
+    def __init__(self, config, **named):
+        super().__init__(config, callbacks=[Asker()], **named)
+"""
+
+LEAVING = """
+trainer: leaver.Leaver
+launch: {processes: 2, federated: [1, 1]}
+experiment: {name: leaving, output_dir: run}
+training: {epochs: 40, max_steps: 150, batch_size: 16}
+federation: {every: 10}
+"""
+
+
+def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
+    (tmp_path / "leaver.py").write_text(LEAVER)
+    (tmp_path / "config.yaml").write_text(LEAVING)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
+    environ["PYTHONPATH"] = str(ROOT)
+    last = 0
+    for how, code in (("itself", 75), ("exec", 75), ("not", 0)):
+        command = [sys.executable, "-m", "xffl", "exec", "config.yaml"]
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environ | {"HOW": how}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
+            while how == "exec" and job.poll() is None and len(list(tmp_path.glob("here_*"))) < 2:
+                threading.Event().wait(0.05)
+            if how == "exec":
+                job.terminate()
+            out, told = job.communicate(timeout=120)
+        assert job.returncode == code, (how, job.returncode, out, told)
+        assert "Traceback" not in told, told
+        found = find_latest_checkpoint(tmp_path / "run")
+        if how != "not":
+            assert found is not None and int(found.name.removeprefix("step_")) > last, found
+            last = int(found.name.removeprefix("step_"))
+    assert last < 150

@@ -1,0 +1,166 @@
+"""How the ranks of a node divide its cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.test_environment import recording
+from xffl.cluster.affinity import Binding, allowed_cpus, bind_if_asked, bind_rank, find_cores, is_bound, share_cores
+from xffl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe(folder: Path, sockets: int, cores: int, threads: int) -> int:
+    """Write what Linux tells of a host whose second hardware threads are counted after all first ones."""
+    for thread in range(threads):
+        for socket in range(sockets):
+            for core in range(cores):
+                cpu = (thread * sockets + socket) * cores + core
+                topology = folder / f"cpu{cpu}" / "topology"
+                topology.mkdir(parents=True)
+                (topology / "physical_package_id").write_text(f"{socket}\n")
+                (topology / "core_id").write_text(f"{core}\n")
+    return sockets * cores * threads
+
+
+def test_hardware_threads_of_a_core_stay_together(tmp_path: Path) -> None:
+    cpus = describe(tmp_path, sockets=2, cores=2, threads=2)
+    assert find_cores(range(cpus), tmp_path) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert find_cores([6, 2, 1], tmp_path) == ((1,), (2, 6))
+    assert find_cores([3, 1], tmp_path / "nowhere") == ((1,), (3,))
+
+
+def test_a_rank_gets_whole_cores_of_one_socket(tmp_path: Path) -> None:
+    cores = find_cores(range(describe(tmp_path, sockets=2, cores=4, threads=2)), tmp_path)
+    parts = [share_cores(cores, rank, 2) for rank in range(2)]
+    assert [part.cpus for part in parts] == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
+    assert {part.threads for part in parts} == {4}, "one thread for a core, not for a hardware thread"
+
+
+@given(st.integers(1, 80), st.integers(1, 40))
+def test_parts_cover_all_cores_and_differ_by_one(count: int, ranks: int) -> None:
+    cores = [(2 * core, 2 * core + 1) for core in range(count)]
+    parts = [share_cores(cores, rank, ranks) for rank in range(ranks)]
+    if count < ranks:
+        assert all(part.threads == 1 and part.cpus in cores for part in parts)
+        uses = [sum(part.cpus == core for part in parts) for core in cores]
+        assert max(uses) - min(uses) <= 1
+        return
+    assert sorted(cpu for part in parts for cpu in part.cpus) == list(range(2 * count))
+    sizes = [part.threads for part in parts]
+    assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
+    assert all(len(part.cpus) == 2 * part.threads for part in parts)
+
+
+@pytest.mark.parametrize("rank, size", [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_that_is_none_of_the_node(rank: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"local rank {rank} is not among {size}"):
+        share_cores([(0,)], rank, size)
+    with pytest.raises(ConfigError, match="cpuset"):
+        share_cores([], 0, 1)
+
+
+def test_nothing_happens_unless_it_is_asked_for() -> None:
+    before = allowed_cpus()
+    for text in ("", "none", "0", "OFF"):
+        environ = {"XFFL_BIND": text}
+        assert bind_rank(0, 2, environ) is None and environ == {"XFFL_BIND": text}
+    assert bind_rank(0, 2, {}) is None and allowed_cpus() == before
+    with pytest.raises(ConfigError, match="XFFL_BIND is 'sockets'; give cores"):
+        bind_rank(0, 2, {"XFFL_BIND": "sockets"})
+
+
+def test_launchers_that_bind_say_so() -> None:
+    assert is_bound({"OMPI_MCA_orte_bound_at_launch": "1"})
+    assert is_bound({"SLURM_CPU_BIND_TYPE": "mask_cpu:"})
+    assert not is_bound({"SLURM_CPU_BIND_TYPE": "none"}) and not is_bound({})
+
+
+BOUND = """\
+import json, os, threading
+from xffl.cluster.affinity import bind_rank
+bind_rank({rank}, {size})
+found = []
+threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0)))).start()
+print(json.dumps([sorted(os.sched_getaffinity(0)), found[0], os.environ["OMP_NUM_THREADS"]]))
+"""
+
+
+def bound(rank: int, size: int, **variables: str) -> tuple[list[int], str]:
+    """Bind a process of its own, and return its CPUs and its threads."""
+    environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", BOUND.format(rank=rank, size=size)],
+        env={**environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    own, of_thread, threads = json.loads(ran.stdout)
+    assert own == of_thread, "threads that start later run on the same CPUs"
+    return own, threads
+
+
+def test_ranks_take_their_own_cores() -> None:
+    if len(find_cores(allowed_cpus())) < 2:
+        pytest.skip("there is one core only")
+    parts = [bound(rank, 2, XFFL_BIND="cores") for rank in range(2)]
+    assert not set(parts[0][0]) & set(parts[1][0])
+    assert sorted(parts[0][0] + parts[1][0]) == list(allowed_cpus())
+    expected = [share_cores(find_cores(allowed_cpus()), rank, 2) for rank in range(2)]
+    assert [(tuple(cpus), threads) for cpus, threads in parts] == [(e.cpus, str(e.threads)) for e in expected]
+
+
+def test_what_is_set_or_bound_already_is_kept() -> None:
+    cpus = list(allowed_cpus())
+    assert bound(1, 2, XFFL_BIND="cores", OMP_NUM_THREADS="7")[1] == "7"
+    kept, threads = bound(1, 2, XFFL_BIND="cores", OMPI_MCA_orte_bound_at_launch="1")
+    assert kept == cpus and threads == str(len(find_cores(cpus)))
+
+
+def test_a_binding_says_why() -> None:
+    assert share_cores([(0,), (1,), (2,)], 0, 2) == Binding((0,), 1, "1 of 3 cores")
+    assert share_cores([(0,)], 1, 2).reason == "2 ranks share 1 cores"
+
+
+def test_the_place_on_the_node_is_read_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr("xffl.cluster.affinity.bind_rank", lambda rank, size, environ: seen.append((rank, size)))
+    for name, places in (
+        ("torchrun_uneven_nodes", [(0, 2), (1, 2), (0, 1)]),
+        ("srun_even", [(0, 2), (1, 2), (0, 2), (1, 2)]),
+    ):
+        for environ in recording(name):
+            bind_if_asked({**environ, "XFFL_BIND": "cores"})
+        assert seen == places
+        seen.clear()
+    assert bind_if_asked({"XFFL_BIND": "cores"}) is None and bind_if_asked({**environ}) is None and not seen
+    with pytest.raises(ConfigError, match="XFFL_BIND"):
+        bind_if_asked({"XFFL_BIND": "all"})
+
+
+def test_exec_binds_its_ranks(tmp_path: Path) -> None:
+    if len(find_cores(allowed_cpus())) < 2:
+        pytest.skip("there is one core only")
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os\nwith open(os.environ['RANK'], 'w') as file:\n"
+        "    print(*sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], file=file)\n"
+    )
+    environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {"XFFL_BIND": "cores", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "xffl", "exec", "--processes", "2", str(script)]
+    subprocess.run(command, env=environ, cwd=tmp_path, timeout=60, check=True)
+    parts = [share_cores(find_cores(allowed_cpus()), rank, 2) for rank in range(2)]
+    expected = [" ".join(map(str, (*part.cpus, part.threads))) for part in parts]
+    assert [(tmp_path / str(rank)).read_text().strip() for rank in range(2)] == expected

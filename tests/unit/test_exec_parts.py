@@ -1,0 +1,326 @@
+"""The parts of ``xffl exec`` that start nothing: layouts, messages of ranks, srun's words, log files, who failed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from xffl.cli.main import COMMANDS, main
+from xffl.cluster.allocation import Allocation, Host
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cluster.failure import FailureRecord
+from xffl.cluster.job_layout import check_started, fit_hosts, lay_out
+from xffl.cluster.job_watch import JobWatch, caught_signals
+from xffl.cluster.marked_lines import MarkedLines, Message, mark
+from xffl.cluster.rank_files import RankFile, Stream, list_rank_files, sizes_now
+from xffl.cluster.runner import RankJob
+from xffl.cluster.srun import launch_srun, read_task_ends, srun_command
+from xffl.cluster.ssh import shared_environment, ssh_command
+from xffl.errors import ConfigError, LaunchError, TopologyError
+
+ROOT = Path(__file__).parents[2]
+HOSTS = (Host("b1", 2, address="10.0.0.2"), Host("a1", 1))
+HELP_S = 0.3
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def test_help_of_every_command_is_quick_and_needs_no_torch() -> None:
+    environ = {**os.environ, "PATH": ""}  # no srun, no ssh
+    for words in ([], *([name] for name in COMMANDS)):
+        took = []
+        for _ in range(5):  # the machine may be busy with something else
+            before = os.times()
+            command = [sys.executable, "-c", WITHOUT_TORCH, *words, "--help"]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+            after = os.times()
+            assert ran.returncode == 0 and "usage" in ran.stdout, ran.stderr
+            took.append(sum(after[2:4]) - sum(before[2:4]))  # seconds that the child computed
+            if took[-1] < HELP_S:
+                break
+        assert min(took) < HELP_S, (words, took)
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["exce"])
+    assert left.value.code == 2 and "exec" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["exec", "--hosts", "a:2", "--launcher", "local", __file__], "--hosts is for ssh, but --launcher is local"),
+        (["exec", "--launcher", "ssh", __file__], "--launcher ssh needs to know the hosts"),
+        (["exec", "--launcher", "srun", __file__], "--launcher srun is for the inside of a SLURM job"),
+        (["exec", "--processes", "2", "--grace", "0", __file__], "--grace is 0.0; give seconds above 0"),
+        (["exec", "--processes", "2", "--log-dir", f"{__file__}/x", __file__], "cannot be made: Not a directory"),
+        (["exec", "--hosts", "a:2", "--federated", "x", __file__], "--federated is 'x'"),
+        (["logs", "/nowhere at all"], "folder '/nowhere at all' cannot be read: No such file"),
+        (["logs", str(Path(__file__).parent)], "holds no log file of any rank"),
+        (["logs", ".", "--ranks", "1-x"], "--ranks '1-x' has '1-x'"),
+    ],
+)
+def test_wrong_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == ExitCode.REFUSED
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_numbers_of_exit_codes() -> None:
+    assert {code.name: int(code) for code in ExitCode} == {
+        "OK": 0, "FAILED": 1, "REFUSED": 2, "PREEMPTED": 75, "TIMEOUT": 124, "INTERRUPTED": 130, "BROKEN_PIPE": 141,
+    }  # fmt: skip
+    assert code_of_signal(signal.SIGINT) == ExitCode.INTERRUPTED
+    page = (ROOT / "docs" / "exit_codes.rst").read_text()
+    assert all(f"``{code:d}``" in page for code in ExitCode)
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+def slurm(*slots: int, gpus: int | None = None) -> Allocation:
+    return Allocation("slurm", tuple(Host(f"n{at}", count, gpus=gpus) for at, count in enumerate(slots)), "7")
+
+
+def test_ranks_are_fitted_to_hosts() -> None:
+    def fitted(allocation: Allocation, processes: int | None, **environ: str) -> list[int]:
+        return [host.slots for host in fit_hosts(allocation, processes, environ=environ)]
+
+    assert fitted(slurm(3, 1), None) == fitted(slurm(3, 1), 4, SLURM_NTASKS="4") == [3, 1]
+    # Nobody has asked for tasks: the ranks are spread over the nodes.
+    assert fitted(slurm(1, 1), 5) == [3, 2] and fitted(slurm(64, 64), 4) == [2, 2]
+    assert fitted(slurm(4, 4, gpus=2), 4) == [2, 2]
+    assert fitted(slurm(4, gpus=2), None, CUDA_VISIBLE_DEVICES="") == [4]
+    for allocation, processes, environ, message in (
+        (slurm(2, 2), 3, {"SLURM_NTASKS": "4"}, r"3, but job 7 has 4 tasks \(2 on n0, 2 on n1\). HINT: .*--ntasks=3"),
+        (slurm(2, 2), 8, {"SLURM_NTASKS_PER_NODE": "2"}, r"8, but job 7 has 4 tasks"),
+        (slurm(1, 1, 1), 2, {}, r"2, but job 7 has 3 nodes, .* HINT: ask SLURM for --nodes=2"),
+        (slurm(4, gpus=2), None, {}, r"4 ranks on n0 would share 2 GPUs.* HINT: give --gpus-per-node=4 .*per-node=2"),
+        (slurm(2, 2, gpus=2), 6, {}, r"3 ranks on n0 would share 2 GPUs"),
+    ):
+        with pytest.raises(LaunchError, match=message):
+            fit_hosts(allocation, processes, environ=environ)
+    with pytest.raises(ConfigError, match=r"launch.processes is 2, but the hosts take 3 ranks .* slots of --hosts"):
+        fit_hosts(Allocation("hosts", HOSTS), 2, knob="launch.processes")
+    with pytest.raises(TopologyError, match="world size 0 is less than 1"):
+        fit_hosts(slurm(2), 0)
+
+
+def test_cells_order_the_hosts() -> None:
+    hosts = (Host("a1", 2), Host("b1", 1), Host("a2", 2))
+    layout = lay_out(hosts, "hosts:^.", 1)
+    assert [host.name for host in layout.hosts] == ["a1", "a2", "b1"] and layout.sizes == (4, 1)
+    assert [layout.cell_of(rank) for rank in range(5)] == [0, 0, 0, 0, 1]
+    assert lay_out(hosts, None, None).cell_of(4) is None
+    with pytest.raises(TopologyError, match="sum to 4"):
+        lay_out(hosts, (2, 2), None)
+
+
+def test_what_a_launcher_started_is_compared() -> None:
+    check_started("slurm", 4, None)
+    with pytest.raises(ConfigError, match="4, but slurm has started 1 processes already.*HINT.*srun --ntasks=4"):
+        check_started("slurm", 1, 4)
+    with pytest.raises(ConfigError, match="HINT: for 4 ranks start it with mpirun -n 4"):
+        check_started("openmpi", 1, 4)
+    with pytest.raises(ConfigError, match="already; leave --processes out$"):
+        check_started("openmpi", 4, 4)
+
+
+# Messages of ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_messages_come_out_of_mixed_lines() -> None:
+    contents = [{"failure": {"traceback": f"line {rank} é\n" * 400}} for rank in range(3)]
+    streams = [mark(rank, content) for rank, content in enumerate(contents)]
+    assert all(len(line) < 1000 and line.endswith(b"\n") for lines in streams for line in lines)
+    mixed = [b"mine\n", *(line for lines in zip(*streams, strict=True) for line in lines), b"no end"]
+    mixed[2] = b"begun by another " + mixed[2]
+    mixed[3] = b" 2: " + mixed[3]  # srun --label
+    reader, rest, found = MarkedLines(), b"", []
+    for line in mixed:
+        kept, message = reader.take(line)
+        rest += kept
+        found += [message] if message else []
+    assert rest == b"mine\nbegun by another \nno end"
+    assert found == [Message(rank, content) for rank, content in enumerate(contents)]
+
+
+def test_what_only_looks_like_a_message_is_shown() -> None:
+    reader = MarkedLines()
+    for line in (b"\x1exffl:x\n", b"\x1exffl:1.0.1:no base 64!\n", b"\x1exffl:\n"):
+        assert reader.take(line) == (line, None)
+    (line,) = mark(4, {"a": 1})
+    assert reader.take(line) == (b"", Message(4, {"a": 1}))
+
+
+def test_long_texts_lose_their_middle() -> None:
+    reader, message = MarkedLines(), None
+    for line in mark(0, {"failure": {"traceback": "a" * 10**6 + "end"}}):
+        _, message = reader.take(line)
+    assert message is not None
+    text = message.content["failure"]["traceback"]
+    assert len(text) < 10**5 and text.endswith("aend") and "characters are left out" in text
+
+
+def test_the_variable_of_a_rank_is_taken_out() -> None:
+    job = RankJob(("a b", ":", "\n"), "logs", is_marked=True, is_tied=False)
+    environ = {"PATH": "x", **job.variables()}
+    assert RankJob.take(environ) == job and environ == {"PATH": "x"}
+    assert RankJob.take(environ) == RankJob()
+
+
+# srun and ssh ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "ends"),
+    [
+        ("srun: error: a1: task 0: Exited with exit code 17\n", {0: 17}),
+        ("srun: error: a1: tasks 0-1,3: Killed\n", {0: -9, 1: -9, 3: -9}),
+        ("srun: error: n-1.site: task 12: Segmentation fault (core dumped)\n", {12: -11}),
+        ("srun: error: a1: task 2: Terminated\n", {2: -15}),
+        ("srun: error: a1: task 2: Something new\n", {2: 1}),
+        ("srun: error: Unable to create step for job 1: More processors requested than permitted\n", None),
+        ("hello\n", None),
+    ],
+)
+def test_ends_of_tasks(line: str, ends: dict[int, int] | None) -> None:
+    assert read_task_ends(line) == ends
+
+
+FAKE = """
+import json, os, sys
+names = ("MASTER_ADDR", "XFFL_FEDERATED", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID")
+told = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:], "stdin": sys.stdin.read()}
+told |= {"hosts": open(os.environ["SLURM_HOSTFILE"]).read(), "job": json.loads(os.environ["XFFL_RUNNER"])}
+open(sys.argv[1], "w").write(json.dumps(told))
+print("srun: Job 3 step creation temporarily disabled, retrying (Requested nodes are busy)", file=sys.stderr)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_what_srun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    for name, text in {"SLURM_NTASKS": "9", "SLURM_NTASKS_PER_NODE": "3", "SLURM_JOB_ID": "3"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "5")
+    monkeypatch.setenv("XFFL_SRUN", f"{sys.executable} {tmp_path}/fake.py {tmp_path}/told 0 --mem=1G")
+    layout = lay_out(HOSTS, (2, 1), None)
+    command = [__file__, ":", "a\nb"]
+    assert launch_srun(layout, command, environ={"XFFL_FEDERATED": "2,1"}, log_dir="/x") == 0
+    told = json.loads((tmp_path / "told").read_text())
+    # The address of rank 0's host, which SLURM would name second.
+    assert (told["MASTER_ADDR"], told["XFFL_FEDERATED"], told["stdin"]) == ("10.0.0.2", "2,1", "")
+    assert (told["SLURM_NTASKS"], told["SLURM_NTASKS_PER_NODE"], told["SLURM_JOB_ID"]) == (None, None, "3")
+    assert told["hosts"] == "b1\nb1\na1\n" and told["job"]["command"] == command and told["job"]["log_dir"] == "/x"
+    options = ["--ntasks=3", "--nodes=2", "--distribution=arbitrary", "--kill-on-bad-exit=1", "--export=ALL"]
+    assert told["argv"][2:-3] == ["--mem=1G", *options, "--cpus-per-task=5"]
+    assert "step creation temporarily disabled" in capfd.readouterr().err
+    monkeypatch.setenv("XFFL_SRUN", f"{sys.executable} {tmp_path}/fake.py {tmp_path}/told 3")
+    with pytest.raises(LaunchError, match="srun ended with exit code 3: it says nothing"):
+        launch_srun(layout, command, environ={})
+    with pytest.raises(LaunchError, match="no no-srun in PATH. HINT"):
+        srun_command(layout, {"XFFL_SRUN": "no-srun -x", "SLURM_JOB_ID": "3"})
+
+
+def test_what_ssh_is_told() -> None:
+    words = ssh_command(Host("a", 1), {})
+    assert words[0] == "ssh" and words[-3:-1] == ["--", "a"]
+    assert "BatchMode=yes" in words and "StrictHostKeyChecking=yes" in words
+    other = ssh_command(Host("a", 1, address="me@10.0.0.1"), {"XFFL_SSH": "ssh -F 'my file'", "XFFL_PYTHON": "/o'p"})
+    assert other[:5] == ["ssh", "-F", "my file", "--", "me@10.0.0.1"]
+    ran = subprocess.run(
+        ["sh", "-c", other[-1].replace("exec ", "printf %s ", 1)], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.startswith("/o'p-u-cimport sys, json")
+    kept = shared_environment(
+        {"PATH": "p", "HOME": "h", "SLURM_JOB_ID": "1", "NCCL_X": "y", "MASTER_PORT": "1", "_": "x"}
+    )
+    assert kept == {"PATH": "p", "NCCL_X": "y"}
+
+
+# Who failed, and when to lose patience --------------------------------------------------------------------------------
+
+
+def record(at: float, *, lost_peer: bool = False, code: int = 1) -> dict[str, object]:
+    return asdict(FailureRecord(at, code, "ValueError: x", "Traceback\n", is_xffl=False, lost_peer=lost_peer))
+
+
+def test_the_first_rank_without_a_word_counts() -> None:
+    watch = JobWatch(None, 5.0)
+    assert watch.result() is None and not watch.is_overdue()
+    watch.add_record(0, record(1.0, lost_peer=True))
+    assert not watch.is_overdue(-6.0)  # the cause is still to come
+    watch.add_code(2, -9)
+    watch.add_code(1, -9)  # ended by the launcher
+    assert watch.is_overdue(-6.0) and not watch.is_overdue()
+    failure = watch.result()
+    assert not isinstance(failure, int) and failure is not None and (failure.rank, failure.exit_code) == (2, 137)
+    watch.add_record(3, record(2.0))
+    failure = watch.result()
+    assert not isinstance(failure, int) and failure is not None and (failure.rank, failure.exit_code) == (3, 1)
+
+
+def test_a_stopped_job() -> None:
+    watch = JobWatch(0.0, 5.0)
+    watch.add_code(1, -15)
+    assert watch.result() is None
+    while not watch.is_late:
+        time.sleep(0.001)
+    watch.stop(0)
+    assert watch.result() == ExitCode.TIMEOUT and not watch.is_late
+    watch = JobWatch(None, 5.0)
+    watch.stop(signal.SIGTERM)
+    watch.add_code(1, 1)
+    assert watch.result() == 143
+    watch.add_record(0, record(1.0, code=75))
+    failure = watch.result()
+    assert not isinstance(failure, int) and failure is not None and failure.exit_code == ExitCode.PREEMPTED
+
+
+def test_signals_are_kept_for_later() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with caught_signals() as come:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sorted(come()) == [(signal.SIGUSR1, False), (signal.SIGTERM, True)] and come() == []
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+# Log files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_log_files(tmp_path: Path) -> None:
+    one, other = RankFile(0, 0, tmp_path), RankFile(12, None, tmp_path)
+    assert (one.path.name, other.path.name) == ("rank_00000_cell_0.log", "rank_00012.log")
+    one.path.write_bytes(b"old\n")
+    (tmp_path / "rank_1.txt").write_text("not one")
+    out = io.BytesIO()
+    stream = Stream(tmp_path, out, begin=sizes_now(tmp_path))
+    assert not stream.copy()
+    with one.path.open("ab") as first, other.path.open("wb") as second:
+        first.write(b"a\nb")
+        second.write(b"\xff\n")
+        for file in (first, second):
+            file.flush()
+        assert stream.copy() and out.getvalue() == b"[cell 0 rank 0] a\n[rank 12] \xff\n"
+        first.write(b"c")
+    stream.copy(is_end=True)
+    assert out.getvalue().endswith(b"\n[cell 0 rank 0] bc\n")
+    assert [(file.rank, file.cell) for file in list_rank_files(tmp_path)] == [(0, 0), (12, None)]
+    only = io.BytesIO()
+    Stream(tmp_path, only, {0}).copy(is_end=True)
+    assert only.getvalue() == b"[cell 0 rank 0] old\n[cell 0 rank 0] a\n[cell 0 rank 0] bc\n"

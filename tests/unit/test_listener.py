@@ -1,0 +1,165 @@
+"""Signals and the agreement on where to stop, with ranks that are threads of one process and share a store."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from xffl.errors import ConfigError
+from xffl.training import listener
+from xffl.training.config import ExperimentConfig
+from xffl.training.listener import Goal, Listener
+from xffl.training.signals import SignalInbox, check_signals
+
+
+class Told(SignalInbox):
+    """An inbox that a test puts signals into."""
+
+    def __init__(self) -> None:
+        super().__init__([signal.SIGUSR2])
+        self.given_up: list[Any] = []
+
+    def __enter__(self) -> SignalInbox:
+        signals, self.signals = self.signals, ()
+        super().__enter__()
+        self.signals = signals
+        return self
+
+    def ask(self) -> None:
+        os.write(self._write, bytes([signal.SIGUSR2]))
+
+    def give_up(self, heard: Any) -> None:
+        self.given_up += heard
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "INTERVAL_S", 0.005)
+    monkeypatch.setattr(listener, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(listener, "MARGIN_S", 0.2)
+
+
+def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[Goal | None], list[tuple[int, int]]]:
+    """Let ranks make steps, each at its pace; the rank ``asked`` hears a signal. Return the goals and last steps."""
+    store = HashStore()
+    goals: list[Goal | None] = [None] * ranks
+    steps = [(0, 0)] * ranks
+
+    def run(rank: int) -> None:
+        draw = random.Random(1000 * seed + rank)
+        with Told() as inbox:
+            mine = Listener(inbox, store, rank, ranks, rank % cells)
+            step = 0
+            while (goal := mine.proceed(step + 1, step // 50)) is None:
+                step += 1
+                if rank == asked and step == 5:
+                    inbox.ask()  # type: ignore[attr-defined]
+                threading.Event().wait(draw.random() / 200)
+            goals[rank], steps[rank] = goal, (rank % cells, step)
+            mine.stop()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return goals, steps
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 1), (7, 3), (24, 2)])
+def test_all_ranks_get_one_goal_that_none_has_passed(ranks: int, cells: int) -> None:
+    for seed in range(2):
+        goals, steps = march(ranks, cells, random.Random(seed).randrange(ranks), seed)
+        assert goals[0] is not None and all(goal == goals[0] for goal in goals)
+        for cell in range(cells):
+            assert goals[0].steps[cell] == max(step for other, step in steps if other == cell), "the furthest one"
+
+
+@pytest.mark.usefixtures("short")
+def test_without_an_answer_of_all_the_signal_does_what_it_did() -> None:
+    store = HashStore()
+    with Told() as inbox, Told() as other:
+        first, second = Listener(inbox, store, 0, 3, 0), Listener(other, store, 1, 3, 0)
+        other.ask()  # type: ignore[attr-defined]
+        first._thread.join(0.5)
+        assert first.proceed(1, 0) is None, "nobody waits for ever"
+        assert second.proceed(1, 0) is None
+        first.stop()
+        second.stop()
+        assert (inbox.given_up, other.given_up) == ([], [signal.SIGUSR2])  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_rank_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "PATIENCE_S", 60.0)
+    store = HashStore()
+    with Told() as inbox, Told() as other:
+        first, second = Listener(inbox, store, 0, 2, 0), Listener(other, store, 1, 2, 0)
+        second.stop(has_failed=True)
+        inbox.ask()  # type: ignore[attr-defined]
+        for _ in range(1000):
+            if inbox.given_up:  # type: ignore[attr-defined]
+                break
+            threading.Event().wait(0.01)
+        assert inbox.given_up == [signal.SIGUSR2]  # type: ignore[attr-defined]
+        first.stop()
+
+
+def test_names_of_signals() -> None:
+    assert check_signals(["USR2", "SIGTERM", "SIGUSR2"]) == (signal.SIGUSR2, signal.SIGTERM)
+    assert check_signals([]) == ()
+    for wrong in ("USR2", ["INT"], ["KILL"], ["usr2"], [12], None):
+        with pytest.raises(ConfigError, match="preempt_signals"):
+            check_signals(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="preempt_signals"):
+            ExperimentConfig(preempt_signals=wrong)  # type: ignore[arg-type]
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_busy_and_handlers_come_back() -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with SignalInbox([signal.SIGUSR2]) as inbox:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert inbox.wait(5.0) == [signal.SIGUSR2]
+            inbox.wake()
+            assert inbox.wait(5.0) == []
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+        with SignalInbox([]):
+            assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_is_forked_does_not_take_part() -> None:
+    with SignalInbox([signal.SIGUSR2, signal.SIGTERM]) as inbox:
+        child = os.fork()
+        if child == 0:
+            is_out = signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+            is_out = is_out and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os._exit(0 if is_out and signal.set_wakeup_fd(-1) == -1 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert inbox.wait(0.0) == []
+
+
+def test_a_handler_of_before_is_called_where_there_is_no_agreement() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with SignalInbox([signal.SIGUSR2]) as inbox:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert heard == []
+            inbox.give_up(inbox.wait(5.0))
+            assert heard == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -1,0 +1,138 @@
+"""Interfaces by name for control and data, and timeouts that are in order."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xffl.cluster import mpi, network
+from xffl.cluster.environment import requested_settings, use_interface
+from xffl.cluster.mpi import Claim
+from xffl.cluster.network import (
+    Interface,
+    Timeouts,
+    control_address,
+    control_interface,
+    data_interface,
+    ephemeral_ports,
+    list_interfaces,
+    resolve,
+)
+from xffl.errors import ConfigError, LaunchError
+
+GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0, "job_s": 3600.0}
+
+
+# Timeouts -------------------------------------------------------------------------------------------------------------
+
+
+def test_levels_in_order_are_taken_and_stay() -> None:
+    levels = Timeouts(**GOOD)
+    assert (levels.connect_s, levels.job_s) == (5.0, 3600.0)
+    with pytest.raises(FrozenInstanceError):
+        levels.home_s = 1.0  # type: ignore[misc]
+    assert Timeouts(**{**GOOD, "job_s": None}).job_s is None
+
+
+@pytest.mark.parametrize("inner, outer", [("connect_s", "home_s"), ("home_s", "across_s"), ("session_s", "job_s")])
+@pytest.mark.parametrize("excess", [0.0, 1.0])
+def test_an_inner_level_that_outlives_the_next_is_named(inner: str, outer: str, excess: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{inner} .* is not less than {outer} .*lower {inner} or raise {outer}"):
+        Timeouts(**{**GOOD, inner: GOOD[outer] + excess})
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "60", 1e9])
+def test_what_is_no_time_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} .* is no positive number of seconds"):
+        Timeouts(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize("session_s", [0.01, 4.0, 600, 1e8])
+def test_levels_below_a_session(session_s: float) -> None:
+    levels = Timeouts.within(session_s)
+    assert levels.session_s == session_s and levels.home_s == session_s / 2 and levels.across_s == 0.75 * session_s
+    assert levels.connect_s <= 30
+
+
+def test_a_job_that_ends_before_its_session_gives_up() -> None:
+    assert Timeouts.within(600, 601).job_s == 601
+    with pytest.raises(ConfigError, match="session_s 600 is not less than job_s 600"):
+        Timeouts.within(600, 600)
+    for value in (0, True, float("nan"), "600", None):
+        with pytest.raises(ConfigError, match="session_s"):
+            Timeouts.within(value)  # type: ignore[arg-type]
+
+
+# Interfaces -----------------------------------------------------------------------------------------------------------
+
+
+def test_interfaces_of_a_described_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, state, flags, speed in (("ib0", "up", "0x1003", "200000"), ("eth1", "down", "0x1002", "-1")):
+        (tmp_path / name).mkdir()
+        for file, text in (("operstate", state), ("flags", flags), ("speed", speed)):
+            (tmp_path / name / file).write_text(text + "\n")
+    (tmp_path / "tun0").mkdir()
+    (tmp_path / "tun0" / "operstate").write_text("unknown\n")
+    (tmp_path / "tun0" / "flags").write_text("0x10d1\n")
+    addresses = {"ib0": "10.1.0.7", "tun0": "10.8.0.1"}
+    monkeypatch.setattr(network, "_find_address", addresses.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "tun0"), (2, "ib0"), (3, "eth1")])
+    assert list_interfaces(tmp_path) == (
+        Interface("eth1", False, None, None),
+        Interface("ib0", True, "10.1.0.7", 200000),
+        Interface("tun0", True, "10.8.0.1", None),
+    )
+    assert [str(found) for found in list_interfaces(tmp_path)][1] == "ib0 10.1.0.7 up 200 Gbit/s"
+
+
+def test_loopback_of_this_host() -> None:
+    (lo,) = [interface for interface in list_interfaces() if interface.name == "lo"]
+    assert lo.is_loopback and lo.is_up and lo.address == "127.0.0.1"
+
+
+def test_control_and_data_are_chosen_by_name() -> None:
+    assert control_interface({}) is data_interface({}) is None
+    both = {"XFFL_IFNAME": "ib0", "XFFL_CONTROL_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "ib1,ib2"}
+    assert (control_interface(both), data_interface(both)) == ("eth0", "ib0")
+    del both["XFFL_CONTROL_IFNAME"]
+    assert control_interface(both) == "ib0"
+    del both["XFFL_IFNAME"]
+    assert control_interface(both) == data_interface(both) == "ib1"
+
+
+def test_the_address_for_control() -> None:
+    assert control_address({"XFFL_IFNAME": "lo"}) is None
+    assert control_address({"XFFL_CONTROL_IFNAME": "lo"}) == "127.0.0.1"
+    for call in (control_address, lambda environ: use_interface("lo", environ)):
+        with pytest.raises(LaunchError, match="'none9' has no IPv4 address .* set XFFL_CONTROL_IFNAME to one of: .*lo"):
+            call({"XFFL_CONTROL_IFNAME": "none9"})
+
+
+def test_control_does_not_move_the_data() -> None:
+    environ = {"XFFL_CONTROL_IFNAME": "lo"}
+    assert use_interface(None, environ) is None and "GLOO_SOCKET_IFNAME" not in environ
+
+
+def test_rank_0_of_mpi_listens_on_the_control_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "interface_address", {"eth0": "10.0.0.1", "ib0": "10.9.0.1"}.__getitem__)
+    rows = [(Claim(0, 0, 1, "a"), "a"), (Claim(1, 0, 1, "b"), "b")]
+    environ = {"XFFL_IFNAME": "ib0"}
+    assert mpi._listen_at(0, rows, environ, None, 1) == ("10.9.0.1", 1)
+    assert mpi._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, None, 1) == ("10.0.0.1", 1)
+    assert mpi._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, "n1", 1) == ("n1", 1)
+
+
+def test_names_of_variables_are_no_settings() -> None:
+    environ = {"XFFL_BIND": "cores", "XFFL_CONTROL_IFNAME": "eth0", "XFFL_TRAINING__EPOCHS": "3"}
+    assert requested_settings(environ) == {"XFFL_TRAINING__EPOCHS": "3"}
+
+
+def test_names_and_ports() -> None:
+    assert resolve("127.0.0.1") == ("127.0.0.1",) and resolve("no.such.host.invalid") == ()
+    first, last = ephemeral_ports()
+    assert 0 < first < last < 65536

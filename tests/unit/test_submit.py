@@ -1,0 +1,559 @@
+"""``xffl submit`` without a SLURM: scripts are run by bash, and SLURM's commands are stand-ins on the PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xffl.cli import submit as command
+from xffl.cli.main import main
+from xffl.cluster.following import Ending, Follower, exit_code_of, expand_pattern, find_endings, log_pattern, read_queue
+from xffl.cluster.slurm_commands import find_busy, run_slurm, submit_job
+from xffl.cluster.submit import (
+    Job,
+    SlurmConfig,
+    find_template,
+    render_script,
+    tasks_of_node,
+    tasks_of_sweep,
+    word_of,
+)
+from xffl.errors import ConfigError, LaunchError
+
+HOSTILE = ["a'; echo foo", 'say "hi" $HOME `id`', "two  words # no comment", "%j \u00e9 ${x:-1}", "-n", ""]
+
+
+def job(**changes: Any) -> Job:
+    given: dict[str, Any] = {"name": "demo", "folder": "/tmp", "run_folder": "/tmp/runs/demo", "log": "/tmp/%j.log"}
+    return Job(**{**given, "command": ("true",), "tasks_per_node": 2, **changes})
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Return a function that puts a shell script onto the PATH, under the name of one of SLURM's commands."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+
+    def put(name: str, text: str) -> Path:
+        file = folder / name
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+        return file
+
+    return put
+
+
+# The script -----------------------------------------------------------------------------------------------------------
+
+
+def told(slurm: SlurmConfig, tmp_path: Path, number: int | None = None, code: int = 0, **environ: str) -> Any:
+    """Run a script whose command writes down its words, and return them, its output and the calls of scontrol."""
+    words = tmp_path / "words.json"
+    program = (
+        f"import json, os, sys; json.dump([os.getcwd(), *sys.argv[1:]], open({str(words)!r}, 'w')); sys.exit({code})"
+    )
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir(exist_ok=True)
+    tasks = tuple(tuple(word_of(k, v) for k, v in one.items()) for one in tasks_of_sweep(slurm.array))
+    script = render_script(
+        slurm, job(folder=str(folder), command=(sys.executable, "-c", program, *HOSTILE), tasks=tasks), find_template()
+    )
+    given = {**os.environ, "SLURM_JOB_ID": "12", **environ}
+    if number is not None:
+        given |= {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": str(number)}
+    ran = subprocess.run(["bash"], input=script, env=given, cwd="/", capture_output=True, text=True, check=False)
+    return ran, json.loads(words.read_text()), folder
+
+
+def test_words_and_folders_survive(tmp_path: Path) -> None:
+    ran, words, folder = told(SlurmConfig(), tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "") and words == [str(folder), *HOSTILE]
+
+
+def test_tasks_of_an_array_get_their_own_words(tmp_path: Path) -> None:
+    slurm = SlurmConfig(array={"experiment": {"seed": [0, 1]}, "title": HOSTILE[:2], "some.list": [[1, "a b"], None]})
+    expected = [
+        [f"--experiment.seed={seed}", f"--title={title}", f"--some.list={rest}"]
+        for seed in (0, 1) for title in HOSTILE[:2] for rest in ('[1, "a b"]', "null")
+    ]  # fmt: skip
+    found = [told(slurm, tmp_path, number)[1][1 + len(HOSTILE) :] for number in range(8)]
+    assert found == expected
+    assert "--array=0-7\n" in render_script(slurm, job(tasks=(("a",),) * 8), find_template())
+    ran = subprocess.run(
+        ["bash"], input=render_script(slurm, job(tasks=(("a",),) * 8), find_template()),
+        env={**os.environ, "SLURM_ARRAY_TASK_ID": "8"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2 and "no task 8" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("slurm", "number", "restarts", "code", "asked"),
+    [
+        (SlurmConfig(), None, "", 75, ["requeue 12"]),
+        (SlurmConfig(max_restarts=3), None, "2", 75, ["requeue 12"]),
+        (SlurmConfig(max_restarts=3), None, "3", 75, []),
+        (SlurmConfig(requeue=False), None, "", 75, []),
+        (SlurmConfig(), None, "", 1, []),
+        (SlurmConfig(), None, "", 0, []),
+        # The first task's number may be that of the array, which would put all tasks back.
+        (SlurmConfig(array={"x": [0, 1]}), 1, "", 75, ["requeue 12_1"]),
+    ],
+)
+def test_a_preempted_job_goes_back_into_the_queue(
+    slurm: SlurmConfig, number: int | None, restarts: str, code: int, asked: list[str],
+    tmp_path: Path, program: Callable[[str, str], Path],
+) -> None:  # fmt: skip
+    program("scontrol", f'echo "$@" >>{shlex.quote(str(tmp_path))}/asked')
+    environ = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    ran, _, _ = told(slurm, tmp_path, number, code, **environ)
+    assert ran.returncode == code, ran.stderr
+    calls = tmp_path / "asked"
+    assert (calls.read_text().splitlines() if calls.exists() else []) == asked
+
+
+def test_setup_may_use_what_is_not_set_and_may_be_a_file(tmp_path: Path) -> None:
+    ran, _, _ = told(SlurmConfig(setup=("echo $IS_NOT_SET here", "export SITE='a b'")), tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "here\n")
+    file = tmp_path / "a'; echo foo.sh"
+    file.write_text("echo from $UNSET_TOO a file")
+    ran, _, _ = told(SlurmConfig(setup=str(file)), tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "from a file\n")
+    script = render_script(SlurmConfig(setup=("false",)), job(command=("echo", "started")), find_template())
+    ran = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")  # what fails there ends the job
+    with pytest.raises(ConfigError, match=r"slurm.setup is 'nowhere.sh', and no such file"):
+        render_script(SlurmConfig(setup="nowhere.sh"), job(), find_template())
+
+
+def test_options_of_sbatch() -> None:
+    slurm = SlurmConfig(
+        partition="gpu", nodes=4, cpus_per_task=8, gpus_per_node="a100:4", memory=0, time="1-12:30", account="a b",
+        qos="high", constraint="a100&nvme", nodelist="a[1-2],b1", switches="1@12:00:00",
+        dependency="afterany:7", signal="TERM", signal_s=300,
+        array_limit=2, extra=("--exclusive", "--mail-user=me@site.org"),
+    )  # fmt: skip
+    script = render_script(slurm, job(tasks_per_node=4, tasks=(("a",), ("b",))), find_template())
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert options == [
+        "--job-name=demo", "--output=/tmp/%j.log", "--open-mode=append", "--partition=gpu", "--account='a b'",
+        "--qos=high", "--constraint='a100&nvme'", "--nodelist='a[1-2],b1'", "--nodes=4", "--ntasks-per-node=4",
+        "--cpus-per-task=8",
+        "--gpus-per-node=a100:4", "--mem=0", "--time=1-12:30", "--switches=1@12:00:00", "--dependency=afterany:7",
+        "--array=0-1%2", "--signal=TERM@300", "--requeue", "--exclusive", "--mail-user=me@site.org",
+    ]  # fmt: skip
+    # What stands in a comment before a command is an option only before the first command.
+    assert script.index("#SBATCH --mail-user") < script.index("\nset -euo pipefail\n")
+    assert "--signal" not in render_script(SlurmConfig(signal_s=None), job(), find_template())
+
+
+@pytest.mark.parametrize("name", ["a\nb", "", "a\tb", "a\x00b"])
+def test_what_cannot_stand_in_a_script_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--job-name of the batch script would be"):
+        render_script(SlurmConfig(), job(name=name), find_template())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nodes": 0}, "slurm.nodes 0 is below 1"),
+        ({"max_restarts": -1}, "slurm.max_restarts -1 is below 0"),
+        ({"signal": "usr2; x"}, "slurm.signal"),
+        ({"gpus_per_node": 0}, "slurm.gpus_per_node 0"),
+        ({"gpus_per_node": "a:b"}, "slurm.gpus_per_node 'a:b'"),
+        ({"time": "tomorrow"}, "slurm.time 'tomorrow' is no time"),
+        ({"time": 1}, "slurm.time 1 is 60 s, and slurm.signal_s 90"),
+        ({"time": "1:30"}, "slurm.time 1:30 is 90 s"),
+        ({"extra": ("exclusive",)}, "slurm.extra has 'exclusive'"),
+    ],
+)
+def test_wrong_sections_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SlurmConfig(**given)
+
+
+def test_times_are_sbatchs() -> None:
+    for time_limit in (2, "1:31", "0:1:31", "1-0", "0-0:2", "0-0:0:91", "UNLIMITED", None):
+        SlurmConfig(time=time_limit)
+    for time_limit in ("0:1:30", "0-0:1", "0-0:0:90"):
+        with pytest.raises(ConfigError, match="the signal would come at once"):
+            SlurmConfig(time=time_limit)
+
+
+def test_tasks_of_a_node() -> None:
+    assert tasks_of_node(SlurmConfig(), None) == 1
+    assert tasks_of_node(SlurmConfig(), 4) == 4
+    assert tasks_of_node(SlurmConfig(nodes=2), 4) == 2
+    assert tasks_of_node(SlurmConfig(nodes=2, gpus_per_node="a100:4"), None) == 4
+    assert tasks_of_node(SlurmConfig(nodes=2, gpus_per_node=4, tasks_per_node=1), 2) == 1
+    for slurm, processes in ((SlurmConfig(nodes=3), 4), (SlurmConfig(nodes=2, gpus_per_node=4), 4)):
+        with pytest.raises(ConfigError, match=r"launch.processes is 4, but slurm asks for . nodes of"):
+            tasks_of_node(slurm, processes)
+
+
+def test_sweeps() -> None:
+    assert tasks_of_sweep({}) == ()
+    assert tasks_of_sweep({"a.b": [1, 2]}) == ({"a.b": 1}, {"a.b": 2}) == tasks_of_sweep({"a": {"b": [1, 2]}})
+    assert [tuple(one.values()) for one in tasks_of_sweep({"a": [1, 2], "b": ["x", "y"]})] == [
+        (1, "x"), (1, "y"), (2, "x"), (2, "y"),
+    ]  # fmt: skip
+    for wrong in (3, "abc", [], None):
+        with pytest.raises(ConfigError, match="slurm.array.seed is"):
+            tasks_of_sweep({"seed": wrong})
+
+
+# From a configuration -------------------------------------------------------------------------------------------------
+
+TRAINER = """
+from dataclasses import dataclass, field
+from typing import Any
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str = "demo"
+    output_dir: str = "runs/demo"
+    seed: int = 0
+    preempt_signals: tuple[str, ...] = ("USR2", "SIGTERM")
+
+@dataclass
+class Config:
+    experiment: Experiment = field(default_factory=Experiment)
+    title: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+
+class Trainer:
+    config: Config
+
+    def fit(self): ...
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a folder with a configuration, in which this process is."""
+    folder = tmp_path / HOSTILE[0]
+    folder.mkdir()
+    (folder / "submit_train.py").write_text(TRAINER)
+    (folder / "config.yaml").write_text(
+        "trainer: submit_train.Trainer\nlaunch: {processes: 4}\nslurm: {nodes: 2, time: '1:00:00', partition: cpu}\n"
+    )
+    (folder / "more.yaml").write_text("slurm: {partition: long}\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "submit_train", raising=False)
+    return folder
+
+
+def dry(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """Return what the command prints: a script, or what is wrong."""
+    assert main(["submit", "--dry-run", *words]) == code
+    shown = capsys.readouterr()
+    return shown.err if code else shown.out
+
+
+def test_the_command_line_of_a_configuration(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--title", HOSTILE[0], "--slurm.time=2:00:00", "--merge", "--config", "more.yaml", "--tags+=a  b"]
+    script = dry(capsys, "--federated", "auto", "--slurm.nodes", "1", "config.yaml", *words, "--hsdp=2")
+    for line in ("--nodes=1", "--ntasks-per-node=4", "--time=2:00:00", "--partition=long", "--job-name=demo"):
+        assert f"#SBATCH {line}\n" in script
+    assert f"cd -- {shlex.quote(str(project))}\n" in script
+    (line,) = (line for line in script.splitlines() if "xffl exec" in line and not line.startswith("#"))
+    command_line = shlex.split(line.partition(' "$@" ||')[0])
+    assert command_line[1:] == [
+        "-m", "xffl", "exec", "--federated=auto", "--hsdp=2", "--merge", "config.yaml", "--config=more.yaml",
+        f"--title={HOSTILE[0]}", "--tags+=a  b",
+    ]  # fmt: skip
+
+
+def test_tasks_have_folders_of_their_own(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry(capsys, "config.yaml", "--slurm.array.experiment.seed", "[3, 4]")
+    assert "1) set -- --experiment.seed=4 --experiment.output_dir=runs/demo/task_1 ;;" in script
+    script = dry(capsys, "config.yaml", "--slurm.array", "{experiment.output_dir: [x, y]}")
+    assert "1) set -- --experiment.output_dir=y ;;" in script
+    wrong = dry(capsys, "config.yaml", "--slurm.array", "{experiment.output_dir: [x, x]}", code=2)
+    assert "several tasks of slurm.array write to x" in wrong
+    wrong = dry(capsys, "config.yaml", "--slurm.array", "{launch.processes: [4, 8]}", code=2)
+    assert "all tasks of an array are of one shape" in wrong
+    wrong = dry(capsys, "config.yaml", "--slurm.array", "{experiment.sed: [1, 2]}", code=2)
+    assert "did you mean experiment.seed?" in wrong
+
+
+def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["config.yaml", "--slurm.node", "2"], "slurm.node on the command line is unknown; did you mean slurm.nodes?"),
+        (["config.yaml", "--slurm.nodes", "3"], "launch.processes is 4, but slurm asks for 3 nodes of 1 tasks"),
+        (["config.yaml", "--slurm.signal", "USR1"], "slurm.signal is USR1, but the run listens to USR2, TERM"),
+        (["config.yaml", "--follow", "--no-follow"], "--follow and --no-follow are both given"),
+        (["config.yaml", "--title"], "--title on the command line has no value"),
+        (["nowhere.py"], "'nowhere.py' is no file"),
+        ([], "'' is no file"),
+    ):
+        assert message in dry(capsys, *words, code=2)
+    assert "--signal" not in dry(capsys, "config.yaml", "--slurm.signal_s", "null")
+
+
+def test_a_script_gets_a_signal_only_where_it_is_asked_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry(capsys, "--slurm.nodes=2", "--slurm.tasks_per_node=3", "submit_train.py", "--dry-run", "--s", "a  b")
+    assert "#SBATCH --ntasks-per-node=3\n" in script and "#SBATCH --signal" not in script
+    assert "exec submit_train.py --dry-run --s 'a  b' \"$@\"" in script
+    assert "#SBATCH --signal=USR2@30\n" in dry(capsys, "--slurm.signal_s=30", "submit_train.py")
+
+
+# Templates ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sites_template_beats_xffls(tmp_path: Path) -> None:
+    for name in ("option", "folder", "home/xffl/templates"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "job.sbatch").write_text(name)
+    environ: dict[str, str] = {"HOME": str(tmp_path / "nobody")}
+    assert "scontrol requeue" in find_template(None, environ)
+    environ["XDG_CONFIG_HOME"] = str(tmp_path / "home")
+    assert find_template(None, environ) == "home/xffl/templates"
+    environ["XFFL_TEMPLATES"] = str(tmp_path / "folder")
+    assert find_template(None, environ) == "folder"
+    assert find_template(str(tmp_path / "option" / "job.sbatch"), environ) == "option"
+    with pytest.raises(ConfigError, match=r"XFFL_TEMPLATES: .*missing/job.sbatch cannot be read"):
+        find_template(None, {"XFFL_TEMPLATES": str(tmp_path / "missing")})
+    with pytest.raises(ConfigError, match="--template: nowhere cannot be read"):
+        find_template("nowhere", environ)
+
+
+def test_templates_lack_no_place_and_have_no_unknown_one() -> None:
+    own = "#!/bin/sh\n@DIRECTIVES@\n#SBATCH --mail-user=me@site.org\n@COMMAND@ >out_@NAME@ # @MAX_RESTARTS@\n"
+    script = render_script(SlurmConfig(), job(name="a b", command=("echo", "@FOLDER@", "\\1")), own)
+    # What is filled in is not looked at again.
+    assert script.endswith("me@site.org\necho @FOLDER@ '\\1' >out_'a b' # 100\n")
+    with pytest.raises(ConfigError, match="has @COMMANDS@, which nothing fills; there are @COMMAND@"):
+        render_script(SlurmConfig(), job(), own + "@COMMANDS@")
+    with pytest.raises(ConfigError, match="lacks @COMMAND@ or @DIRECTIVES@"):
+        render_script(SlurmConfig(), job(), "#!/bin/sh\n")
+    with pytest.raises(ConfigError, match="lacks @TASK@"):
+        render_script(SlurmConfig(), job(tasks=(("a",),)), own)
+
+
+# Submission -----------------------------------------------------------------------------------------------------------
+
+
+def test_submission_keeps_the_script_and_refuses_a_second_job(
+    tmp_path: Path, program: Callable[[str, str], Path]
+) -> None:
+    program("sbatch", f"cat >{tmp_path}/script; env | grep ^SLURM >{tmp_path}/environ; echo '12;mini'")
+    mine = job(run_folder=str(tmp_path / "a'; echo foo"), log=str(tmp_path / "logs" / "%j.log"), is_exclusive=True)
+    assert submit_job("echo hi\n", mine) == "12"
+    assert (tmp_path / "script").read_text() == "echo hi\n" and (tmp_path / "logs").is_dir()
+    assert (tmp_path / "a'; echo foo" / "slurm" / "12.sbatch").read_text() == "echo hi\n"
+    program("squeue", "printf '11\\n12\\n'")
+    with pytest.raises(LaunchError, match=r"job 12, which has not ended, writes to .*afterany:12"):
+        submit_job("echo hi\n", mine)
+    assert submit_job("echo hi\n", mine, is_chained=True) == "12"
+    program("squeue", "printf '112\\n'")
+    assert submit_job("echo hi\n", mine) == "12"
+    program("squeue", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
+    with pytest.raises(LaunchError, match="squeue failed: slurm_load_jobs error"):
+        find_busy(["12"])
+
+
+def test_a_job_inside_a_job_inherits_nothing(
+    program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("sbatch", "env | grep ^SLURM_")
+    monkeypatch.setenv("SLURM_CONF", "/etc/mine")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "7")
+    assert "SLURM_NTASKS_PER_NODE=7" in run_slurm(["sbatch"]).stdout
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    assert run_slurm(["sbatch"]).stdout == "SLURM_CONF=/etc/mine\n"
+
+
+def test_what_sbatch_says_is_passed_on(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+    program("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    with pytest.raises(LaunchError, match="sbatch refused the job: invalid partition specified: x; change"):
+        submit_job("", job(run_folder=str(tmp_path)))
+
+
+def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="sbatch is not there; HINT: submit from a login node"):
+        submit_job("", job(run_folder=str(tmp_path)))
+
+
+# Following ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_output() -> None:
+    names = {"j": "12", "x": "a b"}
+    assert expand_pattern("/a/%x-%j.log", names) == "/a/a b-12.log"
+    assert expand_pattern("/a/%5j%%j.log", names) == "/a/00012%j.log"
+    assert expand_pattern("/a/%N.log", names) is None and expand_pattern("/a\\b/%j.log", names) is None
+    for folder in ("/runs/100%j", "/runs/a'; echo foo", "/%%"):
+        assert expand_pattern(log_pattern(folder, False), names) == f"{folder}/12.log"
+    with pytest.raises(ConfigError, match="SLURM drops backslashes"):
+        log_pattern("/a\\b", False)
+
+
+SACCT = {  # as "sacct --noheader -X -P --format=JobID,State,ExitCode" prints it
+    "12|COMPLETED|0:0": {"12": Ending("COMPLETED", 0)},
+    "12|FAILED|2:0": {"12": Ending("FAILED", 2)},
+    "12|OUT_OF_MEMORY|0:125": {"12": Ending("OUT_OF_MEMORY", 253)},
+    "12|CANCELLED by 1000|0:0": {"12": Ending("CANCELLED", 130)},
+    "12|TIMEOUT|0:0": {"12": Ending("TIMEOUT", 124)},
+    "12|NODE_FAIL|0:0": {"12": Ending("NODE_FAIL", 1)},
+    "12_0|COMPLETED|0:0\n12_1|FAILED|0:9": {"12_0": Ending("COMPLETED", 0), "12_1": Ending("FAILED", 137)},
+}
+
+
+@pytest.mark.parametrize("printed", SACCT)
+def test_the_accounting_tells_how_a_job_ended(
+    printed: str, tmp_path: Path, program: Callable[[str, str], Path]
+) -> None:
+    # It is a few seconds late: at first it knows nothing, then that the job runs.
+    program(
+        "sacct",
+        f"""
+        echo "$@" >>{tmp_path}/asked
+        case $(wc -l <{tmp_path}/asked) in
+            1) ;;
+            2) echo '12|RUNNING|0:0' ;;
+            *) printf '{printed.replace(chr(10), "%sn")}' '\\' | sed 's/\\\\n/\\n/g'; echo ;;
+        esac
+        """,
+    )
+    program("scontrol", "echo never; exit 1")
+    assert find_endings("12", look_s=0.01) == SACCT[printed]
+    assert set((tmp_path / "asked").read_text().splitlines()) == {
+        "--noheader -X -P -j 12 --format=JobID,State,ExitCode"
+    }
+
+
+# Recorded from a SLURM 22.05 (the first two), shortened.
+SHOWN = """\
+JobId=2 JobName=x UserId=1 GroupId= JobState=COMPLETED UserId=root(0) GroupId=root(0) Priority=42 JobState=FAILED \
+Reason=NonZeroExitCode Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=3:0 RunTime=00:00:01 \
+WorkDir=/tmp/w JobState=COMPLETED ExitCode=0:0 StdOut=/tmp/w/x'; # "y %2 2.log Power=
+JobId=14 ArrayJobId=13 ArrayTaskId=1 JobName=demo UserId=root(0) GroupId=root(0) JobState=COMPLETED ExitCode=0:0
+JobId=15 ArrayJobId=13 ArrayTaskId=2-4 JobName=demo UserId=root(0) GroupId=root(0) JobState=PENDING ExitCode=0:0
+"""
+
+
+def test_without_accounting_the_controller_is_asked(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+    (tmp_path / "shown").write_text(SHOWN)
+    program("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    program("scontrol", f"cat {tmp_path}/shown")
+    found = find_endings("2")
+    assert found == {"2": Ending("FAILED", 3), "13_1": Ending("COMPLETED", 0)} and exit_code_of(found) == 3
+    program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert find_endings("2") == {}
+
+
+def test_the_queue(program: Callable[[str, str], Path]) -> None:
+    program("squeue", "printf '12_0|RUNNING|None\\n12_1|PENDING|(JobHeldUser|x)\\n'")
+    assert read_queue("12") == {"12_0": ("RUNNING", "None"), "12_1": ("PENDING", "(JobHeldUser|x)")}
+    program("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert read_queue("12") == {}
+    program("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert read_queue("12") is None
+
+
+def follower(pattern: str, pieces: list[str], lines: list[str]) -> Follower:
+    return Follower("12", pattern, "demo", "me", pieces.append, lines.append, longest_s=0.02, look_s=0.01)
+
+
+def test_a_job_is_followed_through_the_queue_and_a_restart(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+    log = tmp_path / "a'; echo foo" / "12.log"
+    log.parent.mkdir()
+    # Each question to the queue is a step further; the second finds no controller, the fourth a job put back.
+    program(
+        "squeue",
+        f"""
+        cd {shlex.quote(str(tmp_path))}; echo >>asked
+        case $(wc -l <asked) in
+            1) echo '12|PENDING|Resources' ;;
+            2) echo 'Unable to contact slurm controller' >&2; exit 1 ;;
+            3) printf 'first\\nhal' >>{shlex.quote(str(log))}; echo '12|RUNNING|None' ;;
+            4) printf 'f\\n' >>{shlex.quote(str(log))}; echo '12|PENDING|BeginTime' ;;
+            5) printf '\\303' >>{shlex.quote(str(log))}; echo '12|RUNNING|None' ;;
+            *) printf '\\251 end' >>{shlex.quote(str(log))}; echo '12|COMPLETED|None' ;;
+        esac
+        """,
+    )
+    program("sacct", "echo '12|COMPLETED|0:0'")
+    pieces: list[str] = []
+    lines: list[str] = []
+    assert follower(log_pattern(str(log.parent), False), pieces, lines).follow() == {"12": Ending("COMPLETED", 0)}
+    assert "".join(pieces) == "first\nhalf\n\u00e9 end" and pieces[0] == "first\n"
+    assert lines == [
+        "job 12 is PENDING (Resources)",
+        "the controller does not answer; job 12 goes on, and is asked for again",
+        "job 12 is RUNNING",
+        "job 12 is PENDING (BeginTime)",
+        "job 12 is RUNNING",
+        "job 12 is COMPLETED",
+    ]
+
+
+def test_output_of_an_array_is_told_apart(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+    for task in range(2):
+        (tmp_path / f"12_{task}.log").write_text(f"task {task}\nsecond line")
+    program("squeue", "printf '12_0|COMPLETED|None\\n12_1|FAILED|NonZeroExitCode\\n12_[2-3]|CANCELLED|None\\n'")
+    program("sacct", "printf '12_0|COMPLETED|0:0\\n12_1|FAILED|7:0\\n'")
+    pieces: list[str] = []
+    found = follower(log_pattern(str(tmp_path), True), pieces, []).follow()
+    assert exit_code_of(found) == 7
+    assert "".join(pieces) == "[12_0] task 0\n[12_1] task 1\n[12_0] second line[12_1] second line"
+
+
+INTERRUPTED = """
+import sys
+from xffl.cli import submit
+from xffl.cluster.submit import Job
+job = Job(name="x", folder=".", run_folder=".", log="/nowhere/%j.log", command=("x",), tasks_per_node=1)
+sys.exit(submit._follow("12", job, cancels=sys.argv[1] == "cancels"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "cancelled"),
+    [("cancels", signal.SIGINT, True), ("cancels", signal.SIGTERM, True), ("asks", signal.SIGINT, False)],
+)
+def test_an_interrupt_cancels_only_where_that_is_asked_for(
+    mode: str, number: signal.Signals, cancelled: bool, tmp_path: Path, program: Callable[[str, str], Path]
+) -> None:
+    program("squeue", "echo '12|RUNNING|None'")
+    program("scancel", f'echo "$@" >{tmp_path}/cancelled')
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, mode], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "RUNNING" in process.stderr.readline()
+        process.send_signal(number)
+        rest = process.stderr.read()
+    assert process.returncode == 130 and ("cancelled job 12" in rest) is cancelled, rest
+    assert ((tmp_path / "cancelled").exists() and (tmp_path / "cancelled").read_text() == "12\n") is cancelled
+
+
+@pytest.mark.parametrize(("answer", "cancelled"), [("y\n", True), ("\n", False)])
+def test_at_a_terminal_it_asks(
+    answer: str, cancelled: bool, tmp_path: Path, program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("scancel", f'echo "$@" >{tmp_path}/cancelled')
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
+
+    def interrupted(self: Follower) -> dict[str, Ending]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "follow", interrupted)
+    assert command._follow("12", job(), cancels=False) == 130
+    assert asked == ["\nxffl: cancel job 12? [y/N] "] and (tmp_path / "cancelled").exists() is cancelled

@@ -1,0 +1,297 @@
+"""Cells from the machine: a rule names the cell of each host, and hosts are put in an order in which cells are whole.
+
+Pure, but for the file that a rule may name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xffl.cluster.allocation import Host
+from xffl.cluster.hosts import expand_hosts
+from xffl.cluster.placement import order_hosts
+from xffl.errors import ConfigError, LaunchError, TopologyError
+
+__all__ = [
+    "Arrangement",
+    "Federation",
+    "arrange",
+    "check_federation",
+    "is_rule",
+    "name_cells",
+    "parse_federation",
+    "parse_sizes",
+    "sizes_of_ranks",
+]
+
+Federation = int | tuple[int, ...] | str
+"""Sizes of cells, or a rule that finds them."""
+
+_FORMS = "give auto, auto:LEVEL, hosts:REGEX, file:PATH, or sizes like 4,4"
+_SHOWN = 8
+"""Hosts that a message writes out."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Hosts in an order in which ranks can be laid over them, one host after the other."""
+
+    hosts: tuple[Host, ...]
+    names: tuple[str, ...]
+    """Name of each cell."""
+    sizes: tuple[int, ...]
+    """Ranks of each cell."""
+
+
+# What is asked for ----------------------------------------------------------------------------------------------------
+
+
+def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
+    """Read federated sizes such as ``4``, ``4,4`` or ``(4, 4)``.
+
+    :param text: What was typed.
+    :param knob: Name of the option or variable, for the message.
+    :return: A number for equal cells of that size, or the size of each cell.
+    :raises ConfigError: if it is not numbers joined by commas.
+    """
+    plain = text.strip()
+    if plain[:1] + plain[-1:] in ("()", "[]"):
+        plain = plain[1:-1]
+    items = [item.strip() for item in plain.strip().removesuffix(",").split(",")]
+    if not all(item.removeprefix("-").isdecimal() for item in items):
+        raise ConfigError(f"{knob} is {text!r}; give sizes like 4,4, or one number for equal cells")
+    sizes = tuple(int(item) for item in items)
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def parse_federation(text: str, knob: str) -> Federation:
+    """Read federated sizes, or a rule that finds them on the machine.
+
+    Rules are ``auto`` (cells are what stands below the top switch), ``auto:LEVEL`` (what stands that many levels below
+    it), ``hosts:REGEX`` (the expression is searched in a host's name; its first group, or else the whole match, names
+    the cell) and ``file:PATH`` (lines such as ``a n[1-4]``, or the same as YAML). A file is not read yet.
+
+    :param text: What was typed.
+    :param knob: Name of the option or variable, for the message.
+    :return: The sizes, or the rule.
+    :raises ConfigError: if it is neither, or a rule cannot be read.
+    """
+    plain = text.strip()
+    kind, colon, rest = plain.partition(":")
+    if kind == "auto" and (not colon or (rest.isdecimal() and int(rest) > 0)):
+        return plain
+    if kind == "auto":
+        raise ConfigError(f"{knob} is {text!r}; write auto:LEVEL with a level from 1 on, 1 for what is below the root")
+    if kind == "hosts" and rest:
+        try:
+            re.compile(rest)
+        except re.error as error:
+            raise ConfigError(f"{knob} is {text!r}, whose regular expression is wrong: {error}; mend it") from error
+        return plain
+    if kind == "file" and rest:
+        return plain
+    if kind in ("hosts", "file"):
+        raise ConfigError(f"{knob} is {text!r}, which names nothing; write hosts:REGEX or file:PATH")
+    if not any(character.isdecimal() for character in plain):
+        raise ConfigError(f"{knob} is {text!r}; {_FORMS}")
+    return parse_sizes(text, knob)
+
+
+def check_federation(federation: Federation | None, knob: str) -> Federation | None:
+    """Return what a program gives as a federation, if it can be meant: text must be a rule.
+
+    :param federation: Sizes, which are not looked at here, or a rule.
+    :param knob: Name of the argument, for the message.
+    :return: The same, as :func:`parse_federation` returns a rule.
+    :raises ConfigError: if a rule cannot be read.
+    :raises TopologyError: if sizes are given as text.
+    """
+    if not isinstance(federation, str):
+        return federation
+    rule = parse_federation(federation, knob)
+    if not isinstance(rule, str):
+        raise TopologyError(f"{knob} {federation!r} is no whole number and no rule; give numbers, such as {rule}")
+    return rule
+
+
+def is_rule(federation: Federation | None) -> bool:
+    """Tell whether cells are to be found by a rule, and were not given as sizes."""
+    return isinstance(federation, str)
+
+
+# Cells of hosts -------------------------------------------------------------------------------------------------------
+
+
+def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
+    """Return the name of each host's cell.
+
+    :param hosts: The hosts.
+    :param rule: A rule as :func:`parse_federation` returns it.
+    :return: One name for each host, in their order.
+    :raises ConfigError: if the rule or its file cannot be read.
+    :raises TopologyError: if the rule names no cell for a host.
+    """
+    if not hosts:
+        raise TopologyError(f"rule {rule!r} has no hosts to find cells of; give at least one")
+    kind, _, rest = rule.partition(":")
+    if not is_rule(parse_federation(rule, "rule")):
+        raise ConfigError(f"{rule!r} is no rule but sizes; {_FORMS}")
+    if kind == "auto":
+        return _cells_by_switch(hosts, rule, int(rest) if rest else None)
+    if kind == "hosts":
+        pattern = re.compile(rest)
+        found = {host.name: _matched(pattern.search(host.name)) for host in hosts}
+        remedy = "mend the expression, whose first group (or else the whole match) names the cell"
+    else:
+        listed = _read_cells(Path(rest), rule)
+        found = {host.name: listed.get(host.name) for host in hosts}
+        remedy = "list them in the file"
+    if missing := [name for name, cell in found.items() if not cell]:
+        raise TopologyError(f"rule {rule!r} names no cell for {_listed(missing)}; {remedy}")
+    return tuple(str(found[host.name]) for host in hosts)
+
+
+def _cells_by_switch(hosts: Sequence[Host], rule: str, level: int | None) -> tuple[str, ...]:
+    """Name cells by the switch at a level below the top; one that stands above several tops is thought of."""
+    if unknown := [host.name for host in hosts if not host.switches]:
+        raise TopologyError(
+            f"rule {rule!r} needs the switches of every host, but those of {_listed(unknown)} are not known: there is "
+            "no SLURM_TOPOLOGY_ADDR, scontrol show topology does not name them, or there is no scontrol. HINT: SLURM's "
+            "topology/tree plugin is not configured there; use hosts:REGEX or file:PATH"
+        )
+    tops = {host.switches[0] for host in hosts}
+    paths = [host.switches if len(tops) == 1 else ("", *host.switches) for host in hosts]
+    if level is None:
+        # A host that hangs on the top switch itself, beside others below it, is in a cell of that name.
+        return tuple(path[min(1, len(path) - 1)] for path in paths)
+    if short := [host.name for host, path in zip(hosts, paths, strict=True) if len(path) <= level]:
+        depth = min(map(len, paths)) - 1
+        raise TopologyError(
+            f"rule {rule!r} asks for switches {level} levels below the top, but {_listed(short)} have fewer; "
+            + (f"give a level of 1 to {depth}" if depth else "give auto: all stand below one switch")
+        )
+    return tuple(path[level] for path in paths)
+
+
+def _matched(match: re.Match[str] | None) -> str | None:
+    if match is None:
+        return None
+    found: str | None = match[1] if match.re.groups else match[0]
+    return found
+
+
+def _read_cells(path: Path, rule: str) -> dict[str, str]:
+    """Read the cell of each host that a file lists."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rule {rule!r}: {error}; give a readable file with lines such as: a n[1-4]") from error
+    entries = _yaml_entries(text, rule) if path.suffix in (".yaml", ".yml") else _line_entries(text, rule)
+    cells: dict[str, str] = {}
+    for cell, hosts in entries:
+        try:
+            names = expand_hosts(hosts)
+        except LaunchError as error:
+            raise ConfigError(f"rule {rule!r}, cell {cell}: {error}") from error
+        for name in names:
+            if cells.setdefault(name, cell) != cell:
+                raise ConfigError(f"rule {rule!r} lists host {name} in cells {cells[name]} and {cell}; leave one out")
+    return cells
+
+
+def _line_entries(text: str, rule: str) -> list[tuple[str, str]]:
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if len(words) == 1:
+            raise ConfigError(f"rule {rule!r}, line {number} is {line!r}; write a cell and its hosts, such as a n[1-4]")
+        entries += [(words[0], word.strip(",")) for word in words[1:]]
+    return entries
+
+
+def _yaml_entries(text: str, rule: str) -> list[tuple[str, str]]:
+    import yaml  # of no use without such a file
+
+    try:
+        read: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"rule {rule!r} is no YAML: {error}") from error
+    if not isinstance(read, Mapping):
+        raise ConfigError(f"rule {rule!r} holds no cells; write a line such as a: n[1-4], or a: [n1, n2], for each")
+    entries = []
+    for cell, hosts in read.items():
+        listed = hosts if isinstance(hosts, list) else [hosts]
+        if not listed or not all(isinstance(item, str) for item in listed):
+            raise ConfigError(f"rule {rule!r}, cell {cell} is {hosts!r}; give a list of host names, or one like n[1-4]")
+        entries += [(str(cell), item) for item in listed]
+    return entries
+
+
+# Cells of ranks -------------------------------------------------------------------------------------------------------
+
+
+def arrange(hosts: Sequence[Host], rule: str, replica_size: int | None = None) -> Arrangement:
+    """Put hosts in an order in which each cell is a run of ranks, and a replica stands on as few hosts as possible.
+
+    Cells come in the order of their first host. Inside a cell hosts below one switch are neighbours, as far as that
+    lets replicas stay on as few hosts.
+
+    :param hosts: The hosts; each takes as many ranks as it has slots.
+    :param rule: A rule as :func:`parse_federation` returns it.
+    :param replica_size: Ranks that hold one copy of the model; ``None`` where each cell is one replica.
+    :return: The hosts in their new order, and the cells.
+    :raises ConfigError: if the rule or its file cannot be read.
+    :raises TopologyError: if the rule names no cell for a host, or the replica size does not divide a cell.
+    """
+    members: dict[str, list[Host]] = {}
+    for host, named in zip(hosts, name_cells(hosts, rule), strict=True):
+        members.setdefault(named, []).append(host)
+    sizes = tuple(sum(host.slots for host in cell) for cell in members.values())
+    ordered: list[Host] = []
+    for (name, cell), size in zip(members.items(), sizes, strict=True):
+        if replica_size is not None and (replica_size < 1 or size % replica_size):
+            shown = ", ".join(f"{host.name} with {host.slots}" for host in cell[:_SHOWN])
+            raise TopologyError(
+                f"replica size (hsdp) {replica_size} does not divide cell {name} of {size} ranks ({shown}"
+                f"{', ...' if len(cell) > _SHOWN else ''}); give a size that divides every cell, or ask for other hosts"
+            )
+        ordered += order_hosts(cell, replica_size)
+    return Arrangement(tuple(ordered), tuple(members), sizes)
+
+
+def sizes_of_ranks(places: Sequence[Host], rule: str) -> tuple[int, ...]:
+    """Return the sizes of the cells that running ranks form.
+
+    :param places: Host of each rank, in the order of the ranks.
+    :param rule: A rule as :func:`parse_federation` returns it.
+    :return: Ranks of each cell, in the order of the ranks.
+    :raises ConfigError: if the rule or its file cannot be read.
+    :raises TopologyError: if the rule names no cell for a host, or the ranks of a cell are not contiguous.
+    """
+    cells = dict(zip((host.name for host in places), name_cells(places, rule), strict=True))
+    runs: list[list[Any]] = []  # name, first rank, size
+    for rank, place in enumerate(places):
+        if not runs or runs[-1][0] != cells[place.name]:
+            runs.append([cells[place.name], rank, 0])
+        runs[-1][2] += 1
+    times = Counter(name for name, *_ in runs)
+    if twice := next((name for name, count in times.items() if count > 1), None):
+        ends = [(first, first + size - 1) for name, first, size in runs if name == twice]
+        parts = " and ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ends[:_SHOWN])
+        raise TopologyError(
+            f"rule {rule!r} puts ranks {parts} into cell {twice}, and others between them, but a cell is one run of "
+            "ranks. HINT: start with xffl exec, which orders the hosts, or with srun --distribution=block and nodes "
+            "listed by cell"
+        )
+    return tuple(size for _, _, size in runs)
+
+
+def _listed(names: Sequence[str]) -> str:
+    each = list(dict.fromkeys(names))
+    more = f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
+    return f"{'host' if len(each) == 1 else 'hosts'} {', '.join(each[:_SHOWN])}{more}"

@@ -1,0 +1,207 @@
+"""Network interfaces of this host, ports that xffl uses, and how long each level of a job waits for the other side."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+
+from xffl.cluster.hosts import interface_address
+from xffl.errors import ConfigError, LaunchError
+
+__all__ = [
+    "SLURM_PORTS",
+    "Interface",
+    "Timeouts",
+    "control_address",
+    "control_interface",
+    "data_interface",
+    "ephemeral_ports",
+    "list_interfaces",
+    "resolve",
+]
+
+SLURM_PORTS = (20000, 31999)
+"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launchers`."""
+
+_CONNECT_S = 30.0
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_INTERFACES = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface of this host."""
+
+    name: str
+    is_up: bool
+    address: str | None = None
+    """Its IPv4 address, in dotted form."""
+    speed_mbit: int | None = None
+    """What the card says of its rate; ``None`` where it does not, as virtual ones."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other host can be reached over it."""
+        return self.name == "lo" or (self.address or "").startswith("127.")
+
+    def __str__(self) -> str:
+        """Write it the short way, such as ``ib0 10.1.0.7 up 100 Gbit/s``."""
+        words = [self.name, self.address or "no IPv4 address", "up" if self.is_up else "down"]
+        if self.speed_mbit is not None:
+            words.append(f"{self.speed_mbit / 1000:g} Gbit/s")
+        return " ".join(words)
+
+
+def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
+    """List the network interfaces of this host (of this network namespace), by name.
+
+    :param folder: Where Linux tells about them.
+    :return: The interfaces.
+    """
+    names = sorted(name for _, name in socket.if_nameindex())
+    return tuple(
+        Interface(name, _is_up(folder / name), _find_address(name), _find_speed(folder / name)) for name in names
+    )
+
+
+def control_interface(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the interface over which ranks meet: that of ``XFFL_CONTROL_IFNAME``, else that of the data.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Its name, or ``None`` where none is asked for.
+    """
+    environ = os.environ if environ is None else environ
+    return environ.get("XFFL_CONTROL_IFNAME") or data_interface(environ)
+
+
+def control_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return this host's address on the interface that ``XFFL_CONTROL_IFNAME`` names.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: The IPv4 address, or ``None`` where the variable is not set.
+    :raises LaunchError: if there is no such interface, or it has no IPv4 address.
+    """
+    environ = os.environ if environ is None else environ
+    name = environ.get("XFFL_CONTROL_IFNAME")
+    if not name:
+        return None
+    try:
+        return interface_address(name)
+    except LaunchError as error:
+        raise LaunchError(str(error).replace("XFFL_IFNAME", "XFFL_CONTROL_IFNAME")) from error
+
+
+def data_interface(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the interface that collectives use: that of ``XFFL_IFNAME``, else of ``GLOO_SOCKET_IFNAME``.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Its name, the first where a list is set, or ``None`` where none is asked for.
+    """
+    environ = os.environ if environ is None else environ
+    name = environ.get("XFFL_IFNAME") or environ.get("GLOO_SOCKET_IFNAME") or ""
+    return name.partition(",")[0] or None
+
+
+def ephemeral_ports() -> tuple[int, int]:
+    """Return the first and last port that Linux hands out by itself: stores, gloo and NCCL listen there."""
+    if not _EPHEMERAL.exists():
+        return 32768, 60999
+    first, last = _EPHEMERAL.read_text().split()
+    return int(first), int(last)
+
+
+def resolve(name: str) -> tuple[str, ...]:
+    """Return the IPv4 addresses of a host's name, none where it does not resolve.
+
+    :param name: A name or an address.
+    :return: The addresses in dotted form, each once.
+    """
+    try:
+        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long each level of a job waits, in seconds; an inner level gives up before the one around it.
+
+    So what fails is told by the level that knows why: a lost host by its connection, a dead rank by its cell and not by
+    the other cells, a cell that is gone by the exchange, and not by the job's end. Each must be less than the next:
+    ``connect_s < home_s < across_s < session_s < job_s``.
+    """
+
+    connect_s: float
+    """For a connection to the store of the world, which is up by then: a wrong control interface shows so."""
+    home_s: float
+    """For a collective inside a cell."""
+    across_s: float
+    """For an exchange between cells."""
+    session_s: float
+    """For a collective over the world, such as the vote of a round."""
+    job_s: float | None = None
+    """For everything; ``None`` means no limit."""
+
+    def __post_init__(self) -> None:
+        levels = [(level.name, getattr(self, level.name)) for level in fields(self)]
+        levels = [(name, value) for name, value in levels if value is not None or name != "job_s"]
+        for name, value in levels:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not (math.isfinite(value) and 0 < value < 1e9):
+                raise ConfigError(f"{name} {value!r} is no positive number of seconds; give one, such as 600")
+        for (inner, short), (outer, long) in pairwise(levels):
+            if not short < long:
+                order = " < ".join(level.name for level in fields(self))
+                raise ConfigError(
+                    f"{inner} {short:g} is not less than {outer} {long:g}; keep {order}: lower {inner} or raise {outer}"
+                )
+
+    @classmethod
+    def within(cls, session_s: float, job_s: float | None = None) -> Timeouts:
+        """Return the levels that fit below the timeout of a session.
+
+        :param session_s: What :func:`xffl.session` calls ``timeout_s``.
+        :param job_s: What ``xffl exec`` calls ``--timeout``; ``None`` for none.
+        :return: A quarter of it for each level: connections at most 30 s, then a half at home, three quarters across.
+        :raises ConfigError: if a value is no number of seconds, or the job would end before the session gives up.
+        """
+        is_number = isinstance(session_s, (int, float)) and not isinstance(session_s, bool)
+        if not is_number or not 0 < session_s < 1e9:
+            raise ConfigError(f"session_s {session_s!r} is no positive number of seconds; give one, such as 600")
+        return cls(
+            connect_s=min(_CONNECT_S, session_s / 4),
+            home_s=session_s / 2,
+            across_s=session_s * 3 / 4,
+            session_s=float(session_s),
+            job_s=job_s,
+        )
+
+
+def _is_up(folder: Path) -> bool:
+    """Tell whether an interface is up; a loopback or tunnel's state is "unknown", so its flag decides."""
+    try:
+        state = (folder / "operstate").read_text().strip()
+        return state == "up" or (state == "unknown" and bool(int((folder / "flags").read_text(), 16) & 1))
+    except (OSError, ValueError):
+        return True  # /sys may show another namespace than this process's
+
+
+def _find_speed(folder: Path) -> int | None:
+    try:
+        speed = int((folder / "speed").read_text())
+    except (OSError, ValueError):  # the card is down, or has no rate
+        return None
+    return speed if speed > 0 else None
+
+
+def _find_address(name: str) -> str | None:
+    try:
+        return interface_address(name)
+    except LaunchError:
+        return None

@@ -1,0 +1,214 @@
+"""What ``xffl exec --hosts`` runs on each host: it starts ranks, brings home what they print, and ends them.
+
+Lines of JSON come on standard input and go on standard output; when the input ends, so do the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any
+
+__all__ = ["free_port", "main"]
+
+_PORTS = range(20000, 32000)
+"""Below the ports that Linux hands out by itself, so that nobody else is given it before the ranks have started."""
+_TRIES = 100
+_CHUNK_BYTES = 1 << 16
+_POLL_S = 0.1
+
+
+def main(job: dict[str, Any]) -> None:
+    """Be the launcher of this host.
+
+    :param job: What the first line of the input holds.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says so, too, and leaves time for it
+    refused = _refusal(job)
+    if refused is not None:
+        _tell({"refused": refused})
+        return
+    _tell({"ready": free_port()})
+    _Ranks(job).run()
+
+
+def free_port() -> int:
+    """Find a port of this host where nobody listens.
+
+    :return: The port.
+    :raises OSError: if none is found.
+    """
+    for port in random.sample(_PORTS, _TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"none of {_TRIES} ports between {_PORTS.start} and {_PORTS.stop - 1} is free")
+
+
+def _refusal(job: Mapping[str, Any]) -> str | None:
+    """Say why this host cannot take ranks, if it cannot; go to the job's folder."""
+    from xffl import __version__
+
+    python = sys.version.split()[0]
+    if (__version__, python) != (job["version"], job["python"]):
+        return (
+            f"xffl {__version__} on Python {python}, but xffl {job['version']} on Python {job['python']} starts the "
+            "job; install the same everywhere, or name another Python by XFFL_PYTHON"
+        )
+    try:
+        os.chdir(job["cwd"])
+    except OSError as error:
+        return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
+    if not os.path.exists(job["command"][0]):
+        return f"script {job['command'][0]!r} does not exist in {job['cwd']}; it must be there on every host"
+    return None
+
+
+def _tell(content: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content) + "\n")
+    sys.stdout.flush()
+
+
+class _Ranks:
+    """The ranks of this host."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._job = job
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._rest: dict[int, bytes] = {}
+        self._input = b""
+        self._heard = time.monotonic()
+        self._end_by: float | None = None
+        """When ranks that are left are to be killed; ``None`` while nobody wants their end."""
+
+    def run(self) -> None:
+        """Do what the input says until all ranks have ended."""
+        os.set_blocking(0, False)
+        self._selector.register(0, selectors.EVENT_READ, None)
+        is_waiting = True
+        while is_waiting or self._processes:
+            for key, _ in self._selector.select(_POLL_S):
+                if key.data is None:
+                    self._listen()
+                else:
+                    self._pass_on(key.fd, *key.data)
+            is_waiting = is_waiting and self._end_by is None and not self._processes
+            if time.monotonic() > self._heard + self._job["silence_s"]:
+                self._stop(signal.SIGTERM)
+            if self._end_by is not None and time.monotonic() > self._end_by:
+                self._kill(signal.SIGKILL)
+            self._see_ends()
+
+    def _listen(self) -> None:
+        try:
+            chunk = os.read(0, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self._heard = time.monotonic()
+        if not chunk:
+            self._selector.unregister(0)
+            self._stop(signal.SIGTERM)
+            return
+        *lines, self._input = (self._input + chunk).split(b"\n")
+        for order in map(json.loads, lines):
+            if "start" in order and self._end_by is None:
+                self._start(order["start"])
+            elif "signal" in order:
+                for process in self._processes.values():
+                    process.send_signal(order["signal"])
+            elif "stop" in order:
+                self._stop(order["stop"])
+
+    def _start(self, rendezvous: Mapping[str, str]) -> None:
+        job = self._job
+        for local in range(job["slots"]):
+            rank = job["first"] + local
+            places = {"RANK": rank, "WORLD_SIZE": job["world_size"], "LOCAL_RANK": local}
+            places |= {"LOCAL_WORLD_SIZE": job["slots"], "GROUP_RANK": job["node_rank"]}
+            places |= {"GROUP_WORLD_SIZE": job["nodes"], "XFFL_HOST": job["host"].rpartition("@")[2]}
+            environ = {
+                **os.environ,
+                **job["environ"],
+                **rendezvous,
+                **{name: str(text) for name, text in places.items()},
+            }
+            process = subprocess.Popen(
+                [sys.executable, "-m", "xffl.cluster.runner", *job["command"]],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._processes[rank] = process
+            for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+                assert stream is not None
+                os.set_blocking(stream.fileno(), False)
+                self._selector.register(stream, selectors.EVENT_READ, (rank, is_error, stream))
+
+    def _pass_on(self, number: int, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+        """Bring whole lines home; a rest without an end goes when its stream ends."""
+        try:
+            chunk = os.read(number, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        lines, end, rest = (self._rest.pop(number, b"") + chunk).rpartition(b"\n")
+        ready = lines + end
+        if not chunk:
+            ready += rest
+            self._selector.unregister(stream)
+            stream.close()
+        elif rest:
+            self._rest[number] = rest
+        if ready:
+            _tell({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
+
+    def _see_ends(self) -> None:
+        for rank, process in list(self._processes.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._processes[rank]
+            for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+                # A child that the rank left behind may keep its streams open: what is there now is all.
+                if stream is not None and not stream.closed:
+                    self._drain(stream, rank, is_error)
+            _tell({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
+
+    def _drain(self, stream: IO[bytes], rank: int, is_error: bool) -> None:
+        number = stream.fileno()
+        while not stream.closed:
+            try:
+                chunk = os.read(number, _CHUNK_BYTES)
+            except BlockingIOError:
+                chunk = b""
+            ready = self._rest.pop(number, b"") + chunk
+            if ready:
+                _tell({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
+            if not chunk:
+                self._selector.unregister(stream)
+                stream.close()
+
+    def _stop(self, number: int) -> None:
+        if self._end_by is None:
+            self._end_by = time.monotonic() + self._job["grace_s"]
+            self._kill(number)
+
+    def _kill(self, number: int) -> None:
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)

@@ -1,0 +1,248 @@
+"""Start ranks inside a SLURM allocation with srun, in an order of this program's choice, and see them through."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from xffl.cluster.affinity import is_wanted
+from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.failure import RankFailure
+from xffl.cluster.hosts import expand_hosts, node_address
+from xffl.cluster.job_layout import JobLayout
+from xffl.cluster.job_watch import JobWatch, caught_signals
+from xffl.cluster.marked_lines import MarkedLines
+from xffl.cluster.rank_files import line_prefix
+from xffl.cluster.runner import RankJob
+from xffl.errors import LaunchError
+
+__all__ = ["launch_srun", "read_task_ends", "srun_command"]
+
+_POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+_LABEL = re.compile(rb" *(\d+): ")
+_LABEL_TEXT = re.compile(r"^ *\d+: ")
+_TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
+_NOISE = re.compile(
+    r"slurmstepd[^:]*: error: \*\*\* STEP|srun: (launch/slurm: \S+: )?(Terminating|Force Terminated) |"
+    r"srun: (error: )?(Job step aborted|First task exited|Timed out waiting|Sending SIG|forcing job termination|"
+    r"StepId=\S+ tasks? )"
+)
+"""What srun says besides when a task has failed and the others are ended."""
+_CHOSEN_HERE = (
+    *(f"SLURM_{name}" for name in ("NTASKS", "NPROCS", "NTASKS_PER_NODE", "NNODES", "TASKS_PER_NODE", "DISTRIBUTION")),
+    *(f"SLURM_{name}" for name in ("HOSTFILE", "KILL_BAD_EXIT", "WAIT", "LABELIO", "UNBUFFEREDIO", "EXPORT_ENV")),
+    *(f"SLURM_{name}" for name in ("STDINMODE", "STDOUTMODE", "STDERRMODE", "WORKING_DIR", "REMOTE_CWD", "EXIT_ERROR")),
+    "SLURM_TASK_EPILOG_ERROR",
+)
+"""Variables that srun reads as options, or that the job has and the step does not."""
+
+
+def launch_srun(
+    layout: JobLayout,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float | None = None,
+    grace_s: float = 10.0,
+    log_dir: str | None = None,
+    is_labelled: bool = False,
+) -> RankFailure | int:
+    """Run a Python script as a step of the job in which this process stands, and wait for it.
+
+    The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to
+    the ranks, and what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on. If this process is
+    killed, srun ends the step.
+
+    :param layout: Hosts of the ranks.
+    :param command: Script and its arguments, passed on unchanged.
+    :param environ: Variables that the ranks get on top of this process's own.
+    :param timeout_s: End the job after this many seconds; ``None`` means no limit.
+    :param grace_s: Seconds that ranks get to end by themselves.
+    :param log_dir: Folder for a log file of each rank, on a file system that the hosts share.
+    :param is_labelled: Whether the cell and the rank stand before each line that the ranks print.
+    :return: The failure that ended the job, or an exit code.
+    :raises LaunchError: if the script does not exist, there is no srun, or the step cannot be made.
+    """
+    if not os.path.exists(command[0]):
+        raise LaunchError(f"script {command[0]!r} does not exist in {os.getcwd()}; give the path of a Python script")
+    job = RankJob(tuple(command), log_dir, is_marked=True, is_tied=False)
+    watch = JobWatch(timeout_s, grace_s)
+    with tempfile.TemporaryDirectory(prefix="xffl-exec-") as folder:
+        hostfile = Path(folder, "hosts")
+        hostfile.write_text("".join(f"{host.name}\n" * host.slots for host in layout.hosts))
+        variables = {name: text for name, text in os.environ.items() if name not in _CHOSEN_HERE}
+        if not is_wanted(variables):  # ranks with cores of their own take a thread for each
+            variables.setdefault("OMP_NUM_THREADS", "1")
+        if "MASTER_ADDR" not in variables and len(layout.hosts) > 1:
+            # SLURM sorts the step's nodes: the first of them need not be that of rank 0.
+            variables["MASTER_ADDR"] = layout.hosts[0].address or node_address(layout.hosts[0].name)
+        variables |= {**environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
+        step = _Step(layout, watch, is_labelled)
+        step.start(srun_command(layout, variables, is_labelled=is_labelled), variables)
+        with caught_signals() as come:
+            return step.wait(come)
+
+
+def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: bool = False) -> list[str]:
+    """Return the command line that starts the ranks; they find what to run in their environment.
+
+    :param layout: Hosts of the ranks.
+    :param environ: Environment to read; ``XFFL_SRUN`` holds the command to use instead of ``srun``, with more options.
+    :param is_labelled: Whether srun writes the rank before each line.
+    :return: The words.
+    :raises LaunchError: if there is no such program.
+    """
+    words = shlex.split(environ.get("XFFL_SRUN") or "srun")
+    if shutil.which(words[0], path=environ.get("PATH")) is None:
+        raise LaunchError(
+            f"this is inside job {environ.get('SLURM_JOB_ID')}, but there is no {words[0]} in PATH. HINT: load SLURM's "
+            "module or bind it into the container, set XFFL_SRUN to the command, or give --launcher local for "
+            "processes on this node alone"
+        )
+    words += [f"--ntasks={layout.topology.world_size}", f"--nodes={len(layout.hosts)}", "--distribution=arbitrary"]
+    words += ["--kill-on-bad-exit=1", "--export=ALL"]
+    if environ.get("SLURM_CPUS_PER_TASK"):  # the job's option is not the step's
+        words.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
+    if is_labelled:
+        words.append("--label")
+    return [*words, sys.executable, "-m", "xffl.cluster.runner"]
+
+
+def read_task_ends(line: str) -> dict[int, int] | None:
+    """Read what srun says of tasks that ended badly.
+
+    :param line: A line such as ``srun: error: a1: tasks 0-1: Exited with exit code 1``.
+    :return: Exit code of each task, -n after signal n; ``None`` where the line says something else.
+    """
+    match = _TASK_END.match(line)
+    if match is None:
+        return None
+    code = re.match(r"Exited with exit code (\d+)", match[2])
+    if code is not None:
+        number = int(code[1])
+    else:
+        said = match[2].partition(" (")[0].strip().lower()
+        known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
+        number = known.get(said, ExitCode.FAILED)
+    return {int(task): number for task in expand_hosts(f"[{match[1]}]")}
+
+
+class _Step:
+    """One srun, with the threads that read from it."""
+
+    def __init__(self, layout: JobLayout, watch: JobWatch, is_labelled: bool) -> None:
+        self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
+        self._marked = MarkedLines()
+        self._id: str | None = None
+        self._said: list[str] = []
+        """What srun itself calls an error: told at the end, which it may explain."""
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start it, in a session of its own: a terminal's Ctrl-C is for this process alone."""
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self._is_labelled else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_ended_with_parent,
+        )
+        self._readers = [self._read(self._process.stderr, sys.stderr.buffer, self._sort)]
+        if self._is_labelled:
+            self._readers.append(self._read(self._process.stdout, sys.stdout.buffer, self._relabel))
+
+    def stop(self, number: int) -> None:
+        """End the ranks by a signal; those that are left are killed later."""
+        self._watch.stop(number)
+        if self._id is None or not self._cancel(number):
+            self._process.send_signal(signal.SIGTERM)  # srun kills them at once
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to the ranks."""
+        self._process.send_signal(number)
+
+    def wait(self, come: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
+        """Wait for the end, and tell how it came; ``come`` gives signals."""
+        is_killed = False
+        while self._process.poll() is None:
+            time.sleep(_POLL_S)
+            for number, ends in come():
+                (self.stop if ends else self.send)(number)
+            if self._watch.is_late:
+                self.stop(0)
+            if self._watch.is_overdue() and not is_killed:
+                is_killed = True
+                self._process.send_signal(signal.SIGTERM)
+        for reader in self._readers:
+            reader.join()
+        code = self._process.returncode
+        ended = ExitCode.OK if code == 0 and self._watch.stopped_by is None else self._watch.result()
+        if ended is not None:
+            sys.stderr.writelines(self._said)
+            return ended
+        said = " ".join(line.removeprefix("srun: error: ").strip() for line in self._said) or "it says nothing"
+        raise LaunchError(f"srun ended with exit code {code}: {said}; see sacct or SLURM's logs for the step's end")
+
+    def _cancel(self, number: int) -> bool:
+        name = signal.Signals(number or signal.SIGTERM).name.removeprefix("SIG")
+        program = shutil.which("scancel")
+        if program is None:
+            return False
+        command = [program, f"--signal={name}", str(self._id)]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+
+    def _read(self, stream: IO[bytes] | None, out: BinaryIO, show: Callable[[bytes], bytes]) -> threading.Thread:
+        def copy() -> None:
+            assert stream is not None
+            for line in stream:
+                if shown := show(line):
+                    out.write(shown)
+                    out.flush()
+
+        thread = threading.Thread(target=copy, name="xffl srun", daemon=True)
+        thread.start()
+        return thread
+
+    def _sort(self, line: bytes) -> bytes:
+        """Take out of standard error what is for this process."""
+        line, message = self._marked.take(line)
+        if message is not None and "failure" in message.content:
+            self._watch.add_record(message.rank, message.content["failure"])
+        elif message is not None:
+            self._id = message.content.get("step")
+        text = line.decode(errors="replace")
+        if ends := read_task_ends(text):
+            self._watch.add_code(*min(ends.items()))
+            return b""
+        if _NOISE.match(_LABEL_TEXT.sub("", text, count=1) if self._is_labelled else text):
+            return b""
+        if text.startswith("srun: error: "):
+            self._said.append(text)
+            return b""
+        return self._relabel(line)
+
+    def _relabel(self, line: bytes) -> bytes:
+        match = _LABEL.match(line) if self._is_labelled else None
+        if match is None:
+            return line
+        rank = int(match[1])
+        return line_prefix(rank, self._layout.cell_of(rank)) + line[match.end() :]
+
+
+def _ended_with_parent() -> None:
+    """Have Linux end srun, and so the step, when this process dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
