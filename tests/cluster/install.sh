@@ -19,4 +19,5 @@ then
     tail -n 40 "$log" >&2
     exit 1
 fi
-bash "$(dirname "$0")/containers/install.sh"
+# Debian's stable releases have no Apptainer, and what unstable has may not be there on a given day: its tests skip then.
+timeout 300 bash "$(dirname "$0")/containers/install.sh" || echo "Apptainer could not be installed; its tests skip" >&2
