@@ -49,6 +49,20 @@ def test_what_does_not_fit(mpi: Mpi, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("told.*"))
 
 
+def test_what_ends_a_rank_is_told_where_its_output_goes_to_a_file(mpi: Mpi, tmp_path: Path) -> None:
+    for number, (text, message) in enumerate(
+        (
+            ("from xffl.errors import ConfigError\nraise ConfigError('it is wrong')", "xffl: ConfigError: it is wrong"),
+            ("import sys\nsys.exit('no more')", "no more"),
+        )
+    ):
+        (tmp_path / "train.py").write_text(text)
+        command = [*mpi.command(1), *XFFL, "exec", "--log-dir", f"logs{number}", "train.py"]
+        code, _, err = finish(start(command, mpi.environ, tmp_path))
+        assert code != 0 and message in err.splitlines(), err
+        assert message in (tmp_path / f"logs{number}" / "rank_00000.log").read_text()
+
+
 @pytest.mark.parametrize("way", ["raise", "kill"])
 def test_a_session_that_loses_a_rank(way: str, mpi: Mpi, tmp_path: Path) -> None:
     began = time.monotonic()

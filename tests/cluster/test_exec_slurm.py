@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -288,3 +289,27 @@ def test_under_srun_each_process_is_a_rank(slurm: dict[str, str], tmp_path: Path
     code, _, err = finish(start(["srun", "-K", *step[1:], RANK, str(tmp_path), "lost", "2"], slurm, tmp_path))
     assert code != 0 and "Traceback" not in err
     assert "xffl: rank 2 lost another rank: RuntimeError: Connection closed by peer" in err
+
+
+def test_a_reader_that_goes_ends_the_step(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nwhile True:\n    print('step', file=sys.stderr)\n")
+    inner = shlex.join([*EXEC, "train.py"]) + " 2>&1 | head -n 1; echo ${PIPESTATUS[0]}"
+    code, out, err = finish(start([*THREE, "bash", "-c", inner], slurm, tmp_path), LIMIT_S)
+    assert (code, out) == (0, "step\n141\n"), err
+
+
+def test_a_rank_that_is_ended_from_outside(slurm: dict[str, str], tmp_path: Path) -> None:
+    process = start([*THREE, *EXEC, RANK, str(tmp_path), "stay", "9"], slurm, tmp_path)
+    os.kill(told(tmp_path, 3)[1]["pid"], signal.SIGTERM)
+    code, _, err = finish(process, LIMIT_S)
+    assert code == 143 and err.splitlines()[-1].endswith(
+        " was killed by SIGTERM (signal 15); all other ranks were stopped"
+    )
+
+
+def test_a_log_file_that_cannot_be_written_is_one_line(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "logs" / "rank_00002.log").mkdir(parents=True)
+    command = [*THREE, *EXEC, "--log-dir", "logs", RANK, str(tmp_path), "stay", "9"]
+    code, _, err = finish(start(command, slurm, tmp_path), LIMIT_S)
+    assert code == 2 and "Traceback" not in err
+    assert "xffl: rank 2 failed with ConfigError: log file" in err.splitlines()[-1], err

@@ -88,7 +88,8 @@ def test_a_failing_rank_ends_the_ranks_on_all_hosts(
     lines = [line for line in err.splitlines() if not line.startswith("trouble at")]
     assert lines[-1] == f"xffl: rank 2 (cell 1) {words}; all other ranks were stopped"
     assert err.count("Traceback") == (way == "raise") and "runner.py" not in err
-    wait_until_gone([one["pid"] for one in told(tmp_path, 3)])
+    # On a busy machine another rank may be ended before it has written.
+    wait_until_gone([json.loads(file.read_text())["pid"] for file in tmp_path.glob("told.?")])
 
 
 def test_a_session_that_loses_a_rank(ssh: dict[str, str], tmp_path: Path) -> None:

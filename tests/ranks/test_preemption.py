@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,14 @@ CASES: dict[str, Case] = {
         "federated": (1, 2),
         "strategy": "fsdp",
         "federation": {"every": "per_cell:counts=[3, 5]", "delay": 4, "aggregator": {"overlap": True}},
-        "saving": {"save_final": True},
+        "saving": {"every_rounds": 1, "save_final": True},
+    },
+    "starts that are owed, without signals": {  # the last run is started with none to listen to
+        "ranks": 2,
+        "federated": (1, 1),
+        "federation": {"every": "per_cell:counts=[2, 2]", "delay": 2, "aggregator": {"overlap": True}},
+        "saving": {"save_final": False},
+        "is_deaf": True,
     },
     "fragments with momentum": {
         "ranks": 3,
@@ -83,6 +91,7 @@ class Asker(Callback):
             self.is_mine = False
             for name in self.plan.get("signals", ["SIGUSR2"]):
                 os.kill(os.getpid(), getattr(signal, name))
+            threading.Event().wait(self.plan.get("waits_s", 0.0))
 
 
 for _moment in (*MOMENTS, *OTHER_MOMENTS):
@@ -113,7 +122,11 @@ def train(rank: int, world_size: int, case: Case, folder: str, plan: dict[str, A
     listener.INTERVAL_S = 0.01  # steps are short here
     witness = Witness()
     askers = [] if plan is None else [Asker(plan, rank)]
-    trainer = TaskTrainer(configure(case, Path(folder)), callbacks=[*askers, witness])
+    config = configure(case, Path(folder))
+    config.training = replace(config.training, **case.get("training", {}))
+    if case.get("is_deaf") and plan is None:
+        config.experiment = replace(config.experiment, preempt_signals=[])
+    trainer = TaskTrainer(config, callbacks=[*askers, witness])
     code, reason = 0, " "
     before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
     try:
@@ -152,7 +165,7 @@ def compare(found: list[Any], expected: list[Any], told: str) -> None:
             assert torch.equal(mine["weights"][key], tensor), f"{key} of rank {rank} differs, {told}"
 
 
-def check_left(found: list[Any], case: Case, folder: Path) -> None:
+def check_left(found: list[Any], case: Case, folder: Path, *, is_resumed: bool = False) -> None:
     """All ranks have left after the same step of their cell, with a checkpoint of it."""
     assert {one["code"] for one in found} == {75}
     sizes = case.get("federated", (len(found),))
@@ -162,8 +175,9 @@ def check_left(found: list[Any], case: Case, folder: Path) -> None:
         first += size
     name = f"step_{max(one['step'] for one in found)}"
     assert all(one["told"] == [name, "again"] for one in found), [one["told"] for one in found]
-    assert find_latest_checkpoint(folder) == folder / "checkpoints" / name
-    assert not (folder / "checkpoints" / "final").exists()
+    if not is_resumed:
+        assert find_latest_checkpoint(folder) == folder / "checkpoints" / name
+        assert not (folder / "checkpoints" / "final").exists()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -190,6 +204,14 @@ def test_a_run_that_left_goes_on_as_if_nothing_had_happened(name: str, tmp_path:
 
 APART: Case = {"federated": (1, 1), "federation": {"every": 8}, "saving": {"save_final": False}}
 ALONE: Case = {"strategy": "ddp", "saving": {"save_frequency": 4, "save_final": True}}
+UNEQUAL: Case = {**APART, "federation": {"every": "per_cell:counts=[9, 3]"}}
+EPOCHS: Case = {  # the last step is that of an epoch
+    **ALONE,
+    "batch_size": 25,
+    "interval": "epoch",
+    "training": {"epochs": 9, "max_steps": 6, "validate_every_steps": None, "validate_every_epochs": 1},
+}
+LAST = {"ranks": [0, 1], "step": 5, "moment": "pre_train_batch", "waits_s": 0.3}
 SCENES: dict[str, tuple[Case, dict[str, Any] | None]] = {
     "nobody asks": (ALONE, None),
     "during setup": (ALONE, {"ranks": [1], "step": 0, "moment": "pre_setup"}),
@@ -204,23 +226,27 @@ SCENES: dict[str, tuple[Case, dict[str, Any] | None]] = {
     "after the end": (ALONE, {"ranks": [0, 1], "step": STEPS, "moment": "post_fit"}),
     "between two rounds": (APART, {"ranks": [0, 1], "step": 10, "moment": "pre_train_batch"}),
     "in one cell": ({**ALONE, "run": "between two rounds"}, None),
-    "one cell has finished": (
-        {**APART, "federation": {"every": "per_cell:counts=[9, 3]"}},
-        {"ranks": [0], "step": STEPS, "moment": "post_train"},
-    ),
+    "one cell has finished": (UNEQUAL, {"ranks": [0], "step": STEPS, "moment": "post_train"}),
+    "the others of it": ({**UNEQUAL, "run": "one cell has finished"}, None),
+    "unequal cells": (UNEQUAL, None),
+    "after a validation": ({**ALONE, "run": "during a validation"}, None),
+    "after a terminate": ({**ALONE, "run": "a terminate"}, None),
+    "at the end of an epoch": (EPOCHS, LAST),
+    "whose end follows": ({**EPOCHS, "run": "at the end of an epoch"}, None),
+    "epochs": (EPOCHS, None),
 }
 
 
 def test_signals_at_all_times(tmp_path: Path) -> None:
     by_rank = run_world(2, scenes, str(tmp_path), SCENES, init=False)
     found = {name: [one[name] for one in by_rank] for name in SCENES}
-    compare(found["nobody asks"], found["nobody asks"], "")
+    assert [(one["code"], one["step"]) for one in found["nobody asks"]] == [(0, STEPS)] * 2
     setup = found["during setup"]
     assert [(one["code"], one["step"], one["told"]) for one in setup] == [(75, 0, ["", "again"])] * 2
     assert find_latest_checkpoint(tmp_path / "during setup") is not None, "the run that went on has saved"
     compare(found["and again"], found["nobody asks"], "after a start that was cut short")
     for name in ("during a validation", "during a checkpoint, twice", "a terminate"):
-        check_left(found[name], ALONE, tmp_path / name)
+        check_left(found[name], ALONE, tmp_path / name, is_resumed="twice" not in name)
     for name in ("at the last step", "after the end"):
         codes = {(one["code"], one["step"]) for one in found[name]}
         assert len(codes) == 1 and codes <= {(0, STEPS), (75, STEPS)}, codes
@@ -229,7 +255,13 @@ def test_signals_at_all_times(tmp_path: Path) -> None:
     check_left(apart, APART, tmp_path / "between two rounds")
     assert all(one["since"] > 0 and one["rounds"] == 1 for one in apart), apart
     assert all("each cell holds other weights" in one["error"] for one in found["in one cell"])
-    check_left(found["one cell has finished"], APART, tmp_path / "one cell has finished")
+    check_left(found["one cell has finished"], UNEQUAL, tmp_path / "one cell has finished", is_resumed=True)
+    compare(found["the others of it"], found["unequal cells"], "where one cell had finished")
+    for name in ("after a validation", "after a terminate"):
+        compare(found[name], found["nobody asks"], name)
+    check_left(found["at the end of an epoch"], EPOCHS, tmp_path / "at the end of an epoch", is_resumed=True)
+    compare(found["whose end follows"], found["epochs"], "at the end of an epoch")
+    assert curves(tmp_path / "at the end of an epoch") == curves(tmp_path / "epochs")
 
 
 def alone_at_the_end(rank: int, world_size: int, folder: str, plan: dict[str, Any] | None) -> dict[str, Any]:
@@ -367,6 +399,43 @@ def test_a_loop_of_ones_own(asks: int, tmp_path: Path) -> None:
     for (code, _, mine), (_, _, theirs) in zip(resumed, whole, strict=True):
         assert code == 0
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True)), left
+
+
+def several(rank: int, world_size: int, every: int, local_steps: int) -> list[str]:
+    """Each step of the loop is several local steps; return what was said of it."""
+    state = joined(rank, world_size)
+    state.set_federated_scaling(federated_group_size=(1, 1))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    try:
+        with (
+            Preemption(state, ["USR2"]) as preemption,
+            xffl.FederatedScaling(model, optimizer, state, every=every) as of,
+        ):
+            preemption.follow(of, lambda: None)
+            for step in range(4):
+                preemption.is_due(step)
+                for _ in range(local_steps):
+                    model(torch.ones(3, 2)).sum().backward()
+                    optimizer.step()
+    except xffl.errors.StateError as error:
+        told.append(str(error))
+    dist.barrier()
+    try:
+        with Preemption(state, ["USR2"]):
+            pass
+    except xffl.errors.StateError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_a_loop_must_not_do() -> None:
+    forgotten = "is_due_at_end was not called"
+    for told in run_world(2, several, 2, 4):
+        assert len(told) == 2 and "has entered round 2" in told[0] and forgotten in told[1], told
+    for told in run_world(2, several, 4, 4):
+        assert len(told) == 1 and forgotten in told[0], told
 
 
 LEAVER = """

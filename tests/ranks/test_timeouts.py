@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import xffl
 from tests.worlds import run_world
 from xffl.cluster.network import Timeouts, list_interfaces
 from xffl.distributed.distributed_state import DistributedState
@@ -23,13 +25,13 @@ LEVELS = Timeouts(connect_s=0.5, home_s=1.0, across_s=3.0, session_s=100.0)
 
 
 def waits(rank: int, world_size: int) -> float | None:
-    """Wait for a rank that does not come: rank 0 at home, rank 3 across; the others only stay."""
+    """Wait for a rank that does not come: rank 0 in its replica, rank 3 across; the others only stay."""
     state = DistributedState()
     state.set_global(dist.Backend("gloo"), torch.device("cpu"), "", 0, rank, world_size)
     state._timeouts = LEVELS
-    state.set_federated_scaling((2, 2))
-    assert state.federation is not None and state.federated_group is not None
-    group = {0: state.federation, 3: state.federated_group[0]}.get(rank)
+    state.set_federated_scaling((2, 2), hsdp=2)
+    assert state.hsdp_mesh is not None and state.federated_group is not None
+    group = {0: state.hsdp_mesh.get_group("shard"), 3: state.federated_group[0]}.get(rank)
     dist.barrier()
     if group is None:
         time.sleep(4.5)
@@ -45,6 +47,32 @@ def waits(rank: int, world_size: int) -> float | None:
 def test_home_gives_up_before_across() -> None:
     home, _, _, across = run_world(4, waits, timeout_s=60.0)
     assert 0.9 <= home < 2.5 <= 2.9 <= across < 4.5
+
+
+def crosses_slowly(rank: int, world_size: int) -> bool:
+    """Take part in a round whose exchange takes longer than ``home_s``, as a replica that waits at home for it."""
+    from xffl.aggregation.crossing import Crossing
+
+    state = DistributedState()
+    state.set_global(dist.Backend("gloo"), torch.device("cpu"), "", 0, rank, world_size)
+    state._timeouts = LEVELS
+    state.set_federated_scaling((2, 2), hsdp=1)
+    post = Crossing._post
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2 * LEVELS.home_s)
+        return post(*args, **kwargs)
+
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.constant_(model.weight, float(state.topology.cell_of(rank)))
+    aggregator = xffl.Aggregator(model, state)
+    Crossing._post = slow  # type: ignore[method-assign]
+    aggregator.aggregate()
+    return bool((model.weight == 0.5).all())
+
+
+def test_replicas_wait_for_an_exchange_that_is_slower_than_home() -> None:
+    assert run_world(4, crosses_slowly, timeout_s=60.0) == [True] * 4
 
 
 SESSION = """\

@@ -80,9 +80,15 @@ def test_nothing_happens_unless_it_is_asked_for() -> None:
 
 
 def test_launchers_that_bind_say_so() -> None:
-    assert is_bound({"OMPI_MCA_orte_bound_at_launch": "1"})
-    assert is_bound({"SLURM_CPU_BIND_TYPE": "mask_cpu:"})
-    assert not is_bound({"SLURM_CPU_BIND_TYPE": "none"}) and not is_bound({})
+    openmpi, slurm, torchrun = (recording(name)[0] for name in ("openmpi4", "srun_even", "torchrun_uneven_nodes"))
+    told = {"OMPI_MCA_orte_bound_at_launch": "1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    for environ, name in ((openmpi, "OMPI_MCA_orte_bound_at_launch"), (slurm, "SLURM_CPU_BIND_TYPE")):
+        plain = {key: text for key, text in environ.items() if key not in told}
+        (other,) = told.keys() - {name}
+        assert is_bound({**plain, name: told[name]}) and not is_bound({**plain, other: told[other]})
+    assert not is_bound({**slurm, "SLURM_CPU_BIND_TYPE": "none"}) and not is_bound({})
+    # What was inherited: "xffl exec" in the shell of "srun --pty bash", and torchrun below srun.
+    assert not is_bound(told) and not is_bound({**torchrun, **told})
 
 
 BOUND = """\
@@ -124,7 +130,9 @@ def test_ranks_take_their_own_cores() -> None:
 def test_what_is_set_or_bound_already_is_kept() -> None:
     cpus = list(allowed_cpus())
     assert bound(1, 2, XFFL_BIND="cores", OMP_NUM_THREADS="7")[1] == "7"
-    kept, threads = bound(1, 2, XFFL_BIND="cores", OMPI_MCA_orte_bound_at_launch="1")
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    place = dict(zip(names, "1122", strict=True))
+    kept, threads = bound(1, 2, XFFL_BIND="cores", OMPI_MCA_orte_bound_at_launch="1", **place)
     assert kept == cpus and threads == str(len(find_cores(cpus)))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from xffl.cluster import allocation, hosts
 from xffl.cluster.allocation import (
     Allocation,
     Host,
@@ -52,6 +53,7 @@ WITHOUT_TASKS = {
     "SLURM_NODELIST": "a[1-2]",
     "SLURM_TASKS_PER_NODE": "1(x2)",
 }
+UNEVEN = {**SALLOC, "SLURM_TASKS_PER_NODE": "2,3"}
 INTERACTIVE = {  # the shell of salloc where it is a step: LaunchParameters=use_interactive_step
     "SLURM_JOB_ID": "2",
     "SLURM_JOB_NODELIST": "a[1,3]",
@@ -126,9 +128,19 @@ def slots(environ: dict[str, str]) -> list[tuple[str, int, int | None]]:
         ({**WITHOUT_TASKS, "SLURM_GPUS_ON_NODE": "4"}, [("a1", 4, 4), ("a2", 4, 4)]),
         ({**WITHOUT_TASKS, "SLURM_JOB_GPUS": "0,2,3"}, [("a1", 3, 3), ("a2", 3, 3)]),
         ({**WITHOUT_TASKS, "SLURM_GPUS_PER_NODE": "a100:2", "SLURM_GPUS": "a100:4"}, [("a1", 2, 2), ("a2", 2, 2)]),
+        ({**WITHOUT_TASKS, "SLURM_GPUS_PER_NODE": "a100:2,v100:2"}, [("a1", 4, 4), ("a2", 4, 4)]),
+        ({**WITHOUT_TASKS, "SLURM_GPUS_ON_NODE": "0"}, [("a1", 1, 0), ("a2", 1, 0)]),
+        # The shell of salloc on a login node, which has no GPUs of the job.
+        ({**WITHOUT_TASKS, "SLURM_GPUS": "8"}, [("a1", 4, 4), ("a2", 4, 4)]),
+        ({**SALLOC, "SLURM_GPUS": "8"}, [("a1", 4, None), ("a2", 1, None)]),
+        # Each task has its own; the first node's number is not that of the others.
+        ({**UNEVEN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "2"}, [("a1", 2, 2), ("a2", 3, 3)]),
+        ({**UNEVEN, "SLURM_GPUS_PER_TASK": "a100:2", "SLURM_GPUS": "10"}, [("a1", 2, 4), ("a2", 3, 6)]),
+        ({**UNEVEN, "SLURM_GPUS": "5", "SLURM_GPUS_ON_NODE": "2"}, [("a1", 2, None), ("a2", 3, None)]),
+        ({**UNEVEN, "SLURM_GPUS": "6", "SLURM_GPUS_ON_NODE": "3"}, [("a1", 2, 3), ("a2", 3, 3)]),
         ({**BATCH, "SLURM_GPUS_PER_NODE": "4"}, [("a1", 2, 4), ("b1", 2, 4)]),
         (
-            {**SALLOC, "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_TASKS_PER_NODE": "4(x2),3"},
+            {**SALLOC, "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NTASKS": "11"},
             [("n08", 4, None), ("n09", 4, None), ("n10", 3, None)],
         ),
         (
@@ -157,7 +169,12 @@ def test_no_allocation() -> None:
         ({"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""}, ["SLURM_JOB_NODELIST is not set", "HINT"]),
         ({"SLURM_TASKS_PER_NODE": "4"}, ["SLURM_TASKS_PER_NODE=4 tells of 1 nodes", "of 2"]),
         ({"SLURM_TASKS_PER_NODE": "4x"}, ["tasks per node '4x'"]),
-        ({"SLURM_GPUS": "7", "SLURM_GPUS_ON_NODE": "4"}, ["SLURM_GPUS=7", "HINT: ask with --gpus-per-node"]),
+        ({"SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8, but SLURM_TASKS_PER_NODE=4,1 makes 5 tasks on 2 nodes. HINT"]),
+        (
+            {"SLURM_NTASKS": "", "SLURM_GPUS": "7", "SLURM_GPUS_ON_NODE": "4"},
+            ["SLURM_GPUS=7", "over 2 nodes: this node has 4. HINT: ask with --gpus-per-node"],
+        ),
+        ({"SLURM_NTASKS": "", "SLURM_GPUS": "a100:7"}, ["SLURM_GPUS=a100:7", "over 2 nodes. HINT"]),
         ({"SLURM_GPUS_ON_NODE": "many"}, ["SLURM_GPUS_ON_NODE is 'many'"]),
     ],
 )
@@ -187,9 +204,31 @@ def test_no_scontrol(tmp_path: Path) -> None:
     environ = scontrol(tmp_path, "echo 'slurm_load_topo: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(LaunchError, match="scontrol show topology failed: slurm_load_topo: Unable to contact"):
         show_topology(environ)
-    # Who does not need the network starts without it.
-    found = find_allocation({**environ, **BATCH})
-    assert found is not None and {host.switches for host in found.hosts} == {()}
+    # Who does not need the network starts without it, and who does not want it does not ask.
+    for wants in (False, True):
+        found = find_allocation(
+            {**scontrol(tmp_path, f"echo > {tmp_path}/asked; exit 1"), **BATCH}, wants_switches=wants
+        )
+        assert found is not None and {host.switches for host in found.hosts} == {()}
+        assert (tmp_path / "asked").exists() == wants
+
+
+def test_scontrol_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "_SCONTROL_S", 0.2)
+    monkeypatch.setattr(hosts, "_SCONTROL_S", 0.2)
+    monkeypatch.setattr(hosts, "_resolve", lambda name: ())
+    environ = scontrol(tmp_path, "exec /bin/sleep 60")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    for body, told in (
+        ("#!/bin/sh\nexec /bin/sleep 60\n", "timed out after 0.2"),
+        ("#!/no/such/shell\n", "No such file"),
+    ):
+        (tmp_path / "scontrol").write_text(body)
+        with pytest.raises(LaunchError, match=f"scontrol show topology failed: .*{told}.* HINT"):
+            find_allocation({**environ, **BATCH}, needs_switches=True)
+        assert find_allocation({**environ, **BATCH}, wants_switches=True) is not None
+        with pytest.raises(LaunchError, match=f"node 'a1' does not resolve, .*{told}.* set MASTER_ADDR"):
+            hosts.node_address("a1")
 
 
 def test_no_topology_plugin(tmp_path: Path) -> None:

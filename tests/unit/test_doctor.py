@@ -6,19 +6,23 @@ import configparser
 import json
 import os
 import re
+import resource
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from xffl.cli.doctor_pair import partners
+from xffl.cluster.doctor.examine import examine
 from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, Report, merge
 from xffl.cluster.doctor.folder import Folder, compare_folders, find_file_system, visit
 from xffl.cluster.doctor.host import (
@@ -27,11 +31,13 @@ from xffl.cluster.doctor.host import (
     check_limits,
     check_packages,
     check_threads,
+    find_physical,
     find_versions,
 )
+from xffl.cluster.doctor.lead import LOOK_S, Lead, meeting_s, patience_s
 from xffl.cluster.doctor.meeting import Hub, answer, join
 from xffl.cluster.doctor.pairs import TorchProcess, check_torch, compare_pairs
-from xffl.cluster.doctor.programs import check_gpus, check_mpi, check_slurm, find_family
+from xffl.cluster.doctor.programs import MPI_LIMIT_S, check_gpus, check_mpi, check_slurm, find_family
 from xffl.cluster.doctor.reach import (
     Listeners,
     compare_clocks,
@@ -41,10 +47,14 @@ from xffl.cluster.doctor.reach import (
     peers_of,
     try_hosts,
 )
+from xffl.cluster.doctor.rounds import ROUNDS_S, Unit, add_in_rounds, pair_up
+from xffl.cluster.doctor.side import HostSide, Request, import_limit_s, introduce
+from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.network import Interface
 from xffl.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
+PAIR_PROGRAM = ROOT / "xffl" / "cli" / "doctor_pair.py"
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -153,6 +163,7 @@ LO = Interface("lo", True, "127.0.0.1")
 DOWN = Interface("eth1", False, "10.0.1.1")
 BARE = Interface("eth2", True)
 KNOWN = (ETH, IB, LO, DOWN, BARE)
+CARDS = ("eth0", "eth1", "eth2", "ib0")
 
 
 @pytest.mark.parametrize(
@@ -168,15 +179,17 @@ KNOWN = (ETH, IB, LO, DOWN, BARE)
     ],
 )
 def test_interfaces_by_name(name: str, nodes: int, status: str, word: str) -> None:
-    (found,), address = check_interfaces({"XFFL_IFNAME": name}, nodes, KNOWN)
+    (found,), address = check_interfaces({"XFFL_IFNAME": name}, nodes, KNOWN, CARDS)
     assert found.status == status and word in found.text
     assert address == {i.name: i.address for i in KNOWN}.get(name)
     assert status != ERROR or "eth0, ib0" in found.advice
 
 
 def test_control_and_data_are_both_looked_at() -> None:
-    found, address = check_interfaces({"XFFL_IFNAME": "ib0", "XFFL_CONTROL_IFNAME": "eth0"}, 2, KNOWN)
+    found, address = check_interfaces({"XFFL_IFNAME": "ib0", "XFFL_CONTROL_IFNAME": "eth0"}, 2, KNOWN, CARDS)
     assert statuses(found) == [OK, OK] and address == "10.9.0.1"
+    (found_,), _ = check_interfaces({"XFFL_IFNAME": "eth0,ib0"}, 2, KNOWN, CARDS)
+    assert found_.status == ERROR and "eth0,ib0" in found_.text and "one name" in found_.text  # as use_interface does
     found, address = check_interfaces({"XFFL_CONTROL_IFNAME": "eth9", "GLOO_SOCKET_IFNAME": "ib0,eth0"}, 2, KNOWN)
     assert statuses(found) == [ERROR, OK] and address == "10.9.0.1"
 
@@ -189,7 +202,24 @@ def test_a_name_that_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.status == OK and address == "127.0.0.1"
     monkeypatch.setattr("xffl.cluster.doctor.host.resolve", lambda name: ("127.0.1.1", "10.9.0.1"))
     (found,), address = check_interfaces({}, 2, KNOWN)
-    assert found.status == OK and address == "10.9.0.1"
+    assert found.status == ERROR and "127.0.1.1" in found.text and address is None  # gloo takes the first
+    monkeypatch.setattr("xffl.cluster.doctor.host.resolve", lambda name: ("10.7.7.7", "10.9.0.1"))
+    (found,), address = check_interfaces({}, 2, KNOWN)
+    assert found.status == OK and address == "10.9.0.1"  # it cannot listen at an address of nobody
+
+
+def test_a_bridge_that_says_it_is_faster_is_not(tmp_path: Path) -> None:
+    bridge = Interface("docker0", True, "172.17.0.1", 10000)
+    for name, kind in (("eth0", "device"), ("bond0", "bonding"), ("docker0", "bridge")):
+        (tmp_path / name / kind).mkdir(parents=True)
+    for name, number, told in (("docker0", "1", ""), ("ib0", "32", ""), ("eth0.7", "1", "DEVTYPE=vlan\nIFINDEX=9\n")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "type").write_text(f"{number}\n")
+        (tmp_path / name / "uevent").write_text(told)
+    cards = find_physical(tmp_path)
+    assert cards == {"eth0", "bond0", "ib0", "eth0.7"}
+    (found,), _ = check_interfaces({"XFFL_IFNAME": "eth0"}, 2, (ETH, bridge), cards)
+    assert found.status == OK
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +300,8 @@ def test_gpus(tmp_path: Path) -> None:
     found, count = check_gpus(True, environ)
     assert (found.status, found.text, count) == (OK, "2 x H100, 81559 MiB, 570.1", 2)
     program(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: driver mismatch'; exit 18")
+    assert check_gpus(True, environ) == (Finding("gpus", OK, "2 x card0,MI300 / card1,MI300"), 2)  # a node of AMD's
+    (tmp_path / "rocm-smi").unlink()
     assert check_gpus(False, environ)[0].status == WARNING and "NVML" in check_gpus(True, environ)[0].text
 
 
@@ -293,7 +325,7 @@ def test_listeners_are_reached_and_told_apart() -> None:
             "3": host("shut", "127.0.0.1", [refused], "right"),
             "4": host("lost", None, [1], "right"),
         }
-        found = try_hosts(hosts, 0, 2.0)
+        found = try_hosts({number: each for number, each in hosts.items() if number != "0"}, 2.0)
     finally:
         listeners.close()
     assert found["tried"] == 5
@@ -302,6 +334,18 @@ def test_listeners_are_reached_and_told_apart() -> None:
     told = compare_ports({int(number): each for number, each in hosts.items()}, {0: found})
     assert statuses(told) == [ERROR] * 3 and all(finding.host == "me" for finding in told)
     assert compare_ports({0: hosts["0"], 1: hosts["1"]}, {0: {"failures": [], "tried": 2}})[0].status == OK
+
+
+def test_a_listener_outlives_a_peer_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    listeners = Listeners("right")
+    try:
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", listeners.ports[1])) as rude:
+                rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        found = try_hosts({"1": host("good", "127.0.0.1", listeners.ports, "right")}, 2.0)
+    finally:
+        listeners.close()
+    assert found["failures"] == []
 
 
 def test_names_that_do_not_resolve_or_lead_elsewhere() -> None:
@@ -425,10 +469,10 @@ def test_ranks_meet_answer_and_leave() -> None:
     with socket.create_connection(("127.0.0.1", port)) as stranger, socket.create_connection(("127.0.0.1", port)):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert hub.wait_for_ranks(5.0) == {1: {"mine": 1}, 2: {"mine": 2}}
-    assert hub.ask([1, 2], {"do": "double", "x": 4}, 5.0, lambda: {"is": 0}) == {
+    assert hub.ask({n: {"do": "double", "x": n} for n in (1, 2)}, 5.0, lambda: {"is": 0}) == {
         0: {"is": 0},
-        1: {"is": 8},
-        2: {"is": 8},
+        1: {"is": 2},
+        2: {"is": 4},
     }
     ahead = hub.measure_clock(2, 5.0)
     assert ahead is not None and abs(ahead[0]) <= ahead[1] + 0.01 and ahead[1] < 0.5
@@ -447,10 +491,125 @@ def test_who_does_not_come_or_goes_is_not_waited_for() -> None:
     started = time.monotonic()
     assert set(hub.wait_for_ranks(0.5)) == {1, 2}
     connection.close()
-    assert set(hub.ask([1, 2, 3], {"do": "wait"}, 0.5, dict)) == {0}
+    assert set(hub.ask({n: {"do": "wait"} for n in (1, 2, 3)}, 0.5, dict)) == {0}
     assert set(hub.lost) == {1, 2} and "no answer to 'wait'" in hub.lost[1]
     assert hub.measure_clock(1, 0.1) is None and time.monotonic() - started < 5
     hub.close()
+
+
+def test_an_error_of_a_host_is_told_and_the_host_goes_on() -> None:
+    port = free_port()
+    hub = Hub(port, 2)
+
+    def forbidden(question: Any) -> dict[str, Any]:
+        raise PermissionError(13, "Permission denied", "/scratch")
+
+    spoke(port, 1, 2, {"look": forbidden, "add": lambda q: {"is": 1}})
+    hub.wait_for_ranks(5.0)
+    failed = hub.ask({1: {"do": "look"}}, 5.0, dict)[1]["failed"]
+    assert "PermissionError" in failed and "/scratch" in failed
+    assert hub.ask({1: {"do": "add"}}, 5.0, dict)[1] == {"is": 1} and hub.lost == {}
+    hub.close()
+
+
+def test_rank_0_tells_of_a_host_whose_look_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    port = free_port()
+    request = Request(pair_program=PAIR_PROGRAM, shared=tmp_path, federated=1, with_torch=False, timeout_s=3.0)
+    place = ProcessEnvironment(0, 2, 0, 1, 0, 2, "127.0.0.1", port, "torchrun")
+    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
+
+    def other() -> None:
+        there = ProcessEnvironment(1, 2, 0, 1, 1, 2, "127.0.0.1", port, "torchrun")
+        facts = {**introduce(there, {}), "host": {**introduce(there, {})["host"], "name": "b"}}
+
+        def forbidden(question: Any) -> dict[str, Any]:
+            raise OSError(24, "Too many open files")
+
+        own = HostSide(request, there, "torchrun", Finding("mpi", OK, ""), {})
+        answer(join("127.0.0.1", port, 1, 2, facts, 5.0), {**own.handlers, "look": forbidden}, 20.0)
+
+    threading.Thread(target=other, daemon=True).start()
+    report = Lead(side, place, Hub(port, 2), port).examine()
+    side.close()
+    wrong = [finding for finding in report.findings if finding.status == ERROR]
+    assert [(finding.check, finding.host) for finding in wrong] == [("host", "b")], wrong
+    assert "Too many open files" in wrong[0].text
+
+
+def test_rank_0_is_patient_for_as_long_as_it_may_take() -> None:
+    for timeout_s in (1.0, 15.0, 60.0):
+        assert meeting_s(timeout_s) >= timeout_s + MPI_LIMIT_S
+        assert patience_s(timeout_s) > meeting_s(timeout_s) + LOOK_S + import_limit_s(timeout_s) + ROUNDS_S
+
+
+def test_no_files_left_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        hub = Hub(port, 200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+        connections = [join("127.0.0.1", port, number, 200, {}, 5.0) for number in range(1, 100)]
+        taken = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
+        told = hub.wait_for_ranks(1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert 0 < len(told) < 99 and hub.refused == "Too many open files"
+    place = ProcessEnvironment(0, 200, 0, 100, 0, 2, "127.0.0.1", port, "torchrun")
+    request = Request(pair_program=PAIR_PROGRAM, with_torch=False)
+    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
+    assert [f.check for f in Lead(side, place, hub, port)._judge_meeting()] == ["open files", "meeting"]
+    hub.close()
+    for connection in connections:
+        connection.close()
+
+
+def test_ranks_that_differ_in_a_secret() -> None:
+    place = ProcessEnvironment(0, 3, 0, 1, 0, 3, "h", 1, "torchrun")
+    request = Request(pair_program=PAIR_PROGRAM, with_torch=False)
+    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
+    environs: list[dict[str, str]] = [
+        {"XFFL_TRACKING__TOKEN": "hush-1", "XFFL_KEY": "hush-3", "XFFL_IFNAME": "eth0", "NCCL_DEBUG": "INFO"},
+        {"XFFL_TRACKING__TOKEN": "hush-2", "XFFL_IFNAME": "ib0", "NCCL_DEBUG": "INFO"},
+    ]
+    told = [introduce(place, environ) for environ in environs]
+    assert "hush" not in json.dumps(told)
+    with closing(Hub(free_port(), 3)) as hub:
+        lead = Lead(side, place, hub, 1)
+        lead.told = dict(enumerate(told))
+        (found,) = lead._compare_environments()
+    assert found.text.endswith("XFFL_TRACKING__TOKEN (differs), XFFL_KEY (set, unset), XFFL_IFNAME (eth0, ib0)")
+
+
+def test_cells_are_not_dropped_in_silence() -> None:
+    place = ProcessEnvironment(0, 3, 0, 1, 0, 3, "h", 1, "torchrun")
+    request = Request(pair_program=PAIR_PROGRAM, with_torch=False, federated=(1, 2))
+    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
+    with closing(Hub(free_port(), 3)) as hub:
+        lead = Lead(side, place, hub, 1)
+        lead.told = {0: introduce(place, {})}
+        lead._name_hosts()
+        lead.hosts = {0: {}}
+        (found,) = lead._places()[1]
+    assert found.status == WARNING and "2 of 3 ranks are missing" in found.text
+
+
+def test_cells_of_a_job_from_its_batch_script(tmp_path: Path) -> None:
+    environ = {"PATH": "", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2],b1", "SLURM_TASKS_PER_NODE": "2(x3)"}
+    environ |= {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6"}
+    for variables, asked, status, word in (
+        (environ, "hosts:([a-z])", OK, "2 cells of 4, 2"),
+        (environ, (3, 3), OK, "2 cells of 3, 3"),
+        (environ, (3, 4), ERROR, "7"),
+        (environ, "hosts:x([a-z])", ERROR, "a1"),
+        ({"PATH": ""}, "hosts:([a-z])", WARNING, "not looked at"),
+    ):
+        reports: list[Report] = []
+        request = Request(pair_program=PAIR_PROGRAM, shared=tmp_path, federated=asked, with_torch=False)
+        examine(request, reports.append, variables)
+        (found,) = [finding for finding in reports[0].findings if finding.check == "cells"]
+        assert found.status == status and word in found.text, found
 
 
 def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,23 +644,70 @@ def test_rank_0_that_is_not_there_or_cannot_listen() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_all_pairs_meet_at_the_same_time(count: int) -> None:
-    orders = [partners(unit, count) for unit in range(count)]
-    assert all(sorted(order) == [other for other in range(count) if other != unit] for unit, order in enumerate(orders))
-    # Everybody goes on as soon as the partner of the turn is there: no circle of waiting may arise.
-    met: set[frozenset[int]] = set()
-    at = [0] * count
-    while any(at[unit] < len(orders[unit]) for unit in range(count)):
-        ready = [
-            (a, b)
-            for a, b in combinations(range(count), 2)
-            if at[a] < len(orders[a]) and at[b] < len(orders[b]) and orders[a][at[a]] == b and orders[b][at[b]] == a
-        ]
-        assert ready, "everybody waits"
-        for a, b in ready:
-            met.add(frozenset((a, b)))
-            at[a], at[b] = at[a] + 1, at[b] + 1
-    assert len(met) == count * (count - 1) // 2
+def test_all_pairs_meet_once_and_nobody_is_in_two_pairs_at_once(count: int) -> None:
+    rounds = pair_up(count)
+    assert len(rounds) <= max(1, count)
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(count), 2))
+    for pairs in rounds:
+        assert len({number for pair in pairs for number in pair}) == 2 * len(pairs)
+
+
+def test_of_many_a_few_pairs_meet() -> None:
+    rounds = pair_up(1000)
+    met = [pair for pairs in rounds for pair in pairs]
+    assert set(met) == {(min(a, b), max(a, b)) for a in range(1000) for b in peers_of(a, range(1000))}
+    assert len(met) == len(set(met)) <= 10_000 and len(rounds) < 40
+    for pairs in rounds:
+        assert len({number for pair in pairs for number in pair}) == 2 * len(pairs)
+
+
+@pytest.mark.parametrize("silent", [0, 3])
+def test_a_silent_partner_does_not_spoil_the_others(silent: int) -> None:
+    """0 would lend its store to the others, 3 would come to theirs."""
+    limit_s = 6.0
+    asked: list[set[str]] = []
+    processes = [TorchProcess(PAIR_PROGRAM, dict(os.environ), limit_s) for _ in range(4)]
+    side = HostSide(
+        Request(pair_program=PAIR_PROGRAM, with_torch=False, timeout_s=limit_s),
+        None,
+        "none",
+        Finding("mpi", OK, ""),
+        {},
+    )
+    side._torch = processes
+    try:
+        told = [process.hear(time.monotonic() + 60) for process in processes]
+        units = [Unit("abcd"[at], 0, at, ("127.0.0.1", found["port"])) for at, found in enumerate(told)]
+        os.kill(processes[silent]._process.pid, signal.SIGSTOP)
+
+        def ask(questions: Mapping[int, Any], _: float) -> dict[int, Any]:
+            asked.append(set(questions[0]["processes"]))
+            return {0: side.pairs(questions[0])}
+
+        found = add_in_rounds(units, ask, limit_s)
+    finally:
+        side.close()
+    # It is waited for in the first round, and not asked again.
+    assert len(asked) == 3 and [str(silent) in processes for processes in asked] == [True, False, False]
+    assert statuses(found) == [ERROR, OK], found
+    others = [unit.name for unit in units if unit is not units[silent]]
+    name = units[silent].name
+    assert found[0].text == f"{name} and {', '.join(others)}: {name}: it did not answer in time"
+    assert found[1].text.startswith("3 pairs of 4")
+
+
+def test_pairs_without_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xffl.cluster.doctor.rounds.ROUNDS_S", 0.05)
+    units = [Unit("abcd"[at], at, 0, ("h", 1)) for at in range(4)]
+
+    def ask(questions: Mapping[int, Any], limit_s: float) -> dict[int, Any]:
+        time.sleep(0.1)
+        assert limit_s > 9
+        turn = questions[0]["turn"]
+        return {node: {"results": {"0": {"turn": turn, "seconds": 1.0, "mib": 1.0}}} for node in questions}
+
+    found = add_in_rounds(units, ask, 9.0)
+    assert statuses(found) == [WARNING, OK] and "4 of 6 pairs" in found[0].text and "2 pairs" in found[1].text
 
 
 def test_a_torch_that_cannot_be_loaded_or_hangs(tmp_path: Path) -> None:
@@ -515,7 +721,7 @@ def test_a_torch_that_cannot_be_loaded_or_hangs(tmp_path: Path) -> None:
         told = process.hear(time.monotonic() + (1.0 if "sleep" in script else 20.0))
         process.tell({"unit": 0})
         process.end()
-        found = check_torch(told, 0)
+        found = check_torch(told, 0, {})
         assert found.status == ERROR and word in found.text
 
 
@@ -531,16 +737,19 @@ def test_a_torch_that_cannot_be_loaded_or_hangs(tmp_path: Path) -> None:
 )
 def test_judging_torch(changes: dict[str, Any], listed: int, status: str) -> None:
     told = {"torch": "2.13", "import_s": 2.0, "backends": ["gloo"], "gpus": 0, "port": 1, **changes}
-    assert check_torch(told, listed).status == status
+    assert check_torch(told, listed, {}).status == status
 
 
-def test_pairs_that_failed_are_named() -> None:
-    good = {"seconds": 0.5, "mib": 4.0}
-    results = {
-        0: {"pairs": {"1": good, "2": {"error": "refused"}}},
-        1: {"pairs": {"0": good, "2": good}},
-        2: {"error": "it did not answer in time"},
-    }
-    found = compare_pairs(["x", "y", "z"], results)
-    assert [(f.status, f.text.partition(":")[0]) for f in found[:2]] == [(ERROR, "x and z"), (ERROR, "y and z")]
+def test_a_torch_without_gpus_where_none_are_wanted() -> None:
+    told = {"torch": "2.13", "import_s": 2.0, "backends": ["gloo"], "gpus": 0, "port": 1}
+    assert check_torch(told, 4, {"CUDA_VISIBLE_DEVICES": ""}).status == OK
+    assert check_torch(told, 4, {"CUDA_VISIBLE_DEVICES": "0"}).status == ERROR
+
+
+def test_pairs_that_failed_are_named_by_host() -> None:
+    good = {"turn": 0, "seconds": 0.5, "mib": 4.0}
+    bad = {"turn": 0, "error": "refused"}
+    results = {(0, 1): (good, good), (0, 2): (bad, good), (1, 2): (good, {"error": "silent"}), (0, 3): (good, bad)}
+    found = compare_pairs(["x", "y", "z", "w"], results)
+    assert [(f.status, f.text) for f in found[:2]] == [(ERROR, "x and z, w: refused"), (ERROR, "y and z: silent")]
     assert found[2].status == OK and "8 MiB/s" in found[2].text

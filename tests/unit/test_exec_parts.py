@@ -8,18 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
+from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
-from xffl.cluster.allocation import Allocation, Host
+from xffl.cluster import in_place, srun
+from xffl.cluster.allocation import Allocation, Host, find_allocation
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.failure import FailureRecord
-from xffl.cluster.job_layout import check_started, fit_hosts, lay_out
-from xffl.cluster.job_watch import JobWatch, caught_signals
+from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
+from xffl.cluster.job_watch import JobWatch
 from xffl.cluster.marked_lines import MarkedLines, Message, mark
 from xffl.cluster.rank_files import RankFile, Stream, list_rank_files, sizes_now
 from xffl.cluster.runner import RankJob
@@ -30,6 +30,13 @@ from xffl.errors import ConfigError, LaunchError, TopologyError
 ROOT = Path(__file__).parents[2]
 HOSTS = (Host("b1", 2, address="10.0.0.2"), Host("a1", 1))
 HELP_S = 0.3
+OF_ONE_RANK = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+"""As torchrun sets them."""
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -103,6 +110,8 @@ def test_ranks_are_fitted_to_hosts() -> None:
     assert fitted(slurm(1, 1), 5) == [3, 2] and fitted(slurm(64, 64), 4) == [2, 2]
     assert fitted(slurm(4, 4, gpus=2), 4) == [2, 2]
     assert fitted(slurm(4, gpus=2), None, CUDA_VISIBLE_DEVICES="") == [4]
+    own = find_allocation({**UNEVEN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "2"})
+    assert own is not None and fitted(own, None) == [2, 3]
     for allocation, processes, environ, message in (
         (slurm(2, 2), 3, {"SLURM_NTASKS": "4"}, r"3, but job 7 has 4 tasks \(2 on n0, 2 on n1\). HINT: .*--ntasks=3"),
         (slurm(2, 2), 8, {"SLURM_NTASKS_PER_NODE": "2"}, r"8, but job 7 has 4 tasks"),
@@ -126,6 +135,56 @@ def test_cells_order_the_hosts() -> None:
     assert lay_out(hosts, None, None).cell_of(4) is None
     with pytest.raises(TopologyError, match="sum to 4"):
         lay_out(hosts, (2, 2), None)
+
+
+def test_cells_of_hosts_by_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``exec --hosts`` asks scontrol for ``auto`` as ``plan --hosts`` does, and for nothing else."""
+    (tmp_path / "shown").write_text(THREE_LEVELS)
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\necho >> {tmp_path}/asked\nexec /bin/cat {tmp_path}/shown\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found: list[tuple[list[str], object]] = []
+
+    def start(layout: JobLayout, *words: object, **options: object) -> int:
+        found.append(([host.name for host in layout.hosts], layout.sizes))
+        return 0
+
+    monkeypatch.setattr(execute, "launch_ssh", start)
+    words = ["exec", "--hosts", "b1:1,a1:2,b2:1", "--federated"]
+    assert main([*words, "4", __file__]) == main([*words, "hosts:^.", __file__]) == 0
+    assert not (tmp_path / "asked").exists()
+    assert main([*words, "auto", __file__]) == 0 and (tmp_path / "asked").exists()
+    assert found == [(["b1", "a1", "b2"], 4), (["b1", "b2", "a1"], (2, 2)), (["b1", "b2", "a1"], (2, 2))]
+
+
+@pytest.mark.parametrize(("variables", "told"), [({}, "1"), ({"OMP_NUM_THREADS": "3"}, "3"), ({"XFFL_BIND": "1"}, "4")])
+def test_a_rank_in_place_takes_its_threads(
+    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"PATH": "x", **variables}
+    monkeypatch.setattr(in_place.os, "environ", environ)
+    monkeypatch.setattr(
+        in_place, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
+    )
+    in_place.take_share()
+    assert environ == {"PATH": "x", **variables}, "no launcher has started this process"
+    environ |= OF_ONE_RANK
+    in_place.take_share()
+    assert environ["OMP_NUM_THREADS"] == told
+
+
+@pytest.mark.parametrize("name", ["script.py", "config.yaml"])
+def test_threads_are_chosen_before_torch_is_imported(name: str, tmp_path: Path) -> None:
+    script = "import os, sys; print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)\n"
+    (tmp_path / "script.py").write_text(script)
+    # The file of a configuration's trainer is run while the configuration is read; without a trainer that is an error.
+    (tmp_path / "config.yaml").write_text("trainer: script.MyTrainer\n")
+    environ = {key: text for key, text in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environ |= {**OF_ONE_RANK, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "xffl", "exec", str(tmp_path / name)]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout.split()[:1] == ["1"], ran.stderr
 
 
 def test_what_a_launcher_started_is_compared() -> None:
@@ -236,6 +295,17 @@ def test_what_srun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
         srun_command(layout, {"XFFL_SRUN": "no-srun -x", "SLURM_JOB_ID": "3"})
 
 
+def test_a_scancel_that_hangs_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(srun, "_SCANCEL_S", 0.2)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    step = srun._Step(lay_out(HOSTS, None, None), JobWatch(None, 5.0), False)
+    program = tmp_path / "scancel"
+    for body, expected in (("exec /bin/sleep 60", False), ("exit 1", False), ("exit 0", True)):
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+        assert step._cancel(signal.SIGTERM) is expected
+
+
 def test_what_ssh_is_told() -> None:
     words = ssh_command(Host("a", 1), {})
     assert words[0] == "ssh" and words[-3:-1] == ["--", "a"]
@@ -252,54 +322,6 @@ def test_what_ssh_is_told() -> None:
     assert kept == {"PATH": "p", "NCCL_X": "y"}
 
 
-# Who failed, and when to lose patience --------------------------------------------------------------------------------
-
-
-def record(at: float, *, lost_peer: bool = False, code: int = 1) -> dict[str, object]:
-    return asdict(FailureRecord(at, code, "ValueError: x", "Traceback\n", is_xffl=False, lost_peer=lost_peer))
-
-
-def test_the_first_rank_without_a_word_counts() -> None:
-    watch = JobWatch(None, 5.0)
-    assert watch.result() is None and not watch.is_overdue()
-    watch.add_record(0, record(1.0, lost_peer=True))
-    assert not watch.is_overdue(-6.0)  # the cause is still to come
-    watch.add_code(2, -9)
-    watch.add_code(1, -9)  # ended by the launcher
-    assert watch.is_overdue(-6.0) and not watch.is_overdue()
-    failure = watch.result()
-    assert not isinstance(failure, int) and failure is not None and (failure.rank, failure.exit_code) == (2, 137)
-    watch.add_record(3, record(2.0))
-    failure = watch.result()
-    assert not isinstance(failure, int) and failure is not None and (failure.rank, failure.exit_code) == (3, 1)
-
-
-def test_a_stopped_job() -> None:
-    watch = JobWatch(0.0, 5.0)
-    watch.add_code(1, -15)
-    assert watch.result() is None
-    while not watch.is_late:
-        time.sleep(0.001)
-    watch.stop(0)
-    assert watch.result() == ExitCode.TIMEOUT and not watch.is_late
-    watch = JobWatch(None, 5.0)
-    watch.stop(signal.SIGTERM)
-    watch.add_code(1, 1)
-    assert watch.result() == 143
-    watch.add_record(0, record(1.0, code=75))
-    failure = watch.result()
-    assert not isinstance(failure, int) and failure is not None and failure.exit_code == ExitCode.PREEMPTED
-
-
-def test_signals_are_kept_for_later() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with caught_signals() as come:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert sorted(come()) == [(signal.SIGUSR1, False), (signal.SIGTERM, True)] and come() == []
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
 # Log files ------------------------------------------------------------------------------------------------------------
 
 
@@ -310,13 +332,15 @@ def test_a_stream_of_log_files(tmp_path: Path) -> None:
     (tmp_path / "rank_1.txt").write_text("not one")
     out = io.BytesIO()
     stream = Stream(tmp_path, out, begin=sizes_now(tmp_path))
-    assert not stream.copy()
+    stream.copy()
+    assert out.getvalue() == b""
     with one.path.open("ab") as first, other.path.open("wb") as second:
         first.write(b"a\nb")
         second.write(b"\xff\n")
         for file in (first, second):
             file.flush()
-        assert stream.copy() and out.getvalue() == b"[cell 0 rank 0] a\n[rank 12] \xff\n"
+        stream.copy()
+        assert out.getvalue() == b"[cell 0 rank 0] a\n[rank 12] \xff\n"
         first.write(b"c")
     stream.copy(is_end=True)
     assert out.getvalue().endswith(b"\n[cell 0 rank 0] bc\n")

@@ -163,3 +163,94 @@ def test_a_handler_of_before_is_called_where_there_is_no_agreement() -> None:
             assert heard == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_signal_is_not_answered_by_itself() -> None:
+    """What is sent again for a handler of before comes through the pipe once more."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    done = threading.Event()
+
+    def read(inbox: SignalInbox) -> None:
+        came = inbox.wait(5.0)
+        for _ in range(50):
+            inbox.give_up(came)
+            came = inbox.wait(0.01)
+        done.set()
+
+    try:
+        with SignalInbox([signal.SIGUSR2, signal.SIGHUP]) as inbox:
+            for number in (signal.SIGUSR2, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+            reader = threading.Thread(target=read, args=(inbox,))
+            reader.start()
+            assert done.wait(20.0)
+            reader.join()
+            assert heard == [signal.SIGUSR2]
+            assert inbox.wait(0.0) == []
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert heard == [signal.SIGUSR2] * 2, "one that comes later"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGHUP, hup)
+
+
+def test_given_up_by_the_main_thread_handlers_come_back_at_once() -> None:
+    with SignalInbox([signal.SIGUSR2]) as inbox:
+        inbox.give_up(())
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_end_and_a_goal_are_one_decision(is_last: bool) -> None:
+    """Rank 0 has seen that all have ended; a signal that rank 1 hears before its next look asks for nothing."""
+    store = HashStore()
+    with Told() as inbox, Told() as other:
+        store.set("goal", listener.ENDED)
+        store.add("ended", 2 if is_last else 1)
+        first, second = Listener(inbox, store, 0, 2, 0), Listener(other, store, 1, 2, 1)
+        other.ask()  # type: ignore[attr-defined]
+        assert second.await_all() is None
+        assert first.await_all() is None
+        first.stop()
+        second.stop()
+        assert (inbox.given_up, other.given_up) == ([], [])  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("short")
+def test_who_waits_in_vain_gives_up_for_all() -> None:
+    store = HashStore()
+    with Told() as inbox, Told() as other:
+        second = Listener(other, store, 1, 2, 0)
+        other.ask()  # type: ignore[attr-defined]
+        second._thread.join(0.1)
+        for _ in range(500):
+            if other.given_up:  # type: ignore[attr-defined]
+                break
+            threading.Event().wait(0.01)
+        assert second.proceed(1, 0) is None
+        first = Listener(inbox, store, 0, 2, 0)  # it was only slow
+        threading.Event().wait(0.2)
+        assert first.proceed(1, 0) is None
+        first.stop()
+        second.stop()
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_terminate_after_a_goal_that_nobody_can_reach(has_arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "PATIENCE_S", 0.2)
+    with Told() as inbox:
+        mine = Listener(inbox, HashStore(), 0, 1, 0)
+        inbox.ask()  # type: ignore[attr-defined]
+        while mine.proceed(1, 0) is None:
+            threading.Event().wait(0.001)
+        if has_arrived:
+            mine.arrive()
+        inbox.signals = (signal.SIGUSR2, signal.SIGTERM)
+        os.write(inbox._write, bytes([signal.SIGTERM]))
+        threading.Event().wait(0.5)
+        mine.stop()
+        assert inbox.given_up == ([] if has_arrived else [signal.SIGTERM])  # type: ignore[attr-defined]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster import mpi, network
-from xffl.cluster.environment import requested_settings, use_interface
+from tests.unit.test_environment import FakeWorld, fake_mpi
+from xffl.cluster import hosts, mpi, network
+from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
 from xffl.cluster.mpi import Claim
 from xffl.cluster.network import (
     Interface,
@@ -22,9 +25,10 @@ from xffl.cluster.network import (
     list_interfaces,
     resolve,
 )
+from xffl.distributed.process_group import _world_store
 from xffl.errors import ConfigError, LaunchError
 
-GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0, "job_s": 3600.0}
+GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0}
 
 
 # Timeouts -------------------------------------------------------------------------------------------------------------
@@ -32,13 +36,12 @@ GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0, 
 
 def test_levels_in_order_are_taken_and_stay() -> None:
     levels = Timeouts(**GOOD)
-    assert (levels.connect_s, levels.job_s) == (5.0, 3600.0)
+    assert (levels.connect_s, levels.session_s) == (5.0, 120.0)
     with pytest.raises(FrozenInstanceError):
         levels.home_s = 1.0  # type: ignore[misc]
-    assert Timeouts(**{**GOOD, "job_s": None}).job_s is None
 
 
-@pytest.mark.parametrize("inner, outer", [("connect_s", "home_s"), ("home_s", "across_s"), ("session_s", "job_s")])
+@pytest.mark.parametrize("inner, outer", [("connect_s", "home_s"), ("home_s", "across_s"), ("across_s", "session_s")])
 @pytest.mark.parametrize("excess", [0.0, 1.0])
 def test_an_inner_level_that_outlives_the_next_is_named(inner: str, outer: str, excess: float) -> None:
     with pytest.raises(ConfigError, match=rf"{inner} .* is not less than {outer} .*lower {inner} or raise {outer}"):
@@ -59,10 +62,7 @@ def test_levels_below_a_session(session_s: float) -> None:
     assert levels.connect_s <= 30
 
 
-def test_a_job_that_ends_before_its_session_gives_up() -> None:
-    assert Timeouts.within(600, 601).job_s == 601
-    with pytest.raises(ConfigError, match="session_s 600 is not less than job_s 600"):
-        Timeouts.within(600, 600)
+def test_a_session_of_no_time() -> None:
     for value in (0, True, float("nan"), "600", None):
         with pytest.raises(ConfigError, match="session_s"):
             Timeouts.within(value)  # type: ignore[arg-type]
@@ -106,7 +106,8 @@ def test_control_and_data_are_chosen_by_name() -> None:
 
 
 def test_the_address_for_control() -> None:
-    assert control_address({"XFFL_IFNAME": "lo"}) is None
+    assert control_address({}) is None
+    assert control_address({"XFFL_IFNAME": "lo"}) == control_address({"GLOO_SOCKET_IFNAME": "lo,eth0"}) == "127.0.0.1"
     assert control_address({"XFFL_CONTROL_IFNAME": "lo"}) == "127.0.0.1"
     for call in (control_address, lambda environ: use_interface("lo", environ)):
         with pytest.raises(LaunchError, match="'none9' has no IPv4 address .* set XFFL_CONTROL_IFNAME to one of: .*lo"):
@@ -125,6 +126,76 @@ def test_rank_0_of_mpi_listens_on_the_control_interface(monkeypatch: pytest.Monk
     assert mpi._listen_at(0, rows, environ, None, 1) == ("10.9.0.1", 1)
     assert mpi._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, None, 1) == ("10.0.0.1", 1)
     assert mpi._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, "n1", 1) == ("n1", 1)
+
+
+def test_data_interfaces_without_an_address_are_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib9")])
+    environ: dict[str, str] = {}
+    with pytest.raises(LaunchError, match="'ib9' has no IPv4 address"):
+        use_interface("ib9", environ)
+    assert not environ and use_interface("ib9", environ | {"XFFL_CONTROL_IFNAME": "lo"}) == "ib9"
+
+
+@pytest.mark.parametrize(
+    ("name", "interface", "expected"),
+    [
+        ("XFFL_CONTROL_IFNAME", "lo", "127.0.0.1"),
+        ("XFFL_IFNAME", "lo", "127.0.0.1"),
+        ("GLOO_SOCKET_IFNAME", "lo", "127.0.0.1"),
+        ("XFFL_IFNAME", "", "localhost"),
+    ],
+)
+def test_the_store_of_the_world_is_on_the_control_interface(
+    name: str, interface: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says where; the other takes its word, whatever its own variables say."""
+    for other in ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(other, raising=False)
+    meeting = TCPStore("127.0.0.1", 0, 1, True)
+    places = [ProcessEnvironment(rank, 2, rank, 2, 0, 1, "localhost", meeting.port) for rank in range(2)]
+    monkeypatch.setenv(name, interface)
+    first = _world_store(meeting, places[0], Timeouts.within(30))
+    monkeypatch.setenv("XFFL_CONTROL_IFNAME", "none9")
+    second = _world_store(meeting, places[1], Timeouts.within(30))
+    assert isinstance(first, TCPStore) and isinstance(second, TCPStore)
+    assert (first.host, first.port) == (second.host, second.port) and first.host == expected
+
+
+def test_peers_without_a_route_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux knows no way to the first peer."""
+    addresses = {socket.gethostname(): "127.0.1.1", "a": "255.255.255.255", "b": "10.0.0.2"}
+    monkeypatch.setattr(hosts, "_resolve", lambda name: (addresses[name],))
+    real = socket.socket.getsockname
+    probes: list[object] = []
+
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            probes.append(address)
+            if address[0] == "255.255.255.255":
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+        def getsockname(self) -> Any:
+            return ("10.0.0.1", real(self)[1])
+
+    monkeypatch.setattr(hosts.socket, "socket", Probe)
+    assert hosts.reachable_address(["a", "b"]) == "10.0.0.1" and probes == [("255.255.255.255", 9), ("10.0.0.2", 9)]
+    with pytest.raises(LaunchError, match="no address that other hosts can reach"):
+        hosts.reachable_address(["a"])
+
+
+def test_whatever_rank_0_meets_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(Claim(0, 0, 1, "a"), "a"), (Claim(1, 0, 1, "b"), "b")]
+    fake_mpi(monkeypatch, FakeWorld(2, [row[0] for row in rows], ["a", "b"]))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(mpi, "_listen_at", fail)
+    for claim, _ in rows:
+        with pytest.raises(
+            LaunchError, match="rank 0 has no rendezvous: OSError: .*Too many open files; set MASTER_ADDR"
+        ):
+            mpi.meet(claim, 2, {}, address=None, port=None)
 
 
 def test_names_of_variables_are_no_settings() -> None:

@@ -287,6 +287,9 @@ def test_tasks_have_folders_of_their_own(project: Path, capsys: pytest.CaptureFi
     assert "all tasks of an array are of one shape" in wrong
     wrong = dry(capsys, "config.yaml", "--slurm.array", "{experiment.sed: [1, 2]}", code=2)
     assert "did you mean experiment.seed?" in wrong
+    for words in (["config.yaml", "--slurm.array.experiment.seed=[3, 4]"], ["submit_train.py"]):
+        wrong = dry(capsys, "--log-dir=logs", "--slurm.array={experiment.seed: [3, 4]}", *words, code=2)
+        assert "--log-dir 'logs' is one folder, and each task of slurm.array has a rank 0" in wrong
 
 
 def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +356,9 @@ def test_submission_keeps_the_script_and_refuses_a_second_job(
     mine = job(run_folder=str(tmp_path / "a'; echo foo"), log=str(tmp_path / "logs" / "%j.log"), is_exclusive=True)
     assert submit_job("echo hi\n", mine) == "12"
     assert (tmp_path / "script").read_text() == "echo hi\n" and (tmp_path / "logs").is_dir()
-    assert (tmp_path / "a'; echo foo" / "slurm" / "12.sbatch").read_text() == "echo hi\n"
+    kept = tmp_path / "a'; echo foo" / "slurm" / "12.sbatch"
+    assert kept.read_text() == "echo hi\n" and kept.stat().st_mode & 0o777 == 0o600
+    assert kept.with_name("jobs").read_text() == "12\n"
     program("squeue", "printf '11\\n12\\n'")
     with pytest.raises(LaunchError, match=r"job 12, which has not ended, writes to .*afterany:12"):
         submit_job("echo hi\n", mine)
@@ -363,6 +368,13 @@ def test_submission_keeps_the_script_and_refuses_a_second_job(
     program("squeue", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
     with pytest.raises(LaunchError, match="squeue failed: slurm_load_jobs error"):
         find_busy(["12"])
+
+
+def test_a_job_whose_script_cannot_be_kept_is_named(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+    (tmp_path / "slurm" / "12.sbatch").mkdir(parents=True)
+    program("sbatch", "echo 12")
+    with pytest.raises(LaunchError, match="job 12 is submitted, but .* cannot be written: Is a dir.*; squeue -j 12"):
+        submit_job("echo hi\n", job(run_folder=str(tmp_path)))
 
 
 def test_a_job_inside_a_job_inherits_nothing(
@@ -446,12 +458,19 @@ JobId=15 ArrayJobId=13 ArrayTaskId=2-4 JobName=demo UserId=root(0) GroupId=root(
 """
 
 
-def test_without_accounting_the_controller_is_asked(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+def test_without_accounting_the_controller_is_asked(
+    tmp_path: Path, program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "shown").write_text(SHOWN)
     program("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     program("scontrol", f"cat {tmp_path}/shown")
     found = find_endings("2")
     assert found == {"2": Ending("FAILED", 3), "13_1": Ending("COMPLETED", 0)} and exit_code_of(found) == 3
+    (tmp_path / "bin" / "sacct").unlink()
+    program("scontrol", f"exec /bin/cat {tmp_path}/shown")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path / "bin"))  # where sacct is not installed
+        assert find_endings("2") == found
     program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert find_endings("2") == {}
 

@@ -72,7 +72,7 @@ def run(options: Namespace) -> int:
     told["--federated"] = options.federated or os.environ.get("XFFL_FEDERATED") or None
     words = [word for name, text in told.items() if text is not None for word in (name, text)]
     words += ["--skip-torch"] if options.skip_torch else []
-    report = examine_hosts(parse_hosts(options.hosts), [str(_RANK), *words], os.environ)
+    report = examine_hosts(parse_hosts(options.hosts), [str(_RANK), *words], os.environ, options.timeout)
     tell(report)
     return report.exit_code
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.allocation import Allocation, Host, find_allocation, own_host, parse_hosts
+from xffl.cluster.allocation import (
+    Allocation,
+    Host,
+    find_allocation,
+    own_host,
+    parse_hosts,
+    read_topology,
+    show_topology,
+    with_switches,
+)
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import (
     detect_environment,
@@ -24,7 +33,7 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import RankFailure
-from xffl.cluster.in_place import be_rank
+from xffl.cluster.in_place import be_rank, take_share
 from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch import launch_local
 from xffl.cluster.launchers import LAUNCHERS
@@ -141,6 +150,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     for name in ("timeout", "grace"):
         if options[name] is not None and not options[name] > 0:
             raise ConfigError(f"--{name} is {options[name]}; give seconds above 0, or leave it out")
+    if options.launcher == "auto":
+        take_share()  # a configuration's trainer imports torch
     if command[0].endswith(_CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:])
     federated, replica_size = requested_federation()
@@ -232,15 +243,21 @@ def _find_start(
     options: Namespace, processes: int | None, federated: Federation | None, knob: str = "--processes"
 ) -> _Start | None:
     """Choose where the ranks start; ``None`` where it would be here, and nobody says how many."""
-    needs_switches = isinstance(federated, str) and federated.startswith("auto")
+    rule = federated if isinstance(federated, str) else ""
+    needs_switches = rule.startswith("auto")
     way = options.launcher
     if options.hosts is not None and way not in ("auto", "ssh"):
         raise ConfigError(f"--hosts is for ssh, but --launcher is {way}; leave one of them out")
     if options.hosts is not None:
-        return _Start("ssh", fit_hosts(Allocation("hosts", parse_hosts(options.hosts)), processes, knob=knob))
+        hosts = parse_hosts(options.hosts)
+        if needs_switches and not all(host.switches for host in hosts):
+            hosts = with_switches(hosts, read_topology(show_topology()))
+        return _Start("ssh", fit_hosts(Allocation("hosts", hosts), processes, knob=knob))
     if way == "ssh":
         raise ConfigError("--launcher ssh needs to know the hosts; give --hosts a:4,b:4, or @FILE")
-    allocation = find_allocation(needs_switches=needs_switches) if way in ("auto", "srun") else None
+    allocation = None
+    if way in ("auto", "srun"):
+        allocation = find_allocation(wants_switches=bool(rule), needs_switches=needs_switches)
     if allocation is not None:
         return _Start("srun", fit_hosts(allocation, processes, knob=knob))
     if way == "srun":
@@ -291,7 +308,7 @@ def _start(
         print(f"xffl: stopped all ranks after {timeout_s} s, as --timeout says", file=sys.stderr)
     elif ended == ExitCode.PREEMPTED:
         print(_PREEMPTED, file=sys.stderr)
-    elif ended:
+    elif ended > 128:
         print(f"xffl: stopped all ranks after {signal.Signals(ended - 128).name}", file=sys.stderr)
     return ended
 

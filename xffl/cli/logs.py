@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -51,7 +52,7 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"folder {options.folder!r} holds no log file of {shown}; give that of --log-dir")
     stream = Stream(folder, sys.stdout.buffer, ranks)
     if options.follow:
-        stream.follow(lambda: False)
+        stream.follow(threading.Event().wait)
     stream.copy(is_end=True)
     return ExitCode.OK
 

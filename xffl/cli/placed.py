@@ -66,7 +66,8 @@ def find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host, 
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
     else:
-        job = find_allocation(needs_switches=is_auto and options.topology is None)
+        is_silent = options.topology is None  # else the file tells
+        job = find_allocation(wants_switches=is_silent, needs_switches=is_silent and is_auto)
         if job is None:
             raise ConfigError(
                 f"--federated {federated} finds cells by hosts, but this is no SLURM job; call it in the batch script "

@@ -206,6 +206,11 @@ def _job(
     tasks: tuple[tuple[str, ...], ...],
     options: Namespace,
 ) -> Job:
+    if tasks and options.log_dir is not None:
+        raise ConfigError(
+            f"--log-dir {options.log_dir!r} is one folder, and each task of slurm.array has a rank 0, which would "
+            "write to the same file there; leave it out, each task's output is a file of its own"
+        )
     given = {one: getattr(options, one) for one in _PASSED_ON}
     passed = [
         f"--{one.replace('_', '-')}" + ("" if value is True else f"={value}")

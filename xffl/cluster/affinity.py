@@ -87,16 +87,17 @@ def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: i
 def is_bound(environ: Mapping[str, str] | None = None) -> bool:
     """Tell whether a launcher has given this process cores of its own already; they must not be divided again.
 
-    ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so. Of others the process that started this one is looked at,
-    which has more CPUs then.
+    ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
+    what they said. Of others the process that started this one is looked at, which has more CPUs then.
 
     :param environ: Environment to read; ``None`` means the process's own.
     :return: Whether it is bound.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
+    launcher = next((row.name for row in LAUNCHERS if row.matches(environ)), None)
+    if launcher == "openmpi" and environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
-    if environ.get("SLURM_CPU_BIND_TYPE", "none").partition(":")[0] not in ("", "none"):
+    if launcher == "slurm" and environ.get("SLURM_CPU_BIND_TYPE", "none").partition(":")[0] not in ("", "none"):
         return True
     try:
         return set(os.sched_getaffinity(0)) < set(os.sched_getaffinity(os.getppid()))

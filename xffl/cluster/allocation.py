@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,17 +64,21 @@ class Allocation:
         return sum(host.slots for host in self.hosts)
 
 
-def find_allocation(environ: Mapping[str, str] | None = None, *, needs_switches: bool = False) -> Allocation | None:
+def find_allocation(
+    environ: Mapping[str, str] | None = None, *, wants_switches: bool = False, needs_switches: bool = False
+) -> Allocation | None:
     """Find the SLURM job in which this process stands, seen from its batch script or from the shell of ``salloc``.
 
-    Local; ``scontrol`` is asked once for the network.
+    Local; ``scontrol`` is asked once for the network where the switches are wanted or needed.
 
     :param environ: Environment to read; ``None`` means the process's own.
-    :param needs_switches: Raise where the network cannot be asked for, instead of leaving ``switches`` empty.
+    :param wants_switches: Ask for the network; where it cannot be asked for, ``switches`` stay empty.
+    :param needs_switches: Ask for the network, and raise where it cannot be asked for.
     :return: The job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process
         as one rank of several already.
     :raises LaunchError: if the job's variables are incomplete or contradict each other, the job has several components
-        (a heterogeneous job), or the network is needed but cannot be asked for.
+        (a heterogeneous job), its GPUs cannot be spread over its nodes though nobody asked for tasks, or the network is
+        needed but cannot be asked for.
     """
     environ = os.environ if environ is None else environ
     job = environ.get("SLURM_JOB_ID")
@@ -93,10 +97,13 @@ def find_allocation(environ: Mapping[str, str] | None = None, *, needs_switches:
             "or the shell of salloc, or unset SLURM_JOB_ID"
         )
     names = expand_hosts(nodes)
-    gpus = _gpus(environ, len(names))
-    slots = _slots(environ, len(names), gpus)
-    hosts = tuple(Host(name, count, gpus=gpus) for name, count in zip(names, slots, strict=True))
-    if needs_switches or shutil.which("scontrol", path=environ.get("PATH")) is not None:
+    tasks = _tasks(environ, len(names))
+    is_asked = bool(environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"))
+    gpus = _gpus(environ, tasks, is_asked=is_asked)
+    # The tasks that were asked for, else one for each GPU, else SLURM's own count.
+    slots = tasks if is_asked else tuple(own or count for own, count in zip(gpus, tasks, strict=True))
+    hosts = tuple(Host(name, count, gpus=own) for name, count, own in zip(names, slots, gpus, strict=True))
+    if wants_switches or needs_switches:
         try:
             hosts = with_switches(hosts, read_topology(show_topology(environ)))
         except LaunchError:
@@ -105,11 +112,9 @@ def find_allocation(environ: Mapping[str, str] | None = None, *, needs_switches:
     return Allocation("slurm", hosts, job)
 
 
-def _slots(environ: Mapping[str, str], nodes: int, gpus: int | None) -> tuple[int, ...]:
-    """Return the ranks of each node: the tasks that were asked for, else one for each GPU, else SLURM's own count."""
+def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
+    """Return the tasks of each node, by SLURM's count."""
     counts = expand_counts(environ.get("SLURM_TASKS_PER_NODE") or f"1(x{nodes})")
-    if not environ.get("SLURM_NTASKS") and not environ.get("SLURM_NTASKS_PER_NODE") and gpus:
-        return (gpus,) * nodes
     if "SLURM_TASKS_PER_NODE" not in environ and environ.get("SLURM_NTASKS_PER_NODE"):
         counts = (read_number("SLURM_NTASKS_PER_NODE", environ["SLURM_NTASKS_PER_NODE"]),) * nodes
     if len(counts) != nodes:
@@ -118,26 +123,43 @@ def _slots(environ: Mapping[str, str], nodes: int, gpus: int | None) -> tuple[in
             f"SLURM_JOB_NODELIST={environ.get('SLURM_JOB_NODELIST')} of {nodes}. HINT: these variables are the job's; "
             "do not set one of them by hand"
         )
+    asked = environ.get("SLURM_NTASKS")
+    if asked and read_number("SLURM_NTASKS", asked) != sum(counts):
+        raise LaunchError(
+            f"SLURM_NTASKS={asked}, but SLURM_TASKS_PER_NODE={environ.get('SLURM_TASKS_PER_NODE', 'unset')} makes "
+            f"{sum(counts)} tasks on {nodes} nodes. HINT: these variables are the job's; unset SLURM_NTASKS where it "
+            "is set by hand or left from another job, and ask SLURM for --ntasks or --ntasks-per-node"
+        )
     return counts
 
 
-def _gpus(environ: Mapping[str, str], nodes: int) -> int | None:
-    """Return the GPUs of each node, as far as SLURM tells; it tells of this node, and of all nodes together."""
-    asked = environ.get("SLURM_GPUS_PER_NODE")
-    text = asked.rpartition(":")[2] if asked else environ.get("SLURM_GPUS_ON_NODE")
-    if text:
-        here = read_number("SLURM_GPUS_PER_NODE" if asked else "SLURM_GPUS_ON_NODE", text)
-    elif environ.get("SLURM_JOB_GPUS"):
+def _gpus(environ: Mapping[str, str], tasks: Sequence[int], *, is_asked: bool) -> tuple[int | None, ...]:
+    """Return the GPUs of each node, as far as SLURM tells: it may tell of a task, a node, this node, or all together.
+
+    Where tasks were asked for, nobody needs to know GPUs that are not spread evenly; else they make the ranks.
+    """
+    nodes, total = len(tasks), _count_gpus(environ, "SLURM_GPUS")
+    if each := _count_gpus(environ, "SLURM_GPUS_PER_TASK"):
+        return tuple(each * count for count in tasks)
+    here = _count_gpus(environ, "SLURM_GPUS_PER_NODE") or _count_gpus(environ, "SLURM_GPUS_ON_NODE")
+    if here is None and environ.get("SLURM_JOB_GPUS"):
         here = len(environ["SLURM_JOB_GPUS"].split(","))
-    else:
-        return None
-    total = environ.get("SLURM_GPUS")
-    if total and read_number("SLURM_GPUS", total.rpartition(":")[2]) != here * nodes:
-        raise LaunchError(
-            f"SLURM_GPUS={total} are not spread evenly: this node has {here}, and there are {nodes} nodes. HINT: ask "
-            "with --gpus-per-node"
-        )
-    return here
+    if here is None and total is not None and not is_asked and total % nodes == 0:
+        here = total // nodes  # the login node has no GPUs of the job
+    if total is None or (here is not None and here * nodes == total):
+        return (here,) * nodes
+    if is_asked:
+        return (None,) * nodes
+    raise LaunchError(
+        f"SLURM_GPUS={environ['SLURM_GPUS']} are not spread evenly over {nodes} nodes"
+        f"{'' if here is None else f': this node has {here}'}. HINT: ask with --gpus-per-node, or for tasks (--ntasks)"
+    )
+
+
+def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
+    """Read a number of GPUs, which may be several of different kinds, such as ``a100:2,v100:2``."""
+    text = environ.get(name)
+    return sum(read_number(name, part.rpartition(":")[2]) for part in text.split(",")) if text else None
 
 
 # Switches -------------------------------------------------------------------------------------------------------------
@@ -148,7 +170,7 @@ def show_topology(environ: Mapping[str, str] | None = None) -> str:
 
     :param environ: Environment for ``scontrol``; ``None`` means the process's own.
     :return: The output of ``scontrol show topology``.
-    :raises LaunchError: if there is no ``scontrol`` in ``PATH``, or it fails.
+    :raises LaunchError: if there is no ``scontrol`` in ``PATH``, it fails, or it does not answer.
     """
     environ = dict(os.environ if environ is None else environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
@@ -159,15 +181,20 @@ def show_topology(environ: Mapping[str, str] | None = None) -> str:
             "give the cells by hosts:REGEX or file:PATH"
         )
     command = [program, "show", "topology"]
-    shown = subprocess.run(
-        command,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_SCONTROL_S,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        shown = subprocess.run(
+            command,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SCONTROL_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(
+            f"scontrol show topology failed: {error}. HINT: give the cells by hosts:REGEX or file:PATH instead"
+        ) from error
     if shown.returncode != 0:
         reason = (shown.stderr or shown.stdout).strip() or f"exit code {shown.returncode}"
         raise LaunchError(

@@ -259,17 +259,18 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
 
     Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
-    ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store; it is only looked for here.
+    ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store. Whichever these use must have an
+    address on every host, which is only looked for here.
 
     :param name: Interface, such as ``ib0``; ``None`` means what ``XFFL_IFNAME`` says, if anything.
     :param environ: Environment to read and change; ``None`` means the process's own.
     :return: The interface, or ``None`` where none is asked for.
-    :raises LaunchError: if this host has no such interface, or that of ``XFFL_CONTROL_IFNAME`` has no address.
+    :raises LaunchError: if this host has no such interface, or that of the rendezvous has no address.
     """
     environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None
-    control_address(environ)  # every host may be that of rank 0
     if chosen is None:
+        control_address(environ)  # every host may be that of rank 0
         return None
     known = sorted(interface for _, interface in socket.if_nameindex())
     if chosen not in known:
@@ -277,7 +278,9 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
             f"interface {chosen!r} does not exist on {socket.gethostname()}; set XFFL_IFNAME (or ifname) to one of: "
             f"{', '.join(known)}"
         )
-    environ["GLOO_SOCKET_IFNAME"] = environ["NCCL_SOCKET_IFNAME"] = chosen
+    names = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
+    control_address({**environ, **names})
+    environ.update(names)
     return chosen
 
 

@@ -11,14 +11,22 @@ import signal
 import time
 import traceback
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.errors import XfflError
 
-__all__ = ["FailureRecord", "RankFailure", "describe_failure", "first_failure", "note_failure", "record_failure"]
+__all__ = [
+    "FailureRecord",
+    "RankFailure",
+    "describe_failure",
+    "first_failure",
+    "note_failure",
+    "record_failure",
+    "stopped_result",
+]
 
 _LOST_PEER = (
     "broken pipe",
@@ -147,6 +155,28 @@ def first_failure(exit_codes: Mapping[int, int], contents: Mapping[int, Mapping[
     if record is not None:
         return RankFailure(rank, record.exit_code, record)
     return RankFailure(rank, code_of_signal(-code) if code < 0 else code, None)
+
+
+def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> RankFailure | int:
+    """Tell how a job that was stopped has ended.
+
+    Ranks may fail on their way out, such as by a full disk while they write their last checkpoint. That is no reason
+    for another code, but is to be told.
+
+    :param exit_code: Code that stands for what stopped the job.
+    :param records: What failed ranks wrote.
+    :return: The earliest failure that is more than a lost peer, an interruption or an exit as asked, with that code;
+        the code alone where there is none.
+    """
+    expected = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+    failed = {
+        rank: {"xffl": asdict(record)}
+        for rank, record in records.items()
+        if record.headline and not record.lost_peer and record.exit_code not in expected
+    }
+    if not failed:
+        return int(exit_code)
+    return replace(first_failure(dict.fromkeys(failed, exit_code), failed), exit_code=exit_code)
 
 
 def _exit_code(error: BaseException) -> int:

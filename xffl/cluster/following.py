@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.slurm_commands import run_slurm
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["Ending", "Follower", "exit_code_of", "expand_pattern", "find_endings", "log_pattern", "read_queue"]
 
@@ -88,7 +88,10 @@ def find_endings(job: str, *, patience_s: float = _PATIENCE_S, look_s: float = 1
     """
     deadline = time.monotonic() + patience_s
     while True:
-        ran = run_slurm(["sacct", "--noheader", "-X", "-P", "-j", job, "--format=JobID,State,ExitCode"])
+        try:
+            ran = run_slurm(["sacct", "--noheader", "-X", "-P", "-j", job, "--format=JobID,State,ExitCode"])
+        except LaunchError:
+            break  # there is no such command, or nobody answers it
         if ran.returncode != 0:
             break  # there is no accounting
         rows = [line.split("|") for line in ran.stdout.splitlines() if line.count("|") == 2]

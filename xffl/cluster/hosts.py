@@ -17,6 +17,7 @@ __all__ = ["expand_counts", "expand_hosts", "host_identity", "interface_address"
 
 _SIOCGIFADDR = 0x8915
 """Linux: ask a socket for the IPv4 address of an interface."""
+_SCONTROL_S = 60
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
@@ -104,15 +105,24 @@ def node_address(name: str) -> str:
     """Return an address for a node of a SLURM cluster.
 
     A name that resolves is used as it is, so that a start of many tasks does not flood the controller. Otherwise
-    ``scontrol`` is asked for the node's ``NodeAddr``; without an answer the name itself has to do.
+    ``scontrol`` is asked for the node's ``NodeAddr``; where it knows none the name itself has to do.
 
     :param name: Name of the node as in the node list.
     :return: A name or an address.
+    :raises LaunchError: if ``scontrol`` cannot be run or does not answer.
     """
     if _resolve(name) or shutil.which("scontrol") is None:
         return name
     command = ["scontrol", "-o", "show", "node", name]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL)
+    try:
+        shown = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SCONTROL_S, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(
+            f"node {name!r} does not resolve, and scontrol was asked in vain: {error}; set MASTER_ADDR to an address "
+            "of the first node"
+        ) from error
     match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
     return match[1] if match else name
 
@@ -134,7 +144,10 @@ def reachable_address(peers: Iterable[str]) -> str:
     for peer in peers:
         for address in _resolve(peer):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, 9))
+                try:
+                    probe.connect((address, 9))
+                except OSError:  # no route to this one
+                    continue
                 source = str(probe.getsockname()[0])
             if not source.startswith("127."):
                 return source

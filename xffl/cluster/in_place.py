@@ -9,14 +9,30 @@ import threading
 import time
 from collections.abc import Callable
 
-from xffl.cluster.affinity import bind_if_asked
+from xffl.cluster.affinity import bind_if_asked, is_wanted
 from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.runner import LINGER_S, find_place, keep_log, limit_exit, without_own_frames
 from xffl.errors import XfflError
 
-__all__ = ["be_rank"]
+__all__ = ["be_rank", "take_share"]
 
 _FINALIZE_S = 5
+
+
+def take_share() -> None:
+    """Take this rank's part of its node: its own cores if ``XFFL_BIND`` asks for them, else one thread.
+
+    Call it once, before torch is imported, which asks for the number of threads then; ``OMP_NUM_THREADS`` stays what it
+    is where it is set. Where no launcher has started this process nothing is done.
+
+    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable cannot be meant.
+    """
+    if not any(row.matches(os.environ) for row in LAUNCHERS):
+        return
+    bind_if_asked()
+    if not is_wanted():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_dir: str | None = None) -> int:
@@ -29,7 +45,6 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
     :raises XfflError: if the work does.
     :raises SystemExit: if the work leaves so.
     """
-    bind_if_asked()
     rank, world_size = find_place(os.environ)
     terminal = 2 if log_dir is None else keep_log(log_dir)
 
@@ -44,13 +59,17 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
         clock.start()
     try:
         work()
-    except XfflError:
+    except XfflError as error:
+        if terminal != 2:  # where it is told now is the log file
+            os.write(terminal, f"xffl: {type(error).__name__}: {error}\n".encode(errors="replace"))
         _leave_mpi()
         raise
     except SystemExit as left:
         if left.code == ExitCode.PREEMPTED:
             time.sleep(LINGER_S)  # the launcher ends all ranks as soon as one has left: let the others get as far
         elif left.code not in (None, 0):
+            if terminal != 2 and not isinstance(left.code, int):
+                os.write(terminal, f"{left.code}\n".encode(errors="replace"))
             _leave_mpi()
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told

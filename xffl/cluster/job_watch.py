@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.failure import FailureRecord, RankFailure, first_failure
+from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
 
 __all__ = ["JobWatch", "caught_signals"]
 
@@ -34,6 +34,10 @@ class JobWatch:
         self._patience: float | None = None
         self._records: dict[int, FailureRecord] = {}
         self._codes: dict[int, int] = {}
+        self._terminated: dict[int, int] = {}
+        """The same of ranks ended by SIGTERM."""
+        self._is_ended_by_others = False
+        """Whether it is known that another than the launcher sent that SIGTERM."""
 
     def add_record(self, rank: int, content: dict[str, Any]) -> None:
         """Take over what a rank has told of its failure."""
@@ -42,13 +46,21 @@ class JobWatch:
         if not record.lost_peer:
             self.lose_patience()
 
-    def add_code(self, rank: int, code: int) -> None:
+    def add_code(self, rank: int, code: int, *, is_own: bool = False) -> None:
         """Take over that a rank has ended, with -n after signal n.
 
-        Of ranks that left no record the first counts: the launcher ends the others.
+        Of ranks that left no record the first counts: the launcher ends the others. An end by SIGTERM counts only where
+        there is no other, since the launcher ends ranks so.
+
+        :param rank: The rank.
+        :param code: Its exit code, other than 0.
+        :param is_own: Whether it is known that the launcher did not end it.
         """
-        if rank not in self._records and not self._codes and code != -signal.SIGTERM:
+        if rank not in self._records and code != -signal.SIGTERM and not self._codes:
             self._codes[rank] = code
+        elif rank not in self._records and code == -signal.SIGTERM and not self._terminated:
+            self._terminated[rank] = code
+            self._is_ended_by_others = is_own
         self.lose_patience()
 
     def lose_patience(self) -> None:
@@ -74,21 +86,27 @@ class JobWatch:
     def result(self) -> RankFailure | int | None:
         """Return the failure that ended the job or its exit code, once all ranks have ended.
 
-        :return: 75 where ranks left so, 128 + n or 124 where the job was stopped; ``None`` where no rank has told or
-            shown a failure.
+        :return: 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
+            not manage to end in order); ``None`` where no rank has told or shown a failure.
         """
         failure = self._failure()
         if self.stopped_by is not None:
             if failure is not None and failure.exit_code == ExitCode.PREEMPTED:
                 return failure
-            return code_of_signal(self.stopped_by) if self.stopped_by else int(ExitCode.TIMEOUT)
+            return stopped_result(
+                code_of_signal(self.stopped_by) if self.stopped_by else ExitCode.TIMEOUT, self._records
+            )
         return failure
 
     def _failure(self) -> RankFailure | None:
-        codes = {**self._codes, **{rank: record.exit_code for rank, record in self._records.items()}}
+        records = {rank: record.exit_code for rank, record in self._records.items()}
+        codes = {**self._terminated, **self._codes, **records}
         if not codes:
             return None
-        return first_failure(codes, {rank: {"xffl": asdict(record)} for rank, record in self._records.items()})
+        failure = first_failure(codes, {rank: {"xffl": asdict(record)} for rank, record in self._records.items()})
+        if self._is_ended_by_others and failure.record is not None and failure.record.lost_peer:
+            return first_failure(self._terminated, {})  # the peer that was lost
+        return failure
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from types import FrameType
 
 from xffl.cluster.affinity import is_wanted
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.failure import RankFailure, first_failure
+from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
 from xffl.errors import LaunchError
 
 __all__ = ["launch_distributed", "launch_local"]
@@ -46,7 +46,8 @@ def launch_local(
     :param environ: Variables that the ranks get on top of this process's own.
     :param timeout_s: End the job after this many seconds; ``None`` means no limit.
     :return: The failure that ended the job, or an exit code: 0, 128 + n where signal n stopped it, 124 where its time
-        was up, 75 where ranks left so after a signal.
+        was up, 75 where ranks left so after a signal. A rank that fails while the job is stopped is returned with that
+        code.
     :raises LaunchError: if the script does not exist, or the agent itself fails.
     """
     if not os.path.exists(command[0]):
@@ -87,11 +88,14 @@ def launch_local(
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return first_failure(codes, {rank: failure.error_file_data for rank, failure in error.failures.items()})
         except SignalException as stop:
-            return ExitCode.PREEMPTED if _is_preempted(logs) else code_of_signal(stop.sigval)
+            records = _read_records(logs)
+            if any(record.exit_code == ExitCode.PREEMPTED for record in records.values()):
+                return ExitCode.PREEMPTED
+            return stopped_result(code_of_signal(stop.sigval), records)
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
         except _TimeLimit:
-            return ExitCode.TIMEOUT
+            return stopped_result(ExitCode.TIMEOUT, _read_records(logs))
     return ExitCode.OK
 
 
@@ -143,10 +147,10 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
             os.kill(int(child), number)
 
 
-def _is_preempted(logs: str) -> bool:
-    """Tell whether a rank has left with the code for it; the agent does not read what ranks that it ends have told."""
-    contents = (json.loads(file.read_text()) for file in Path(logs).rglob("error.json"))
-    return any(content.get("xffl", {}).get("exit_code") == ExitCode.PREEMPTED for content in contents)
+def _read_records(logs: str) -> dict[int, FailureRecord]:
+    """Read what each rank has told of its end; the agent does not read it of ranks that it ends."""
+    contents = {int(file.parent.name): json.loads(file.read_text()) for file in Path(logs).rglob("error.json")}
+    return {rank: FailureRecord(**content["xffl"]) for rank, content in contents.items() if "xffl" in content}
 
 
 @contextmanager

@@ -70,7 +70,8 @@ class MarkedLines:
             if at + 1 < count:
                 return before, None
             del self._parts[rank]
-            return before, Message(rank, json.loads(base64.b64decode(b"".join(parts), validate=True)))
+            content = json.loads(base64.b64decode(b"".join(parts), validate=True))
+            return (before, Message(rank, content)) if isinstance(content, dict) else (line, None)
         except ValueError:  # a script that prints such a thing itself
             return line, None
 

@@ -106,6 +106,8 @@ def meet(
             told = _listen_at(root, rows, environ, address, port)
         except LaunchError as error:
             told = str(error)
+        except Exception as error:  # noqa: BLE001 - the others wait for whatever it is
+            told = f"{type(error).__name__}: {error}; set MASTER_ADDR and MASTER_PORT"
     told = world.bcast(told, root=root)
     if not isinstance(told, tuple):
         raise LaunchError(f"rank 0 has no rendezvous: {told}")

@@ -80,19 +80,21 @@ def control_interface(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def control_address(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return this host's address on the interface that ``XFFL_CONTROL_IFNAME`` names.
+    """Return this host's address on the interface over which ranks meet, see :func:`control_interface`.
 
     :param environ: Environment to read; ``None`` means the process's own.
-    :return: The IPv4 address, or ``None`` where the variable is not set.
+    :return: The IPv4 address, or ``None`` where no interface is asked for.
     :raises LaunchError: if there is no such interface, or it has no IPv4 address.
     """
     environ = os.environ if environ is None else environ
-    name = environ.get("XFFL_CONTROL_IFNAME")
-    if not name:
+    name = control_interface(environ)
+    if name is None:
         return None
     try:
         return interface_address(name)
     except LaunchError as error:
+        if not environ.get("XFFL_CONTROL_IFNAME"):
+            raise
         raise LaunchError(str(error).replace("XFFL_IFNAME", "XFFL_CONTROL_IFNAME")) from error
 
 
@@ -133,8 +135,8 @@ class Timeouts:
     """How long each level of a job waits, in seconds; an inner level gives up before the one around it.
 
     So what fails is told by the level that knows why: a lost host by its connection, a dead rank by its cell and not by
-    the other cells, a cell that is gone by the exchange, and not by the job's end. Each must be less than the next:
-    ``connect_s < home_s < across_s < session_s < job_s``.
+    the other cells, a cell that is gone by the exchange, and not by a vote of all. Each must be less than the next:
+    ``connect_s < home_s < across_s < session_s``.
     """
 
     connect_s: float
@@ -145,12 +147,9 @@ class Timeouts:
     """For an exchange between cells."""
     session_s: float
     """For a collective over the world, such as the vote of a round."""
-    job_s: float | None = None
-    """For everything; ``None`` means no limit."""
 
     def __post_init__(self) -> None:
         levels = [(level.name, getattr(self, level.name)) for level in fields(self)]
-        levels = [(name, value) for name, value in levels if value is not None or name != "job_s"]
         for name, value in levels:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not (math.isfinite(value) and 0 < value < 1e9):
@@ -163,13 +162,12 @@ class Timeouts:
                 )
 
     @classmethod
-    def within(cls, session_s: float, job_s: float | None = None) -> Timeouts:
+    def within(cls, session_s: float) -> Timeouts:
         """Return the levels that fit below the timeout of a session.
 
         :param session_s: What :func:`xffl.session` calls ``timeout_s``.
-        :param job_s: What ``xffl exec`` calls ``--timeout``; ``None`` for none.
         :return: A quarter of it for each level: connections at most 30 s, then a half at home, three quarters across.
-        :raises ConfigError: if a value is no number of seconds, or the job would end before the session gives up.
+        :raises ConfigError: if it is no number of seconds.
         """
         is_number = isinstance(session_s, (int, float)) and not isinstance(session_s, bool)
         if not is_number or not 0 < session_s < 1e9:
@@ -179,7 +177,6 @@ class Timeouts:
             home_s=session_s / 2,
             across_s=session_s * 3 / 4,
             session_s=float(session_s),
-            job_s=job_s,
         )
 
 

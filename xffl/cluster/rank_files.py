@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from xffl.cluster.line_cutter import LineCutter
 from xffl.errors import ConfigError
 
 __all__ = ["RankFile", "Stream", "following", "line_prefix", "list_rank_files", "make_log_dir", "redirect", "sizes_now"]
 
 _NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
 _POLL_S = 0.2
+_FILES_PER_S = 1000
+"""How many files are looked at in a second at most: a folder may be on a file system that many share."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -124,63 +128,82 @@ class Stream:
     ) -> None:
         self.folder, self.out, self.ranks = folder, out, ranks
         self._read_to = dict(begin or {})
-        self._rest: dict[Path, bytes] = {}
+        self._cutters: defaultdict[Path, LineCutter] = defaultdict(LineCutter)
+        self._looked_at = 0
 
-    def copy(self, *, is_end: bool = False) -> bool:
+    def copy(self, *, is_end: bool = False) -> None:
         """Copy what has come since the last call.
 
         :param is_end: Whether lines that have no end yet are to be shown, too.
-        :return: Whether there was anything.
         """
-        has_more = False
-        for file in list_rank_files(self.folder):
-            if self.ranks is None or file.rank in self.ranks:
-                has_more |= self._copy_one(file, is_end)
+        files = [file for file in list_rank_files(self.folder) if self.ranks is None or file.rank in self.ranks]
+        for file in files:
+            self._copy_one(file, is_end)
+        self._looked_at = len(files)
         self.out.flush()
-        return has_more
 
-    def _copy_one(self, file: RankFile, is_end: bool) -> bool:
+    def _copy_one(self, file: RankFile, is_end: bool) -> None:
         prefix, at, path = line_prefix(file.rank, file.cell), self._read_to.get(file.path, 0), file.path
-        has_more = False
-        if path.stat().st_size > at:
+        cutter = self._cutters[path]
+        if os.path.exists(path) and path.stat().st_size > at:  # somebody may have removed it
             with path.open("rb") as log:
                 log.seek(at)
                 while chunk := log.read(_CHUNK_BYTES):
-                    *lines, self._rest[path] = (self._rest.get(path, b"") + chunk).split(b"\n")
-                    self.out.writelines(prefix + line + b"\n" for line in lines)
-                    has_more = True
+                    lines = cutter.add(chunk)
+                    self.out.writelines(prefix + line + _lacking_end(line) for line in lines)
                 self._read_to[path] = log.tell()
-        if is_end and (rest := self._rest.pop(path, b"")):
+        if is_end and (rest := cutter.take_rest()):
             self.out.write(prefix + rest + b"\n")
-        return has_more
 
-    def follow(self, is_over: Callable[[], bool]) -> None:
+    def follow(self, wait: Callable[[float], bool]) -> None:
         """Copy until nothing more will come.
 
-        :param is_over: Tells whether all ranks have ended.
+        :param wait: Waits for so many seconds, less where all ranks have ended, and tells whether they have.
         """
-        while not is_over():
+        is_over = False
+        while not is_over:
             self.copy()
-            time.sleep(_POLL_S)
+            is_over = wait(max(_POLL_S, self._looked_at / _FILES_PER_S))
         self.copy(is_end=True)
+
+
+def _lacking_end(line: bytes) -> bytes:
+    """Return what a line that is followed by another rank's lacks."""
+    return b"" if line.endswith((b"\n", b"\r")) else b"\n"
 
 
 @contextmanager
 def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
     """Show what the ranks write into a folder while the block runs, and the rest at its end.
 
+    Where that is no longer possible, because the reader has gone, this process gets SIGTERM, by which the launcher in
+    the block ends its ranks.
+
     :param folder: The folder; ``None`` shows nothing.
     :param out: Where the lines go.
+    :raises OSError: at the block's end, if the lines could not be read or written.
     """
     if folder is None:
         yield
         return
     over = threading.Event()
     stream = Stream(folder, out, begin=sizes_now(folder))
-    thread = threading.Thread(target=stream.follow, args=(over.is_set,), name="xffl logs", daemon=True)
+    troubles: list[Exception] = []
+
+    def follow() -> None:
+        try:
+            stream.follow(over.wait)
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
+            troubles.append(error)
+            if not over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=follow, name="xffl logs", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+    if troubles:
+        raise troubles[0]

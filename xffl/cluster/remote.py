@@ -19,11 +19,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from xffl.cluster.line_cutter import LineCutter
+
 __all__ = ["free_port", "main"]
 
 _PORTS = range(20000, 32000)
 """Below the ports that Linux hands out by itself, so that nobody else is given it before the ranks have started."""
 _TRIES = 100
+_RUN = (
+    "import sys; from importlib.util import find_spec; path = sys.argv.pop(1); "
+    'find_spec("xffl") or sys.path.append(path); from xffl.cluster.runner import main; main()'
+)
+"""Runs a rank. PYTHONPATH could not stand in for the path: it goes before the packages of this Python."""
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.1
 
@@ -78,8 +85,13 @@ def _refusal(job: Mapping[str, Any]) -> str | None:
 
 
 def _tell(content: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.flush()
+    except OSError:  # the connection has ended: nobody reads, but the ranks are still to get their grace
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
 
 
 class _Ranks:
@@ -89,7 +101,8 @@ class _Ranks:
         self._job = job
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        self._rest: dict[int, bytes] = {}
+        self._cutters: dict[int, LineCutter] = {}
+        """What cuts each stream of a rank, by its file descriptor."""
         self._input = b""
         self._heard = time.monotonic()
         self._end_by: float | None = None
@@ -107,11 +120,17 @@ class _Ranks:
                 else:
                     self._pass_on(key.fd, *key.data)
             is_waiting = is_waiting and self._end_by is None and not self._processes
-            if time.monotonic() > self._heard + self._job["silence_s"]:
-                self._stop(signal.SIGTERM)
+            if self._end_by is None and self._is_silent():
+                self._listen()  # it may have come while this process waited for its own words to be taken
+                if self._end_by is None and self._is_silent():
+                    _tell({"given_up": f"it has heard nothing for {self._job['silence_s']:g} s"})
+                    self._stop(signal.SIGTERM)
             if self._end_by is not None and time.monotonic() > self._end_by:
                 self._kill(signal.SIGKILL)
             self._see_ends()
+
+    def _is_silent(self) -> bool:
+        return bool(time.monotonic() > self._heard + self._job["silence_s"])
 
     def _listen(self) -> None:
         try:
@@ -147,7 +166,7 @@ class _Ranks:
                 **{name: str(text) for name, text in places.items()},
             }
             process = subprocess.Popen(
-                [sys.executable, "-m", "xffl.cluster.runner", *job["command"]],
+                [sys.executable, "-c", _RUN, job["path"], *job["command"]],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -166,14 +185,15 @@ class _Ranks:
             chunk = os.read(number, _CHUNK_BYTES)
         except BlockingIOError:
             return
-        lines, end, rest = (self._rest.pop(number, b"") + chunk).rpartition(b"\n")
-        ready = lines + end
+        self._bring(chunk, rank, is_error, stream)
+
+    def _bring(self, chunk: bytes, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+        cutter = self._cutters.setdefault(stream.fileno(), LineCutter())
+        ready = b"".join(cutter.add(chunk)) if chunk else cutter.take_rest()
         if not chunk:
-            ready += rest
+            del self._cutters[stream.fileno()]
             self._selector.unregister(stream)
             stream.close()
-        elif rest:
-            self._rest[number] = rest
         if ready:
             _tell({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
 
@@ -190,18 +210,12 @@ class _Ranks:
             _tell({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
 
     def _drain(self, stream: IO[bytes], rank: int, is_error: bool) -> None:
-        number = stream.fileno()
         while not stream.closed:
             try:
-                chunk = os.read(number, _CHUNK_BYTES)
+                chunk = os.read(stream.fileno(), _CHUNK_BYTES)
             except BlockingIOError:
                 chunk = b""
-            ready = self._rest.pop(number, b"") + chunk
-            if ready:
-                _tell({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
-            if not chunk:
-                self._selector.unregister(stream)
-                stream.close()
+            self._bring(chunk, rank, is_error, stream)
 
     def _stop(self, number: int) -> None:
         if self._end_by is None:

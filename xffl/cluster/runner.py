@@ -68,20 +68,23 @@ def main() -> None:
     job = RankJob.take(os.environ)
     if job.is_tied:
         _die_with_parent()
-    bind_if_asked()
-    rank, _ = find_place(os.environ)
-    tell = os.dup(2) if job.log_dir is None else keep_log(job.log_dir)
-    if job.is_marked and rank == 0:
-        steps = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
-        _tell(tell, rank, {"step": None if None in steps else ".".join(map(str, steps))})
+    rank, tell, has_log = 0, os.dup(2), False
     try:
+        rank, _ = find_place(os.environ)
+        bind_if_asked()
+        if job.log_dir is not None:
+            os.close(keep_log(job.log_dir))
+            has_log = True
+        if job.is_marked and rank == 0:
+            steps = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
+            _tell(tell, rank, {"step": None if None in steps else ".".join(map(str, steps))})
         run_script(job.command or sys.argv[1:])
     except SystemExit as error:
         if error.code not in (None, 0):
-            _report(error, job, rank, tell)
+            _report(error, job, rank, tell, has_log=has_log)
         raise  # Python prints the message of sys.exit("message") itself
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is to be told
-        code = _report(error, job, rank, tell)
+        code = _report(error, job, rank, tell, has_log=has_log)
     else:
         return
     sys.exit(code)
@@ -148,7 +151,7 @@ def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> Failu
     return describe_failure(error, skip=(*_OWN_FILES, *files))
 
 
-def _report(error: BaseException, job: RankJob, rank: int, tell: int) -> int:
+def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log: bool) -> int:
     """Tell the failure to the launcher and return the exit code, with a limit on what still runs at exit."""
     try:
         if job.is_marked:
@@ -159,7 +162,7 @@ def _report(error: BaseException, job: RankJob, rank: int, tell: int) -> int:
     except (KeyError, OSError):
         sys.excepthook(type(error), error, error.__traceback__)
         return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
-    if job.log_dir is not None:
+    if has_log:
         sys.stderr.write(record.traceback)
     sys.stdout.flush()
     limit_exit(record.exit_code)

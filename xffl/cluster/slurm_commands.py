@@ -52,9 +52,21 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
             lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in ran.stderr.splitlines())
             raise LaunchError(f"sbatch refused the job: {'; '.join(lines)}; change the section slurm (--dry-run)")
         number = ran.stdout.strip().partition(";")[0]
-        jobs.write(f"{number}\n")
-    (folder / f"{number}.sbatch").write_text(script, encoding="utf-8")
+        try:
+            os.write(jobs.fileno(), f"{number}\n".encode())  # without a buffer that would be written at the file's end
+            _keep_script(folder / f"{number}.sbatch", script)
+        except OSError as error:
+            raise LaunchError(
+                f"job {number} is submitted, but {folder} cannot be written: {error.strerror}; squeue -j {number} "
+                f"shows the job, scancel {number} ends it"
+            ) from error
     return number
+
+
+def _keep_script(file: Path, script: str) -> None:
+    """Write a script for its owner alone: it holds the words of the command line, some of which may be secret."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as kept:
+        kept.write(script)
 
 
 def find_busy(jobs: Sequence[str]) -> str | None:

@@ -23,7 +23,8 @@ from xffl.cluster.failure import RankFailure
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.job_layout import JobLayout
 from xffl.cluster.job_watch import JobWatch, caught_signals
-from xffl.cluster.marked_lines import MarkedLines
+from xffl.cluster.line_cutter import LineCutter
+from xffl.cluster.marked_lines import MarkedLines, Message
 from xffl.cluster.rank_files import line_prefix
 from xffl.cluster.runner import RankJob
 from xffl.errors import LaunchError
@@ -31,10 +32,16 @@ from xffl.errors import LaunchError
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
 
 _POLL_S = 0.1
+_CHUNK_BYTES = 1 << 16
+_SCANCEL_S = 10
+_SLACK_S = 5.0
+"""How long srun may take to end after it was told to, and its output to come once it has been killed."""
 _PR_SET_PDEATHSIG = 1
 _LABEL = re.compile(rb" *(\d+): ")
 _LABEL_TEXT = re.compile(r"^ *\d+: ")
 _TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
+_TASK_END_INSIDE = re.compile(rb"(?<=.)srun: error: \S+: tasks? [\d,\-]+: ")
+"""Behind what a rank has begun and not ended, such as a progress bar."""
 _NOISE = re.compile(
     r"slurmstepd[^:]*: error: \*\*\* STEP|srun: (launch/slurm: \S+: )?(Terminating|Force Terminated) |"
     r"srun: (error: )?(Job step aborted|First task exited|Timed out waiting|Sending SIG|forcing job termination|"
@@ -91,8 +98,9 @@ def launch_srun(
             variables["MASTER_ADDR"] = layout.hosts[0].address or node_address(layout.hosts[0].name)
         variables |= {**environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
         step = _Step(layout, watch, is_labelled)
-        step.start(srun_command(layout, variables, is_labelled=is_labelled), variables)
+        words = srun_command(layout, variables, is_labelled=is_labelled)
         with caught_signals() as come:
+            step.start(words, variables)
             return step.wait(come)
 
 
@@ -136,6 +144,7 @@ def read_task_ends(line: str) -> dict[int, int] | None:
     else:
         said = match[2].partition(" (")[0].strip().lower()
         known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
+        known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
         number = known.get(said, ExitCode.FAILED)
     return {int(task): number for task in expand_hosts(f"[{match[1]}]")}
 
@@ -147,8 +156,14 @@ class _Step:
         self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
         self._marked = MarkedLines()
         self._id: str | None = None
+        self._has_ranks = False
+        """Whether a rank has told or shown that it was started."""
         self._said: list[str] = []
         """What srun itself calls an error: told at the end, which it may explain."""
+        self._ends: list[str] = []
+        """What srun says of tasks that ended badly: told where nothing else explains the end."""
+        self._trouble: Exception | None = None
+        """Why what the ranks print can no longer be shown."""
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it, in a session of its own: a terminal's Ctrl-C is for this process alone."""
@@ -177,25 +192,42 @@ class _Step:
 
     def wait(self, come: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
         """Wait for the end, and tell how it came; ``come`` gives signals."""
-        is_killed = False
+        is_asked = is_killed = False
         while self._process.poll() is None:
             time.sleep(_POLL_S)
             for number, ends in come():
                 (self.stop if ends else self.send)(number)
             if self._watch.is_late:
                 self.stop(0)
-            if self._watch.is_overdue() and not is_killed:
-                is_killed = True
+            if self._trouble is not None and self._watch.stopped_by is None:
+                self.stop(signal.SIGTERM)
+            if self._watch.is_overdue() and not is_asked:
+                is_asked = True
                 self._process.send_signal(signal.SIGTERM)
+            if self._watch.is_overdue(_SLACK_S) and not is_killed:
+                is_killed = True
+                if self._id is not None:
+                    self._cancel(signal.SIGKILL)  # the ranks, which srun does not end any more
+                self._process.kill()
         for reader in self._readers:
-            reader.join()
+            reader.join(_SLACK_S if is_killed else None)
+        if self._trouble is not None:
+            raise self._trouble
+        return self._ending()
+
+    def _ending(self) -> RankFailure | int:
         code = self._process.returncode
         ended = ExitCode.OK if code == 0 and self._watch.stopped_by is None else self._watch.result()
         if ended is not None:
             sys.stderr.writelines(self._said)
             return ended
-        said = " ".join(line.removeprefix("srun: error: ").strip() for line in self._said) or "it says nothing"
-        raise LaunchError(f"srun ended with exit code {code}: {said}; see sacct or SLURM's logs for the step's end")
+        lines = [*self._ends, *self._said]
+        said = " ".join(line.removeprefix("srun: error: ").strip() for line in lines) or "it says nothing"
+        message = f"srun ended with exit code {code}: {said}; see sacct or SLURM's logs for the step's end"
+        if not self._has_ranks:
+            raise LaunchError(message)
+        print(f"xffl: {message}", file=sys.stderr)
+        return ExitCode.FAILED
 
     def _cancel(self, number: int) -> bool:
         name = signal.Signals(number or signal.SIGTERM).name.removeprefix("SIG")
@@ -203,29 +235,49 @@ class _Step:
         if program is None:
             return False
         command = [program, f"--signal={name}", str(self._id)]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+        try:
+            ran = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_SCANCEL_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return ran.returncode == 0
 
-    def _read(self, stream: IO[bytes] | None, out: BinaryIO, show: Callable[[bytes], bytes]) -> threading.Thread:
+    def _read(self, stream: IO[bytes] | None, out: BinaryIO, show: Callable[[bytes, bool], bytes]) -> threading.Thread:
         def copy() -> None:
             assert stream is not None
-            for line in stream:
-                if shown := show(line):
-                    out.write(shown)
-                    out.flush()
+            cutter, is_begun = LineCutter(), False
+            while True:
+                piece = os.read(stream.fileno(), _CHUNK_BYTES)
+                for line in cutter.add(piece) if piece else filter(None, [cutter.take_rest()]):
+                    try:
+                        shown = show(line, is_begun)
+                        if shown and self._trouble is None:
+                            out.write(shown)
+                            out.flush()
+                    except Exception as error:  # noqa: BLE001 - raised in the main thread
+                        # Go on reading: ranks whose output nobody takes would wait for ever.
+                        self._trouble = self._trouble or error
+                    is_begun = not line.endswith(b"\n")
+                if not piece:
+                    return
 
         thread = threading.Thread(target=copy, name="xffl srun", daemon=True)
         thread.start()
         return thread
 
-    def _sort(self, line: bytes) -> bytes:
+    def _sort(self, line: bytes, is_begun: bool) -> bytes:
         """Take out of standard error what is for this process."""
-        line, message = self._marked.take(line)
-        if message is not None and "failure" in message.content:
-            self._watch.add_record(message.rank, message.content["failure"])
-        elif message is not None:
-            self._id = message.content.get("step")
+        inside = _TASK_END_INSIDE.search(line)
+        if inside is not None and not _LABEL.fullmatch(line, 0, inside.start()):
+            return self._sort(line[: inside.start()] + b"\n", is_begun) + self._sort(line[inside.start() :], False)
+        rest, message = self._marked.take(line)
+        if message is None or self._take(message):
+            line = rest
         text = line.decode(errors="replace")
         if ends := read_task_ends(text):
+            self._has_ranks = True
+            self._ends.append(text)
             self._watch.add_code(*min(ends.items()))
             return b""
         if _NOISE.match(_LABEL_TEXT.sub("", text, count=1) if self._is_labelled else text):
@@ -233,10 +285,25 @@ class _Step:
         if text.startswith("srun: error: "):
             self._said.append(text)
             return b""
-        return self._relabel(line)
+        return self._relabel(line, is_begun)
 
-    def _relabel(self, line: bytes) -> bytes:
-        match = _LABEL.match(line) if self._is_labelled else None
+    def _take(self, message: Message) -> bool:
+        """Take over what a rank has told; tell whether it was a rank, and not a script that prints such a thing."""
+        content = message.content
+        if not 0 <= message.rank < self._layout.topology.world_size or content.keys() not in ({"step"}, {"failure"}):
+            return False
+        if "failure" in content:
+            try:
+                self._watch.add_record(message.rank, content["failure"])
+            except TypeError:  # other keys than a record has
+                return False
+        else:
+            self._id = content["step"]
+        self._has_ranks = True
+        return True
+
+    def _relabel(self, line: bytes, is_begun: bool) -> bytes:
+        match = _LABEL.match(line) if self._is_labelled and not is_begun else None
         if match is None:
             return line
         rank = int(match[1])

@@ -7,75 +7,40 @@ lines of JSON (:mod:`xffl.cluster.remote`). When the connection ends, so do the 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import queue
-import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import xffl
 from xffl.cluster.affinity import is_wanted
-from xffl.cluster.allocation import Host
-from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import RankFailure
 from xffl.cluster.job_layout import JobLayout
 from xffl.cluster.job_watch import JobWatch, caught_signals
 from xffl.cluster.marked_lines import MarkedLines
 from xffl.cluster.rank_files import line_prefix
 from xffl.cluster.runner import RankJob
+from xffl.cluster.ssh_line import BEAT_S, Line, allow_files, ssh_command
 from xffl.errors import LaunchError
 
 __all__ = ["launch_ssh", "shared_environment", "ssh_command"]
 
 _POLL_S = 0.1
 _ANSWER_S = 60.0
-_BEAT_S = 10.0
 _SLACK_S = 5.0
 """How long a host may take to say that its ranks have been killed."""
-_SSH = (
-    "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=20 -o ServerAliveInterval=15 "
-    "-o ServerAliveCountMax=4"
-)
-_BOOT = (
-    'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
-    "from xffl.cluster.remote import main; main(job)"
-)
-"""The same for every job."""
 _OF_THE_HOST = (
-    "HOME",
-    "HOST",
-    "HOSTNAME",
-    "LOGNAME",
-    "USER",
-    "SHELL",
-    "TERM",
-    "DISPLAY",
-    "PWD",
-    "OLDPWD",
-    "SHLVL",
-    "_",
+    *("HOME", "HOST", "HOSTNAME", "LOGNAME", "USER", "SHELL", "TERM", "DISPLAY", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("TMPDIR", "TMP", "TEMP", "MAIL", "XAUTHORITY", "MASTER_ADDR", "MASTER_PORT"),
 )
-_OF_THE_HOST_TOO = ("TMPDIR", "TMP", "TEMP", "MAIL", "XAUTHORITY", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_LAUNCHER = (
-    "SSH_",
-    "XDG_",
-    "DBUS_",
-    "SLURM_",
-    "PMI_",
-    "PMIX_",
-    "OMPI_",
-    "MPI_LOCAL",
-    "MV2_",
-    "PALS_",
-    "TORCHELASTIC_",
+    *("SSH_", "XDG_", "DBUS_"),
+    *("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "MV2_", "PALS_", "TORCHELASTIC_"),
 )
 
 
@@ -102,7 +67,7 @@ def launch_ssh(
     :param grace_s: Seconds that ranks get to end by themselves.
     :param log_dir: Folder for a log file of each rank, made on every host.
     :param is_labelled: Whether the cell and the rank stand before each line that the ranks print.
-    :return: The failure that ended the job, or an exit code.
+    :return: The failure that ended the job, or an exit code; where a host was lost a line that names it is printed.
     :raises LaunchError: if a host does not answer, or lacks something; no rank has been started then.
     """
     watch = JobWatch(timeout_s, grace_s)
@@ -118,7 +83,7 @@ def launch_ssh(
         "version": xffl.__version__,
         "python": sys.version.split()[0],
         "grace_s": grace_s,
-        "silence_s": 12 * _BEAT_S,
+        "silence_s": 12 * BEAT_S,
         "world_size": layout.topology.world_size,
     }
     with caught_signals() as come:
@@ -130,88 +95,15 @@ def launch_ssh(
             job.leave()
 
 
-def ssh_command(host: Host, environ: Mapping[str, str]) -> list[str]:
-    """Return the command line that reaches a host and starts what answers there.
-
-    :param host: The host.
-    :param environ: Environment to read: ``XFFL_SSH`` holds the command to use instead, with its options, and
-        ``XFFL_PYTHON`` the path of Python on the hosts, where that is another one than here.
-    :return: The words; the last one is for the shell of the host.
-    """
-    python = environ.get("XFFL_PYTHON") or sys.executable
-    remote = f"exec {shlex.quote(python)} -u -c {shlex.quote(_BOOT)}"
-    return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
-
-
 def shared_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that mean the same on every host.
 
     :param environ: Variables of this process.
     :return: Those that are neither about this host nor from another launcher.
     """
-    own = (*_OF_THE_HOST, *_OF_THE_HOST_TOO)
-    return {name: text for name, text in environ.items() if name not in own and not name.startswith(_OF_A_LAUNCHER)}
-
-
-class _Line:
-    """One connection."""
-
-    def __init__(self, number: int, host: Host, events: queue.Queue[tuple[int, dict[str, Any]]]) -> None:
-        self.host = host
-        self.left = host.slots
-        """Ranks that have not ended."""
-        self.is_ready = self.is_over = False
-        self.said: list[str] = []
-        """What ssh itself said."""
-        self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            ssh_command(host, os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, args=(number, events), name=f"xffl ssh {number}", daemon=True).start()
-
-    def send(self, content: Mapping[str, Any]) -> None:
-        """Send one line; a connection that has ended shows so otherwise."""
-        assert self._process.stdin is not None
-        with self._lock, suppress(BrokenPipeError, ValueError):
-            self._process.stdin.write(json.dumps(content).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def leave(self, grace_s: float) -> None:
-        """Hang up, which ends the ranks there, and wait for that."""
-        assert self._process.stdin is not None
-        with self._lock, suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.cut()
-            self._process.wait()
-
-    def cut(self) -> None:
-        """End ssh, whatever happens on the host."""
-        self._process.kill()
-
-    def _read(self, number: int, events: queue.Queue[tuple[int, dict[str, Any]]]) -> None:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        complaints = threading.Thread(target=self._listen, daemon=True)
-        complaints.start()
-        for line in self._process.stdout:
-            try:
-                told = json.loads(line)
-            except ValueError:
-                told = None
-            # A login script may print something of its own.
-            events.put((number, told if isinstance(told, dict) else {"print": line.decode(errors="replace")}))
-        complaints.join()
-        events.put((number, {"over": self._process.wait()}))
-
-    def _listen(self) -> None:
-        assert self._process.stderr is not None
-        self.said += [line.decode(errors="replace").strip() for line in self._process.stderr]
+    return {
+        name: text for name, text in environ.items() if name not in _OF_THE_HOST and not name.startswith(_OF_A_LAUNCHER)
+    }
 
 
 class _Job:
@@ -224,19 +116,20 @@ class _Job:
         self._come = come
         """Gives signals."""
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._marked = MarkedLines()
         self._is_stopping = False
-        self._beat = time.monotonic()
+        self._failed: list[tuple[int, int]] = []
+        """Ranks that ended with a code other than 0, and the code, for whatever reason."""
 
     def connect(self, told: Mapping[str, Any]) -> None:
         """Reach every host, and start the ranks once all have answered."""
-        self._lines = [_Line(number, host, self._events) for number, host in enumerate(self._layout.hosts)]
-        first = 0
-        for number, line in enumerate(self._lines):
-            place = {"host": line.host.name, "first": first, "slots": line.host.slots}
-            line.send({**told, **place, "node_rank": number, "nodes": len(self._lines)})
-            first += line.host.slots
+        hosts, first = self._layout.hosts, 0
+        allow_files(len(hosts))
+        for number, host in enumerate(hosts):
+            place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
+            self._lines.append(Line(number, host, {**told, **place}, self._events))
+            first += host.slots
         port = self._wait_for_answers()
         if self._watch.stopped_by is None:
             host = self._layout.hosts[0]
@@ -256,14 +149,15 @@ class _Job:
                 continue
             self._handle(self._lines[number], event)
         ended = self._watch.result()
-        if ended is not None:
-            return ended
-        if lost := [line for line in self._lines if line.left]:
-            raise LaunchError(
-                f"the connection to {lost[0].host.name} broke: {' '.join(lost[0].said) or 'ssh says nothing'}; all "
-                "ranks were stopped"
-            )
-        return ExitCode.OK
+        is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
+        trouble = next((line.trouble for line in self._lines if line.trouble is not None), None)
+        if trouble is None and ended is None and self._failed:  # whoever ended it
+            rank, code = self._failed[0]
+            trouble = f"rank {rank} {RankFailure(rank, code if code > 0 else code_of_signal(-code), None).describe()}"
+        if trouble is not None and (ended is None or is_echo):
+            sys.stderr.write(f"xffl: {trouble}; all ranks were stopped\n")
+            return ExitCode.FAILED
+        return ExitCode.OK if ended is None else ended
 
     def stop(self, number: int) -> None:
         """End the ranks by a signal; those that are left are killed later."""
@@ -278,7 +172,10 @@ class _Job:
     def leave(self) -> None:
         """Hang up everywhere."""
         for line in self._lines:
-            line.leave(self._watch.grace_s + _SLACK_S if line.is_ready else 0.1)
+            line.hang_up()
+        deadline = time.monotonic() + self._watch.grace_s + _SLACK_S
+        for line in self._lines:
+            line.wait(max(0.1, deadline - time.monotonic()) if line.is_ready else 0.1)
 
     def _end(self, number: int) -> None:
         self._is_stopping = True
@@ -296,10 +193,6 @@ class _Job:
         if self._watch.is_overdue(_SLACK_S):  # the host itself does not answer any more
             for line in self._lines:
                 line.cut()
-        if time.monotonic() > self._beat + _BEAT_S:
-            self._beat = time.monotonic()
-            for line in self._lines:
-                line.send({})
 
     def _wait_for_answers(self) -> int:
         """Wait until every host is ready, and return the port that is free on the first."""
@@ -317,7 +210,7 @@ class _Job:
                 continue
             line = self._lines[number]
             if "over" in event:
-                raise LaunchError(_why(line, event["over"]))
+                raise LaunchError(line.why(event["over"]))
             if "refused" in event:
                 raise LaunchError(f"host {line.host.name}: {event['refused']}")
             if "ready" in event:
@@ -327,47 +220,43 @@ class _Job:
                 self._handle(line, event)
         return port
 
-    def _handle(self, line: _Line, event: Mapping[str, Any]) -> None:
+    def _handle(self, line: Line, event: Mapping[str, Any]) -> None:
         if "over" in event:
             line.is_over = True
             if line.left:  # its ranks are gone with it
-                self._watch.lose_patience()
-                self._end(signal.SIGTERM)
+                self._blame(
+                    line, f"the connection to {line.host.name} broke: {' '.join(line.said) or 'ssh says nothing'}"
+                )
+        elif "given_up" in event:
+            self._blame(line, f"{line.host.name} ended its ranks: {event['given_up']}")
         elif "code" in event:
             line.left -= 1
+            if event["code"] != 0:
+                self._failed.append((event["rank"], event["code"]))
             if event["code"] != 0 and not event["is_stopped"]:
-                self._watch.add_code(event["rank"], event["code"])
+                self._watch.add_code(event["rank"], event["code"], is_own=True)
                 self._end(signal.SIGTERM)
         elif "lines" in event:
             self._show(event["rank"], base64.b64decode(event["lines"]), is_error=event["is_error"])
         elif "print" in event:
             sys.stderr.write(f"[{line.host.name}] {event['print']}")
 
+    def _blame(self, line: Line, trouble: str) -> None:
+        """Note that a host is lost, and end the ranks of the others."""
+        line.trouble = line.trouble or trouble
+        self._watch.lose_patience()
+        self._end(signal.SIGTERM)
+
     def _show(self, rank: int, lines: bytes, *, is_error: bool) -> None:
         out = sys.stderr.buffer if is_error else sys.stdout.buffer
         prefix = line_prefix(rank, self._layout.cell_of(rank)) if self._is_labelled else b""
         for line in lines.splitlines(keepends=True):
-            message = None
-            if is_error:
-                line, message = self._marked.take(line)
+            said, message = self._marked.take(line) if is_error else (line, None)
             if message is not None and "failure" in message.content:
-                self._watch.add_record(message.rank, message.content["failure"])
-            if line:
-                out.write(prefix + line)
+                try:
+                    self._watch.add_record(message.rank, message.content["failure"])
+                except TypeError:  # a script that prints such a thing itself
+                    said = line
+            if said:
+                out.write(prefix + said)
         out.flush()
-
-
-def _why(line: _Line, code: int) -> str:
-    """Say why a host could not be reached, and what to do."""
-    said = " ".join(line.said).rstrip(".") or f"exit code {code}"
-    name = line.host.address or line.host.name
-    remedy = f"try ssh {name} true; a program other than ssh, or its options, may stand in XFFL_SSH"
-    if "host key" in said.lower():
-        remedy = f"its key is not known here: compare it with what the host's operators publish, then ssh {name} once"
-    elif "permission denied" in said.lower():
-        remedy = (
-            f"ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes {name} true"
-        )
-    elif code == 127 or "not found" in said.lower() or "no such file" in said.lower() or "no module" in said.lower():
-        remedy = f"{sys.executable} with xffl must exist there; XFFL_PYTHON names another one"
-    return f"host {line.host.name} cannot be used: {said}. HINT: {remedy}"

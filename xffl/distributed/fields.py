@@ -19,13 +19,15 @@ from xffl.distributed.text import state_table
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["ACROSS", "DEFAULT_TIMEOUT_S", "StateFields"]
+__all__ = ["DEFAULT_TIMEOUT_S", "StateFields"]
 
 DEFAULT_TIMEOUT_S = 600.0
 """Seconds after which a collective over the world gives up."""
 
-ACROSS = "xffl_federated"
+_ACROSS = ("xffl_federated",)
 """How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
+_RELAYING = ("xffl_replica", "xffl_federation", "xffl_holders", "xffl_part")
+"""Those of groups over which what has crossed is handed round at home: they wait for senders who wait for others."""
 
 T = TypeVar("T")
 
@@ -148,7 +150,8 @@ class StateFields:
 
         Collective over these ranks only. All ranks of the world must make the same number of groups in the same order
         (a rank that has none makes one of itself), since torch derives a group's name from how many the rank has. The
-        group's timeout is half the world's, three quarters for the groups of senders, who wait for other cells.
+        group's timeout is that of its level (:class:`xffl.cluster.network.Timeouts`); a group over which the results of
+        rounds are handed round at home waits longer than the exchange that it waits for.
 
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
@@ -157,10 +160,15 @@ class StateFields:
         :raises StateError: if torch.distributed is not initialized.
         """
         rank, world_size = self._joined_place("create_process_group")
-        is_across = group_desc is not None and group_desc.startswith(ACROSS)
+        levels, name = self._timeouts, group_desc or ""
+        timeout_s = levels.home_s
+        if name.startswith(_ACROSS):
+            timeout_s = levels.across_s
+        elif name.startswith(_RELAYING):
+            timeout_s = (levels.across_s + levels.session_s) / 2
         group: dist.ProcessGroup = dist.new_group(
             list(checks.check_ranks(ranks, rank, world_size)),
-            timeout=timedelta(seconds=self._timeouts.across_s if is_across else self._timeouts.home_s),
+            timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=True,
             group_desc=group_desc,
         )

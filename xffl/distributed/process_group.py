@@ -221,7 +221,8 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
 def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) -> Store:
     """Return the store that the world keeps: not the one at the given port, which is free again once all have met.
 
-    Rank 0 tells where it is: on the interface of ``XFFL_CONTROL_IFNAME``, else where the ranks have met.
+    Rank 0 tells where it is, so that all agree: on the control interface, where one is named, whose address every rank
+    has looked for before (see :func:`use_interface`); else where the ranks have met.
     torch's caches hold on to process groups, and so to their store, longer than the world lasts.
     """
     if place.master_addr is None or not isinstance(meeting, TCPStore):

@@ -12,7 +12,7 @@ from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import note_failure
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import StateError
+from xffl.errors import LaunchError, StateError
 from xffl.training.listener import Goal, Listener, own_store
 from xffl.training.signals import DEFAULT_SIGNALS, SignalInbox, check_signals
 
@@ -105,7 +105,8 @@ class Preemption:
         self._rounds: Rounds | None = None
         self._save: Callable[[], None] | None = None
         self._step = -1
-        self._local_steps, self._most_steps = 0, 1
+        self._local_steps, self._most_steps, self._meetings_told = 0, 0, 0
+        self._has_asked_at_end = False
         self._reached: Goal | None = None
 
     @property
@@ -121,7 +122,7 @@ class Preemption:
             and all stop; :class:`PreemptedExit` is raised after it.
         """
         self._rounds, self._save = rounds, save
-        self._local_steps = rounds.local_steps
+        self._local_steps, self._meetings_told = rounds.local_steps, rounds.meetings + 1
         if self.signals:
             rounds.on_answer = self._answer
 
@@ -133,15 +134,26 @@ class Preemption:
 
         :param step: Steps that this cell has made.
         :return: Whether all ranks stop where they are now.
-        :raises StateError: outside the ``with`` block.
+        :raises StateError: outside the ``with`` block, or where a step has entered more rounds than one.
         """
-        if not self.signals:
-            return False
         rounds = self._rounds
-        goal = self._get_listener().proceed(step + 1, self._meetings_ahead())
+        if not self.signals:
+            if rounds is not None:
+                rounds.start_owed()  # before samples of the next step count for it
+            return False
+        if rounds is not None and rounds.meetings > self._meetings_told:
+            raise StateError(
+                f"step {step} has entered round {rounds.meetings}, and at most {self._meetings_told} was foreseen; "
+                "call is_due once in a round at least, always after as many local steps"
+            )
+        listener, meetings = self._get_listener(), self._meetings_ahead()
+        goal = listener.proceed(step + 1, meetings)
         if goal is None:
-            # Before samples of the next step count for it.
+            self._meetings_told = meetings
             return rounds is not None and rounds.start_owed() and self.is_due(step)
+        self._meetings_told = max(self._meetings_told, goal.meetings)
+        if rounds is not None and rounds.meetings < goal.meetings and rounds.start_owed():
+            return self.is_due(step)
         if rounds is not None and rounds.meetings >= goal.meetings:
             rounds.holds_start = True
             is_here = not rounds.is_under_way
@@ -150,6 +162,7 @@ class Preemption:
         if not is_here or step < goal.steps[self._cell]:
             return False
         self._reached = goal
+        listener.arrive()
         return True
 
     def is_due_at_end(self) -> bool:
@@ -161,7 +174,11 @@ class Preemption:
         """
         if not self.signals:
             return False
-        self._reached = self._get_listener().await_all()
+        listener = self._get_listener()
+        self._has_asked_at_end = True
+        self._reached = listener.await_all()
+        if self._reached is not None:
+            listener.arrive()
         return self._reached is not None
 
     def leave(self) -> None:
@@ -179,11 +196,22 @@ class Preemption:
         if not self.signals:
             return self
         topology, rank = self._state.topology, self._state.rank or 0
-        self._cell = topology.cell_of(rank)
+        self._cell, self._cells = topology.cell_of(rank), topology.cells
         if self._is_own:
             self._inbox.__enter__()
         size = topology.world_size
-        self._listener = Listener(self._inbox, own_store(size), rank, size, self._cell)
+        wrong: LaunchError | None = None
+        try:
+            store = own_store(size)
+        except LaunchError as lost:
+            wrong = lost
+        try:
+            agree("connections of a preemption", "", error=wrong)
+        except BaseException:
+            if self._is_own:
+                self._inbox.__exit__()
+            raise
+        self._listener = Listener(self._inbox, store, rank, size, self._cell)
         return self
 
     def __exit__(
@@ -192,16 +220,27 @@ class Preemption:
         listener, self._listener = self._listener, None
         if listener is None:
             return
+        is_forgotten = self._reached is None and not self._has_asked_at_end
+        missed: StateError | None = None
+        if kind is None and self._cells > 1 and self._rounds is None and is_forgotten:
+            error = missed = StateError(
+                f"there are {self._cells} cells and no rounds, and is_due_at_end was not called; call it after the "
+                "last step, on all ranks, so that a cell that has finished waits for the others' signals"
+            )
         if error is not None:
             note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
-        is_orderly = kind is None or (isinstance(error, PreemptedExit) and self._reached is not None)
+        is_orderly = error is None or (isinstance(error, PreemptedExit) and self._reached is not None)
         try:
             if is_orderly and dist.is_initialized():
                 dist.barrier()  # rank 0 decides for all who may still come to a step
         finally:
             listener.stop(has_failed=not is_orderly)
+            if not is_orderly:
+                self._inbox.give_up(())  # nobody listens any more
             if self._is_own:
                 self._inbox.__exit__()
+        if missed is not None:
+            raise missed
         if kind is None and self._reached is not None:
             self.leave()
 
@@ -215,10 +254,11 @@ class Preemption:
         rounds = self._rounds
         if rounds is None:
             return 0
-        # A step of the caller may be several of the rounds'.
+        # A step of the caller may be several of the rounds'; how many is known when it has made one.
         self._most_steps = max(self._most_steps, rounds.local_steps - self._local_steps)
         self._local_steps = rounds.local_steps
-        return rounds.meetings + (rounds.steps_left <= self._most_steps)
+        is_due = self._most_steps == 0 or rounds.steps_left <= self._most_steps
+        return rounds.meetings + is_due
 
     def _answer(self) -> None:
         """Stop, where this is due, in place of entering a round as a cell that has finished."""
@@ -227,5 +267,6 @@ class Preemption:
         goal = self._get_listener().proceed(-1, rounds.meetings + 1)
         if goal is not None and rounds.meetings >= goal.meetings:
             self._reached = goal
+            self._get_listener().arrive()
             save()
             self.leave()

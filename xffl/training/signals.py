@@ -50,7 +50,8 @@ class SignalInbox:
     empty there.
 
     Processes that are forked meanwhile (workers of a loader) do not take part: they ignore the signals but SIGTERM, of
-    which they have the handler of before, since schedulers signal all processes of a job.
+    which they have the handler of before, since schedulers signal all processes of a job. Those that are started in
+    another way do not know of the signals.
 
     :param signals: The signals; where there are none, nothing is changed.
     """
@@ -60,6 +61,8 @@ class SignalInbox:
         self._before: dict[int, Any] = {}
         self._descriptor_before = -1
         self._has_given_up = False
+        self._passed_over: set[int] = set()
+        self._lock = threading.RLock()  # a handler may interrupt another one
         self._is_open = False
         self._pid = os.getpid()
 
@@ -111,25 +114,38 @@ class SignalInbox:
     def give_up(self, heard: Sequence[signal.Signals]) -> None:
         """Let signals do what they did before, those that were heard and those that come; any thread may call it.
 
+        Each call of the handler of before is for a signal that came: what this sends is not answered again.
+
         :param heard: Signals that came.
         """
-        self._has_given_up = True
+        with self._lock:
+            self._has_given_up = True
+            again = [number for number in heard if number in self._passed_over]
+            self._passed_over.difference_update(again)
+        if threading.current_thread() is threading.main_thread():
+            # It may be about to wait for a rank that has gone, and runs no handler of Python there.
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
         for number in heard:
             if self._before.get(number) == signal.SIG_DFL:
                 # Python lets the main thread alone change handlers, and it may be waiting for a rank that has gone.
                 ctypes.CDLL(None).signal(int(number), None)
-            os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number)
+            elif number in again and self._before.get(number) != signal.SIG_IGN:
+                os.kill(os.getpid(), number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Do nothing: the pipe has it. When nobody reads that any more, do what was done before."""
+        with self._lock:
+            if not self._has_given_up:
+                self._passed_over.add(number)
+                return
         before = self._before.get(number, signal.SIG_IGN)
-        if not self._has_given_up or before == signal.SIG_IGN:
-            return
         if callable(before):
             before(number, frame)
-            return
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        elif before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _forget(self) -> None:
         """Take a forked process out."""

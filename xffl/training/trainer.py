@@ -250,10 +250,14 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
         self.callbacks.post_fit(self)
 
     def _run_epochs(self) -> None:
-        while self.current_epoch < self.config.training.epochs and not self._has_ended:
+        while self.current_epoch < self.config.training.epochs and (not self._has_ended or self._owes_epoch_end()):
             if not self.perform_training_epoch():
                 break
             self.current_epoch += 1
+
+    def _owes_epoch_end(self) -> bool:
+        """Tell whether the last batch of the epoch was trained on and its end has not begun: saved just between."""
+        return self.global_step > 0 and self.ended_epochs <= self.current_epoch and self._batches_left() == 0
 
     def _batches_left(self) -> int | None:
         """Return how many batches of the epoch the loader has not given yet; ``None`` where it does not say.

@@ -18,6 +18,7 @@ from typing import Any
 import xffl
 from xffl.cluster.allocation import Host
 from xffl.cluster.doctor.findings import ERROR, OK, Finding, Report, merge
+from xffl.cluster.doctor.lead import patience_s
 from xffl.cluster.ssh import ssh_command
 
 __all__ = ["MARK", "examine_hosts"]
@@ -26,7 +27,6 @@ MARK = "xffl-doctor "
 """What the line of a report begins with, among all that ranks print."""
 
 _PROBE_S = 40.0
-_JOB_S = 400.0
 _PROBE = (
     "import json, os, platform, sys; told = json.loads(sys.stdin.readline()); sys.path.append(told['path']); "
     "import xffl; print(json.dumps({'xffl': xffl.__version__, 'python': platform.python_version(), "
@@ -34,12 +34,15 @@ _PROBE = (
 )
 
 
-def examine_hosts(hosts: Sequence[Host], rank_command: Sequence[str], environ: Mapping[str, str]) -> Report:
+def examine_hosts(
+    hosts: Sequence[Host], rank_command: Sequence[str], environ: Mapping[str, str], timeout_s: float
+) -> Report:
     """Reach every host, start one rank for each slot on those that answer, and collect their reports.
 
     :param hosts: The hosts.
     :param rank_command: Script of a rank, and its arguments.
     :param environ: Environment of this process, with ``XFFL_SSH`` for another command than ``ssh``.
+    :param timeout_s: How long one wait for another host may take there.
     :return: What the hosts told, and which of them could not be asked.
     """
     with ThreadPoolExecutor(min(32, len(hosts))) as pool:
@@ -50,7 +53,7 @@ def examine_hosts(hosts: Sequence[Host], rank_command: Sequence[str], environ: M
     if not well:
         return Report(merge(found, names), names, sum(host.slots for host in hosts))
     found.insert(0, Finding("ssh", OK, f"{len(well)} of {len(hosts)} hosts answer without a question"))
-    reports, error = _run(well, rank_command, environ)
+    reports, error = _run(well, rank_command, environ, _PROBE_S + patience_s(timeout_s))
     findings = [finding for report in reports for finding in report.findings]
     if not reports:
         findings.append(Finding("meeting", ERROR, f"the ranks told nothing: {error}", "try xffl exec --hosts"))
@@ -95,7 +98,9 @@ def _probe(host: Host, environ: Mapping[str, str]) -> Finding | None:
     return None
 
 
-def _run(hosts: Sequence[Host], command: Sequence[str], environ: Mapping[str, str]) -> tuple[list[Report], str]:
+def _run(
+    hosts: Sequence[Host], command: Sequence[str], environ: Mapping[str, str], limit_s: float
+) -> tuple[list[Report], str]:
     """Run the ranks by ``xffl exec``, and read their reports; with none, why."""
     lines = [f"{host.name} slots={host.slots}" + (f" address={host.address}" if host.address else "") for host in hosts]
     # The cells are for the pairs only: hosts that do not answer would not fit their sizes.
@@ -106,10 +111,10 @@ def _run(hosts: Sequence[Host], command: Sequence[str], environ: Mapping[str, st
         words = [sys.executable, "-m", "xffl", "exec", "--launcher", "ssh", "--hosts", f"@{file.name}", *command]
         try:
             ran = subprocess.run(
-                words, env=full, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_S, check=False
+                words, env=full, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s, check=False
             )
         except subprocess.TimeoutExpired:
-            return [], f"nothing within {_JOB_S:g} s"
+            return [], f"nothing within {limit_s:g} s"
     reports = []
     for line in ran.stdout.splitlines():
         if line.startswith(MARK):

@@ -133,7 +133,7 @@ def compare_folders(
     if unseen and not findings:
         text = f"{path}: rank 0's host does not see what {', '.join(unseen)} wrote"
         findings.append(Finding("shared folder", ERROR, text, advice))
-    if findings:
+    if findings or not answers:
         return findings
     free = min(answer["free"] for answer in answers.values()) / 2**30
     kinds = "/".join(sorted({answer["kind"] for answer in answers.values()}))

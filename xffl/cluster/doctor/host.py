@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "check_limits",
     "check_packages",
     "check_threads",
+    "find_physical",
     "find_versions",
     "rank_facts",
 ]
@@ -44,6 +45,8 @@ _FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 2**28
 _INFINIBAND = Path("/sys/class/infiniband")
+_INTERFACES = Path("/sys/class/net")
+_INFINIBAND_TYPE = "32"
 _NAMES = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -89,18 +92,28 @@ def check_packages(versions: Mapping[str, str]) -> list[Finding]:
 
 
 def check_interfaces(
-    environ: Mapping[str, str], nodes: int, interfaces: Sequence[Interface] | None = None
+    environ: Mapping[str, str],
+    nodes: int,
+    interfaces: Sequence[Interface] | None = None,
+    physical: Collection[str] | None = None,
 ) -> tuple[list[Finding], str | None]:
     """Look at the interfaces of this host, and at those that are asked for by name.
 
     :param environ: Environment to read.
     :param nodes: Hosts of the job.
     :param interfaces: The interfaces; by default this host's.
+    :param physical: Names of those with a card behind them; by default what :func:`find_physical` tells.
     :return: Findings, and the address at which gloo will listen, ``None`` where it will not find one.
     """
     known = {interface.name: interface for interface in (list_interfaces() if interfaces is None else interfaces)}
-    asked = {name: environ[name].partition(",")[0] for name in _NAMES if environ.get(name)}
-    findings = [_judge(known, variable, name, nodes) for variable, name in asked.items()]
+    # gloo takes a list, xffl one name.
+    asked = {
+        variable: environ[variable] if variable.startswith("XFFL_") else environ[variable].partition(",")[0]
+        for variable in _NAMES
+        if environ.get(variable)
+    }
+    physical = find_physical() if physical is None else physical
+    findings = [_judge(known, variable, name, nodes, physical) for variable, name in asked.items()]
     chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return findings, known[chosen].address if chosen in known else None
@@ -108,10 +121,12 @@ def check_interfaces(
     name = socket.gethostname()
     addresses = resolve(name)
     own = {interface.address: interface for interface in known.values() if interface.address}
-    found = next((own[address] for address in addresses if address in own), None)
+    # gloo takes the first address that it can listen at; all of 127.0.0.0/8 is on this host, on no interface's list.
+    first = next((address for address in addresses if address in own or address.startswith("127.")), None)
+    found = own.get(first) if first is not None else None
     if found is None or found.is_loopback:
         usable = [i.name for i in known.values() if i.is_up and i.address and not i.is_loopback]
-        where = f"{name} is {addresses[0]}" if addresses else f"{name} does not resolve"
+        where = f"{name} is {first or addresses[0]}" if addresses else f"{name} does not resolve"
         advice = f"set XFFL_IFNAME to one of: {', '.join(usable) or 'none is up here'}"
         text = f"gloo would listen on loopback, since {where}; here are {shown}"
         if nodes > 1:
@@ -121,12 +136,13 @@ def check_interfaces(
     return [*findings, Finding("interface", OK, text)], found.address
 
 
-def _judge(known: Mapping[str, Interface], variable: str, name: str, nodes: int) -> Finding:
+def _judge(known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str]) -> Finding:
     """Say whether an interface that is asked for can be used."""
     usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
     advice = f"set {variable} to one of: {', '.join(usable) or 'none is up here'}"
     if name not in known:
-        return Finding("interface", ERROR, f"{variable}={name}, but there is no such interface", advice)
+        rule = "; it takes one name" if "," in name else ""
+        return Finding("interface", ERROR, f"{variable}={name}, but there is no such interface{rule}", advice)
     found = known[name]
     if not found.is_up:
         return Finding("interface", ERROR, f"{variable}={name}, which is down", advice)
@@ -138,20 +154,40 @@ def _judge(known: Mapping[str, Interface], variable: str, name: str, nodes: int)
     faster = [
         i
         for i in known.values()
-        if i.is_up and i.address and found.speed_mbit is not None and (i.speed_mbit or 0) > found.speed_mbit
+        if i.name in physical and i.is_up and i.address
+        if found.speed_mbit is not None and (i.speed_mbit or 0) > found.speed_mbit
     ]
     if faster and variable != "XFFL_CONTROL_IFNAME":
         return Finding("interface", WARNING, f"{variable}: {found}, but {faster[0]} is faster", advice)
     return Finding("interface", OK, f"{variable}: {found}")
 
 
-def check_limits(world_size: int) -> list[Finding]:
+def find_physical(folder: Path = _INTERFACES) -> set[str]:
+    """Return the interfaces that lead to a network: cards, bonds, VLANs and IPoIB, no bridges of containers.
+
+    :param folder: Where Linux tells about interfaces.
+    :return: Their names.
+    """
+    found = set()
+    for own in folder.iterdir() if folder.is_dir() else ():
+        try:
+            has_card = (own / "device").exists() or (own / "bonding").is_dir()
+            is_infiniband = has_card or (own / "type").read_text().strip() == _INFINIBAND_TYPE
+            if is_infiniband or "DEVTYPE=vlan" in (own / "uevent").read_text().split():
+                found.add(own.name)
+        except OSError:
+            continue  # a file that is no interface, or one that has gone
+    return found
+
+
+def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[Finding]:
     """Look at open files, locked memory and shared memory.
 
     :param world_size: Ranks of the job; each of them may have a connection with this process.
+    :param files: Soft and hard limit of open files; by default those of now.
     :return: Findings.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if files is None else files
     unlimited = resource.RLIM_INFINITY
     wanted = 4 * world_size + 256
     findings = [Finding("open files", OK, "unlimited" if soft == unlimited else f"{soft} at most")]

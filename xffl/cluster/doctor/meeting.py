@@ -5,16 +5,19 @@ A message is one line of JSON. Every wait has an end, so that what is broken is 
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import selectors
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from xffl.errors import LaunchError
 
-__all__ = ["Hub", "Message", "answer", "join"]
+__all__ = ["Hub", "Message", "answer", "attempt", "join"]
 
 Message = dict[str, Any]
 """What one line holds."""
@@ -22,13 +25,14 @@ Message = dict[str, Any]
 _WORD = "xffl-doctor-1"
 _LARGEST = 2**24
 _CLOCK_TRIES = 8
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class _Line:
     """One connection, read by lines."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, address: str = "") -> None:
+        self.socket, self.address = connection, address
         self._bytes = bytearray()
 
     def send(self, message: Message) -> None:
@@ -92,7 +96,10 @@ class Hub:
         """Ranks that came and went again, and why."""
         self.addresses: dict[int, str] = {}
         """Where each rank came from."""
+        self.refused: str | None = None
+        """Why not all ranks could be let in."""
         self._lines: dict[int, _Line] = {}
+        _raise_files()
         try:
             self._listener = socket.create_server(("", port), backlog=min(world_size, 4096))
         except OSError as error:
@@ -114,8 +121,11 @@ class Hub:
             while len(told) < self.world_size - 1 and time.monotonic() < deadline:
                 for key, _ in waiting.select(max(deadline - time.monotonic(), 0)):
                     if key.data is None:
-                        connection, _ = self._listener.accept()
-                        waiting.register(connection, selectors.EVENT_READ, _Line(connection))
+                        line = self._accept()
+                        if line is not None:
+                            waiting.register(line.socket, selectors.EVENT_READ, line)
+                        elif self.refused is not None:
+                            waiting.unregister(self._listener)
                         continue
                     message = self._read_hello(key.data)
                     if message is not None:
@@ -123,10 +133,20 @@ class Hub:
                         if self._is_ours(message, told):
                             self._lines[message["rank"]] = key.data
                             told[message["rank"]] = message["facts"]
-                            self.addresses[message["rank"]] = str(key.data.socket.getpeername()[0])
+                            self.addresses[message["rank"]] = key.data.address
                         else:
                             key.data.socket.close()
         return told
+
+    def _accept(self) -> _Line | None:
+        """Let one in, ``None`` where that one has gone again or no file is left for it."""
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in _TOO_MANY_FILES:
+                self.refused = error.strerror
+            return None
+        return _Line(connection, str(address[0]))
 
     @staticmethod
     def _read_hello(line: _Line) -> Message | None:
@@ -142,17 +162,16 @@ class Hub:
         return same and isinstance(rank, int) and 0 < rank < self.world_size and rank not in told
 
     def ask(
-        self, ranks: Collection[int], question: Message, timeout_s: float, meanwhile: Callable[[], Message]
+        self, questions: Mapping[int, Message], timeout_s: float, meanwhile: Callable[[], Message]
     ) -> dict[int, Message]:
-        """Ask ranks and wait for their answers, while rank 0 answers the same question itself.
+        """Ask ranks and wait for their answers, while rank 0 does its own part.
 
-        :param ranks: Whom to ask beside rank 0.
-        :param question: What to send.
+        :param questions: What to send, by rank.
         :param timeout_s: How long to wait for answers after rank 0's own.
         :param meanwhile: Gives rank 0's own answer.
         :return: The answers by rank; who did not answer is in :attr:`lost` from then on.
         """
-        asked = self._send(ranks, question)
+        asked = self._send(questions)
         answers = {0: meanwhile()}
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as waiting:
@@ -173,7 +192,7 @@ class Hub:
                         waiting.unregister(key.fileobj)
         for rank in asked:
             if rank not in answers and rank not in self.lost:
-                self._lose(rank, f"no answer to {question['do']!r} in {timeout_s:g} s")
+                self._lose(rank, f"no answer to {questions[rank]['do']!r} in {timeout_s:g} s")
         return answers
 
     def measure_clock(self, rank: int, timeout_s: float) -> tuple[float, float] | None:
@@ -187,7 +206,7 @@ class Hub:
         """
         best: tuple[float, float] | None = None
         for _ in range(_CLOCK_TRIES):
-            if not self._send([rank], {"do": "clock"}):
+            if not self._send({rank: {"do": "clock"}}):
                 return best
             sent, started = time.time(), time.monotonic()
             try:
@@ -202,14 +221,14 @@ class Hub:
 
     def close(self) -> None:
         """Let all ranks go."""
-        self._send(list(self._lines), {"do": "end"})
+        self._send({rank: {"do": "end"} for rank in self._lines})
         for line in self._lines.values():
             line.socket.close()
         self._listener.close()
 
-    def _send(self, ranks: Collection[int], message: Message) -> list[int]:
+    def _send(self, messages: Mapping[int, Message]) -> list[int]:
         sent = []
-        for rank in ranks:
+        for rank, message in messages.items():
             if rank == 0 or rank not in self._lines or rank in self.lost:
                 continue
             try:
@@ -222,6 +241,13 @@ class Hub:
 
     def _lose(self, rank: int, reason: str) -> None:
         self.lost[rank] = reason
+
+
+def _raise_files() -> None:
+    """Let this process open as many files as it may: it needs one for each rank."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def join(address: str, port: int, rank: int, world_size: int, facts: Message, timeout_s: float) -> socket.socket:
@@ -252,11 +278,24 @@ def join(address: str, port: int, rank: int, world_size: int, facts: Message, ti
             time.sleep(0.1)
 
 
+def attempt(handler: Callable[[Message], Message], question: Message) -> Message:
+    """Answer a question; whatever goes wrong is the answer then, as ``failed``.
+
+    :param handler: What to do.
+    :param question: The question.
+    :return: The answer.
+    """
+    try:
+        return handler(question)
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with a host is to be told
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
 def answer(connection: socket.socket, handlers: Mapping[str, Callable[[Message], Message]], patience_s: float) -> bool:
     """Answer rank 0's questions until it has no more.
 
     :param connection: What :func:`join` gave; it is closed at the end.
-    :param handlers: What to do for each question. ``clock`` is known already.
+    :param handlers: What to do for each question; an error there is told to rank 0. ``clock`` is known already.
     :param patience_s: How long to wait for the next question.
     :return: Whether rank 0 ended it, and has heard all answers.
     """
@@ -265,13 +304,16 @@ def answer(connection: socket.socket, handlers: Mapping[str, Callable[[Message],
         while True:
             try:
                 question = line.receive(patience_s)
-                if question.get("do") == "end":
-                    return True
-                if question.get("do") == "clock":
-                    line.send({"time": time.time()})
-                else:
-                    reply = handlers[question["do"]](question)
-                    connection.settimeout(patience_s)
-                    line.send(reply)
+            except OSError:
+                return False
+            if question.get("do") == "end":
+                return True
+            if question.get("do") == "clock":
+                reply: Message = {"time": time.time()}
+            else:
+                reply = attempt(lambda told: handlers[told["do"]](told), question)
+            try:
+                connection.settimeout(patience_s)
+                line.send(reply)
             except OSError:
                 return False

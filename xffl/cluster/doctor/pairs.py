@@ -12,11 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding
+from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, in_words
 
 __all__ = ["TorchProcess", "check_torch", "child_environ", "compare_pairs"]
 
@@ -98,11 +99,12 @@ class TorchProcess:
         self._process.wait()
 
 
-def check_torch(told: Mapping[str, Any], gpus: int) -> Finding:
+def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) -> Finding:
     """Judge what a process said about its torch.
 
     :param told: What :meth:`TorchProcess.hear` gave first.
     :param gpus: How many GPUs the vendor's command lists.
+    :param environ: Environment to read: ``CUDA_VISIBLE_DEVICES`` that is set to nothing asks for none.
     :return: The finding.
     """
     if "error" in told:
@@ -112,7 +114,7 @@ def check_torch(told: Mapping[str, Any], gpus: int) -> Finding:
     text = f"{told['torch']}, backends {backends}, {told['gpus']} GPUs"
     if "gloo" not in told["backends"]:
         return Finding("torch", ERROR, f"{text}: gloo is missing", "install a build of torch with gloo")
-    if gpus and not told["gpus"]:
+    if gpus and not told["gpus"] and environ.get("CUDA_VISIBLE_DEVICES") != "":
         advice = "install the build of torch for this driver (CUDA or ROCm), and look at CUDA_VISIBLE_DEVICES"
         return Finding("torch", ERROR, f"{text}, but the node has {gpus}", advice)
     if told["gpus"] and "nccl" not in told["backends"]:
@@ -123,27 +125,37 @@ def check_torch(told: Mapping[str, Any], gpus: int) -> Finding:
     return Finding("torch", OK, text)
 
 
-def compare_pairs(units: Sequence[str], results: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+def compare_pairs(
+    units: Sequence[str],
+    results: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
+    untried: Sequence[tuple[int, int]] = (),
+) -> list[Finding]:
     """Judge the all-reduces between pairs.
 
     :param units: Names of what was paired: cells, hosts, or two processes of one host.
-    :param results: By number, ``pairs``: number of the other to ``error`` or ``seconds`` and ``mib``; or ``error``.
-    :return: A finding for each pair that failed, and one for those that did not.
+    :param results: By pair of numbers, what each of the two told: ``error``, or ``seconds`` and ``mib``, or nothing.
+    :param untried: Pairs for which there was no time.
+    :return: Findings: pairs that failed, one line for all of a unit; those for which time did not suffice; the others.
     """
     findings, rates = [], []
+    failed: dict[tuple[int, int], str] = {}
+    for pair, halves in results.items():
+        # Who told nothing at all explains what the other one tells.
+        wrong = [str(half["error"]) for half in sorted(halves, key=lambda half: "turn" in half) if "error" in half]
+        if wrong:
+            failed[pair] = wrong[0]
+        else:
+            rates.append((max(half["mib"] / half["seconds"] for half in halves), units[pair[0]], units[pair[1]]))
     advice = (
         "set XFFL_IFNAME to the interface that joins the hosts (docs: Network); see the lines on interface, names and "
         "ports"
     )
-    for one in range(len(units)):
-        for other in range(one + 1, len(units)):
-            halves = [_half(results, one, other), _half(results, other, one)]
-            wrong = [str(half["error"]) for half in halves if "error" in half]
-            if wrong:
-                text = f"{units[one]} and {units[other]}: {wrong[0]}"
-                findings.append(Finding("all-reduce", ERROR, text, advice))
-            else:
-                rates.append((max(half["mib"] / half["seconds"] for half in halves), units[one], units[other]))
+    for text in _by_unit(units, failed):
+        findings.append(Finding("all-reduce", ERROR, text, advice))
+    if untried:
+        text = f"no time for {len(untried)} of {len(untried) + len(results)} pairs: "
+        text += in_words([f"{units[low]} and {units[high]}" for low, high in untried], 4)
+        findings.append(Finding("all-reduce", WARNING, text, "mend the lines above and look again, or --timeout less"))
     if rates:
         slow, fast = min(rates), max(rates)
         text = f"{len(rates)} {'pair' if len(rates) == 1 else 'pairs'} of {len(units)} over gloo, {slow[0]:.0f} MiB/s"
@@ -153,13 +165,19 @@ def compare_pairs(units: Sequence[str], results: Mapping[int, Mapping[str, Any]]
     return findings
 
 
-def _half(results: Mapping[int, Mapping[str, Any]], mine: int, other: int) -> Mapping[str, Any]:
-    """Return what one of a pair told about it."""
-    told = results.get(mine, {"error": "no answer"})
-    if "error" in told:
-        return told
-    found: Mapping[str, Any] = told["pairs"].get(str(other), {"error": "it was not tried"})
-    return found
+def _by_unit(units: Sequence[str], failed: Mapping[tuple[int, int], str]) -> list[str]:
+    """Write each failed pair once, under the unit with the most of them: most likely that one is at fault."""
+    texts, left = [], dict(failed)
+    while left:
+        counts = Counter(number for pair in left for number in pair)
+        worst = min(counts, key=lambda number: (-counts[number], number))
+        mine = {pair: reason for pair, reason in left.items() if worst in pair}
+        others = sorted(low + high - worst for low, high in mine)
+        texts.append(
+            f"{units[worst]} and {in_words([units[other] for other in others], 4)}: {next(iter(mine.values()))}"
+        )
+        left = {pair: reason for pair, reason in left.items() if pair not in mine}
+    return texts
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,8 @@ MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")
 """Rows of the table of launchers that are an ``mpirun``."""
 
 _LIMIT_S = 20.0
+MPI_LIMIT_S = _LIMIT_S
+"""How long a rank may look at its MPI before it comes to the others."""
 
 _ASK_MPI = """\
 import mpi4py
@@ -139,6 +141,7 @@ def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
         "nvidia-smi": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
         "rocm-smi": ("rocm-smi", "--showproductname", "--csv"),
     }
+    failures = []
     for program, command in queries.items():
         if shutil.which(program, path=environ.get("PATH")) is None:
             continue
@@ -148,9 +151,12 @@ def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
             lines = [line for line in lines if re.match(r"card\d+,", line)]
         if ran is None or ran.exit_code != 0 or not lines:
             reason = "it did not answer" if ran is None else _reason(ran.output)
-            advice = "load the driver on this node, or take the node out of the job"
-            return Finding("gpus", ERROR if needed or asked else WARNING, f"{program} fails: {reason}", advice), 0
+            failures.append(f"{program} fails: {reason}")  # a node of AMD's may have NVIDIA's command as well
+            continue
         return Finding("gpus", OK, f"{len(lines)} x {_most_common(lines)}"), len(lines)
+    if failures:
+        advice = "load the driver on this node, or take the node out of the job"
+        return Finding("gpus", ERROR if needed or asked else WARNING, "; ".join(failures), advice), 0
     if needed or asked:
         why = f"{asked[0]}={environ[asked[0]]} promises some" if asked else "they are needed"
         advice = "ask for them (--gpus-per-node), and see that the driver's commands are on PATH"

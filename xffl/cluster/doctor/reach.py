@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, in_words
@@ -22,6 +23,7 @@ CLOCK_ERROR_S = 5.0
 _ALL_PAIRS = 64
 """Hosts up to which each one tries every other."""
 
+_SEND_S = 5.0
 _FATAL = ("python", "xffl", "xffl source", "torch")
 
 
@@ -43,10 +45,13 @@ class Listeners:
         while True:
             try:
                 connection, _ = listener.accept()
-                with connection:
-                    connection.sendall(self._token)
+            except ConnectionAbortedError:
+                continue
             except OSError:
                 return
+            with connection, suppress(OSError):  # a peer that has gone again is no reason to stop
+                connection.settimeout(_SEND_S)
+                connection.sendall(self._token)
 
     def close(self) -> None:
         """Listen no more."""
@@ -81,16 +86,13 @@ def peers_of(node: int, nodes: Sequence[int]) -> list[int]:
     return found
 
 
-def try_hosts(hosts: Mapping[str, Mapping[str, Any]], mine: int, timeout_s: float) -> dict[str, Any]:
-    """Resolve the other hosts' names and connect to their ports.
+def try_hosts(others: Mapping[str, Mapping[str, Any]], timeout_s: float) -> dict[str, Any]:
+    """Resolve other hosts' names and connect to their ports.
 
-    :param hosts: By number of the host: ``name``, ``address``, ``ports``, ``token``.
-    :param mine: Number of this host.
+    :param others: By number of the host: ``name``, ``address``, ``ports``, ``token``.
     :param timeout_s: How long one connection may take.
     :return: ``names``: number to addresses; ``failures``: lists of number, port and reason; ``tried``: connections.
     """
-    wanted = peers_of(mine, [int(number) for number in hosts])
-    others = {str(number): hosts[str(number)] for number in wanted}
     attempts = [(number, host, port) for number, host in others.items() for port in host["ports"]]
     with ThreadPoolExecutor(16) as pool:
         names = dict(zip(others, pool.map(lambda host: resolve(host["name"]), others.values()), strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Mapping
@@ -23,9 +25,11 @@ from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import host_identity
 from xffl.cluster.network import list_interfaces
 
-__all__ = ["HostSide", "Request", "findings_of", "introduce"]
+__all__ = ["HostSide", "Request", "findings_of", "import_limit_s", "introduce", "is_shown"]
 
 _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
+_SHOWN = ("NCCL_", "GLOO_")
+_SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
 _OWN_VARIABLES = ("XFFL_HOST",)
 _NETWORK = Path("/proc/self/ns/net")
 
@@ -58,9 +62,16 @@ def introduce(place: ProcessEnvironment | None, environ: Mapping[str, str]) -> M
     found["node"] = 0 if place is None else place.node_rank
     found["is_head"] = place is None or place.node_local_rank == 0
     found["environ"] = {
-        name: text for name, text in environ.items() if name.startswith(_COMPARED) and name not in _OWN_VARIABLES
+        name: text if is_shown(name) else hashlib.sha256(text.encode()).hexdigest()[:8]
+        for name, text in environ.items()
+        if name.startswith(_COMPARED) and name not in _OWN_VARIABLES
     }
     return found
+
+
+def is_shown(name: str) -> bool:
+    """Tell whether a variable's value may be sent and printed; of others, which may hold secrets, it is a hash."""
+    return name.startswith(_SHOWN) or name in _SHOWN_ALSO
 
 
 class HostSide:
@@ -83,6 +94,7 @@ class HostSide:
         :param environ: Environment to read.
         """
         self._mpi = mpi
+        self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
         self.request, self.place, self.launcher, self.environ = request, place, launcher, environ
         self.node = 0 if place is None else place.node_rank
         self.handlers = {
@@ -115,7 +127,7 @@ class HostSide:
             check_slurm(self.launcher, "slurm" in self.request.needs, self.environ),
             gpus,
             *network,
-            *check_limits(world_size),
+            *check_limits(world_size, self._files),
         ]
         token = f"{socket.gethostname()}/{self.node}/{os.getpid()}/{time.time_ns()}"
         self._listeners = Listeners(token) if machines > 1 or world_size > 1 else None
@@ -134,7 +146,7 @@ class HostSide:
         :param question: ``hosts`` as :func:`try_hosts` takes them, ``timeout_s``.
         :return: What :func:`try_hosts` found.
         """
-        return try_hosts(question["hosts"], self.node, question["timeout_s"])
+        return try_hosts(question["hosts"], question["timeout_s"])
 
     def torch(self, count: int) -> Message:
         """Tell what torch is here.
@@ -146,27 +158,27 @@ class HostSide:
             return {"finding": None, "told": []}
         while len(self._torch) < count:
             self._start_torch()
-        deadline = time.monotonic() + self.import_limit_s
+        deadline = time.monotonic() + import_limit_s(self.request.timeout_s)
         told = [process.hear(deadline) for process in self._torch]
-        return {"finding": asdict(check_torch(told[0], self._gpus)), "told": told}
+        return {"finding": asdict(check_torch(told[0], self._gpus, self.environ)), "told": told}
 
     def pairs(self, question: Message) -> Message:
-        """Let this host's processes add with the others.
+        """Let this host's processes add with others in one round.
 
-        :param question: ``stores`` of all processes, ``units`` (those of this host, by its processes), ``limit_s``.
-        :return: By unit, what the process told.
+        :param question: ``turn``; ``processes``: what to tell those that take part, by number; ``limit_s``.
+        :return: By number, what the process told; without ``turn`` where it told nothing.
         """
-        mine = question["units"].get(str(self.node), [])
-        chosen = list(zip(mine, self._torch, strict=False))
-        for unit, process in chosen:
-            process.tell({"unit": unit, "stores": question["stores"]})
+        chosen = {number: self._torch[int(number)] for number in question["processes"]}
+        for number, process in chosen.items():
+            process.tell(question["processes"][number])
         deadline = time.monotonic() + question["limit_s"]
-        return {"results": {str(unit): process.hear(deadline) for unit, process in chosen}}
-
-    @property
-    def import_limit_s(self) -> float:
-        """How long importing torch may take; a cold file system needs a minute."""
-        return 45.0 + self.request.timeout_s
+        results = {}
+        for number, process in chosen.items():
+            told = process.hear(deadline)
+            while told.get("turn", question["turn"]) != question["turn"]:
+                told = process.hear(deadline)  # what comes late is of a round that is over
+            results[number] = told
+        return {"results": results}
 
     def close(self) -> None:
         """End what was started."""
@@ -178,6 +190,11 @@ class HostSide:
     def _start_torch(self) -> None:
         environ = child_environ(self.environ)
         self._torch.append(TorchProcess(self.request.pair_program, environ, self.request.timeout_s))
+
+
+def import_limit_s(timeout_s: float) -> float:
+    """Return how long importing torch may take; a cold file system needs a minute."""
+    return 45.0 + timeout_s
 
 
 def findings_of(answer: Mapping[str, Any]) -> list[Finding]:

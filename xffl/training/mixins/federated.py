@@ -109,6 +109,9 @@ class FederatedMixin(TrainerMixin):
             client=asked.client,
             algorithm=asked.algorithm,
         )
+        # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
+        # checkpoint that is saved then would wait for cells that have not come to it.
+        self._scaling.holds_start = True
         return self._scaling
 
     def note_batch(self, count: int) -> None:

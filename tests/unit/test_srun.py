@@ -1,0 +1,230 @@
+"""``xffl exec`` above a stand-in for srun: what is shown, what the end is called, and that there is an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from xffl.cluster import rank_files, srun
+from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.failure import RankFailure
+from xffl.cluster.line_cutter import LineCutter
+from xffl.cluster.marked_lines import MarkedLines
+from xffl.cluster.rank_files import RankFile, Stream
+from xffl.cluster.runner import RankJob
+from xffl.cluster.srun import launch_srun, read_task_ends
+
+DEADLINE_S = 30
+EXEC = [sys.executable, "-m", "xffl", "exec"]
+BEGIN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from xffl.cluster.marked_lines import mark
+
+def say(text, stream=2):
+    os.write(stream, text if isinstance(text, bytes) else text.encode())
+
+def tell(rank, content):
+    say(b"".join(mark(rank, content)))
+"""
+Fake = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Return a function that puts a program in srun's place, in a job of one node with two tasks."""
+    monkeypatch.chdir(tmp_path)
+
+    def put(program: str) -> dict[str, str]:
+        (tmp_path / "fake.py").write_text(BEGIN + program)
+        (tmp_path / "train.py").write_text("")
+        job = {"JOB_ID": "3", "JOB_NODELIST": "n1", "TASKS_PER_NODE": "2", "NTASKS": "2"}
+        given = {f"SLURM_{name}": text for name, text in job.items()}
+        given |= {"XFFL_SRUN": f"{sys.executable} {tmp_path}/fake.py", "PYTHONPATH": str(Path(__file__).parents[2])}
+        for name, text in given.items():
+            monkeypatch.setenv(name, text)
+        return {**os.environ, **given}
+
+    return put
+
+
+def launched(**options: float) -> RankFailure | int:
+    from xffl.cluster.allocation import Host
+    from xffl.cluster.job_layout import lay_out
+
+    return launch_srun(lay_out((Host("n1", 2),), None, None), ["train.py"], environ={}, **options)
+
+
+# What is shown --------------------------------------------------------------------------------------------------------
+
+ENDLESS = """
+stream, text = (1, "0: step\\n") if "--label" in sys.argv else (2, "step\\n")
+while True:
+    say(text, stream)
+"""
+INTO_A_FILE = """
+log = Path(json.loads(os.environ["XFFL_RUNNER"])["log_dir"], "rank_00000.log").open("a")
+while True:
+    log.write("step\\n")
+    log.flush()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"), [(ENDLESS, []), (ENDLESS, ["--merge"]), (INTO_A_FILE, ["--merge", "--log-dir", "logs"])]
+)
+def test_a_reader_that_goes_ends_the_job(program: str, words: list[str], fake: Fake) -> None:
+    with subprocess.Popen(
+        [*EXEC, *words, "train.py"], env=fake(program), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith(b"step\n")
+        process.stdout.close()
+        try:
+            assert process.wait(DEADLINE_S) == ExitCode.BROKEN_PIPE
+        finally:
+            process.kill()
+
+
+def test_a_progress_bar_is_seen_as_it_grows(fake: Fake) -> None:
+    program = 'say("1%\\r2%\\r3%"); signal.pause()'
+    with subprocess.Popen([*EXEC, "train.py"], env=fake(program), stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        is_seen = bool(select.select([process.stderr], [], [], DEADLINE_S)[0])
+        process.terminate()
+        told = process.stderr.read()
+    assert is_seen and process.returncode == 143 and told.startswith(b"1%\r2%\r3%")
+
+
+def test_lines_are_cut() -> None:
+    cutter = LineCutter()
+    pieces = [cutter.add(piece) for piece in (b"a\nb", b"c\r", b"\n\x85d\r1%\r2", b"\r", b"")]
+    assert pieces == [[b"a\n"], [], [b"bc\r\n", b"\x85d\r", b"1%\r"], [], []]
+    assert cutter.take_rest() == b"2\r" and cutter.take_rest() == b""
+    given = [b"x" * 1000] * 10_000
+    assert sum(len(line) for piece in given for line in cutter.add(piece)) + len(cutter.take_rest()) == 10**7
+    assert max(map(len, cutter.add(b"x" * 10**6))) == 10**6  # what is too long is not kept
+
+
+def test_log_files_of_many_ranks_are_looked_at_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_files, "_FILES_PER_S", 10)
+    for rank in range(30):
+        RankFile(rank, None, tmp_path).path.write_text("1%\r2%")
+    waited: list[float] = []
+
+    def wait(pause_s: float) -> bool:
+        waited.append(pause_s)
+        return len(waited) == 2
+
+    with (tmp_path / "out").open("wb") as out:
+        Stream(tmp_path, out).follow(wait)
+        assert waited == [3.0, 3.0]
+    assert (tmp_path / "out").read_bytes().startswith(b"[rank 0] 1%\r[rank 1] 1%\r")
+
+
+# How it ended ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_only_looks_like_a_record_is_shown(fake: Fake, capfd: pytest.CaptureFixture[str]) -> None:
+    fake(
+        """
+for rank, content in ((0, []), (0, 7), (0, {"failure": {"x": 1}}), (0, {"failure": []}), (9, {"step": None}), (1, {})):
+    tell(rank, content)
+record = dict(time=1.0, exit_code=1, headline="ValueError: x", traceback="", is_xffl=False, lost_peer=False)
+tell(1, {"failure": record})
+say("srun: error: n1: task 1: Exited with exit code 1\\n")
+sys.exit(1)
+"""
+    )
+    failure = launched()
+    assert isinstance(failure, RankFailure) and (failure.rank, failure.describe()) == (1, "failed with ValueError: x")
+    assert capfd.readouterr().err.count("xffl:") == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"),
+    [
+        ("srun: error: n1: task 1: Out Of Memory\n", 137, "was killed by SIGKILL"),
+        ("a bar 10%srun: error: n1: task 1: Killed\n", 137, "was killed by SIGKILL"),
+        ("srun: error: n1: task 1: Terminated\n", 143, "was killed by SIGTERM"),
+    ],
+)
+def test_a_task_that_ended_badly(
+    said: str, code: int, words: str, fake: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake(f'tell(0, {{"step": None}}); say({said!r}); sys.exit(1)')
+    failure = launched()
+    assert isinstance(failure, RankFailure) and (failure.rank, failure.exit_code) == (1, code)
+    assert words in failure.describe() and capfd.readouterr().err == ("a bar 10%\n" if "bar" in said else "")
+
+
+def test_what_may_go_well_another_time_is_no_refusal(fake: Fake) -> None:
+    given = fake('tell(0, {"step": None}); say("srun: error: Node failure on n1\\n"); sys.exit(1)')
+    ran = subprocess.run(
+        [*EXEC, "train.py"], env=given, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert ran.returncode == ExitCode.FAILED
+    assert ran.stderr.startswith("xffl: srun ended with exit code 1: Node failure on n1; see") and "\n" in ran.stderr
+
+
+def test_out_of_memory() -> None:
+    assert read_task_ends("srun: error: n1: tasks 2-3: Out Of Memory\n") == {2: -signal.SIGKILL, 3: -signal.SIGKILL}
+
+
+def test_srun_that_does_not_end_is_killed(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A child of it holds its streams open longer.
+    fake(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    time.sleep(25)
+    os._exit(0)
+time.sleep(20)
+"""
+    )
+    monkeypatch.setattr(srun, "_SLACK_S", 0.3)
+    began = time.monotonic()
+    assert launched(timeout_s=1.0, grace_s=0.3) == ExitCode.TIMEOUT
+    assert time.monotonic() - began < 15
+
+
+# The ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "ConfigError: log file "),
+        ({"XFFL_BIND": "nonsense", "RANK": "1", "WORLD_SIZE": "2"}, "ConfigError: XFFL_BIND is 'nonsense'"),
+    ],
+)
+def test_a_rank_that_cannot_begin_tells_it(given: dict[str, str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "train.py").write_text("")
+    job = RankJob((str(tmp_path / "train.py"),), str(tmp_path / "file" / "logs"), is_marked=True)
+    places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    places |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "XFFL_HOST": "n1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "xffl.cluster.runner"],
+        env={**os.environ, **places, **given, **job.variables()},
+        capture_output=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    reader, found = MarkedLines(), []
+    for line in ran.stderr.splitlines(keepends=True):
+        rest, told = reader.take(line)
+        assert rest == b"", ran.stderr
+        found += [told] if told is not None else []
+    assert ran.returncode == ExitCode.REFUSED
+    assert found[-1].content["failure"]["headline"].startswith(message), json.dumps(found[-1].content)
