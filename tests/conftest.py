@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ KEPT = ("XFFL_SHARED", "XFFL_REQUIRE_CLUSTER")
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         raise pytest.UsageError("pytest-timeout is missing: a test of ranks that hang would never end; install it")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In the background of a shell: what tests start would ignore Ctrl-C, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in list(os.environ):
         if name in LAUNCHER_NAMES or (name.startswith(LAUNCHER_PREFIXES) and name not in KEPT):

@@ -556,7 +556,10 @@ def test_an_interrupt_cancels_only_where_that_is_asked_for(
         assert process.stderr is not None
         assert "RUNNING" in process.stderr.readline()
         process.send_signal(number)
-        rest = process.stderr.read()
+        try:
+            rest = process.communicate(timeout=50)[1]
+        finally:
+            process.kill()
     assert process.returncode == 130 and ("cancelled job 12" in rest) is cancelled, rest
     assert ((tmp_path / "cancelled").exists() and (tmp_path / "cancelled").read_text() == "12\n") is cancelled
 
