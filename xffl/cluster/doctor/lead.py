@@ -41,6 +41,7 @@ LOOK_S = 90.0
 CHECKS = {"look": "host", "reach": "ports", "folder": "shared folder", "torch": "torch", "pairs": "all-reduce"}
 """What a question is about, for the line that tells of an error there."""
 FAILED = "mend what the error names on that host, and look again"
+"""What to do where a look at a host has failed."""
 _REACH_S = 5.0
 _FOLDER_S = 10.0
 _TORCH_SLACK_S = 15.0
