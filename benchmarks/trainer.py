@@ -1,23 +1,24 @@
 """Time what the trainer adds to a step: against a bare loop with the same model, data and optimizer, in one run.
 
-    xffl exec --processes 1 benchmarks/trainer.py digits [--pairs 15] [--steps 200]
+    xffl exec --processes 1 benchmarks/trainer.py digits [--pairs 200] [--steps 20]
     xffl exec --processes 2 benchmarks/trainer.py language_model --progress
 
 The bare loop is what one writes without xffl: torch's ``DataLoader``, its optimizer, and FSDP2 where there are several
 processes. The trainer does what a user of it gets: loaders that resume, a mean loss every 10 steps in JSON lines and
-CSV, and with ``--progress`` the live display (on a terminal; else its lines). Pairs are interleaved and their order
-alternates; a pair counts for the rank that took longest. Setting up is not counted.
+CSV, and with ``--progress`` the live display (on a terminal; else its lines). Both live in the same processes and work
+in turn, a block of ``--steps`` steps at a time; two blocks next to each other are a pair, and a block counts for the
+rank that took longest. Setting up is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
+import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,60 @@ WARM_UP = 20
 """Steps before the clock starts: with the first ones connections are made, and gradients and optimizer states"""
 
 
-class Clock(Callback):
-    """Times the steps of a run after the first few, without what comes before and after."""
+class Turns(Callback):
+    """Lets a trainer and a loop by hand work in turn, and times what each does in its turns.
+
+    Each makes its first steps, which do not count, and then blocks of steps in the order A B, B A, A B, ...: what
+    disturbs a machine for longer than a block disturbs both of a pair. All is one thread: the other's turns take place
+    in a callback of the trainer, where nothing of its step is open.
+
+    :param by_hand: Makes a step whenever it is asked for the next one.
+    :param steps: Steps of a block.
+    :param pairs: Blocks of each.
+    """
+
+    def __init__(self, by_hand: Iterator[None], steps: int, pairs: int) -> None:
+        self.by_hand, self.steps, self.pairs = by_hand, steps, pairs
+        self.own: list[tuple[float, float]] = []
+        """Seconds, and seconds of processor time, of the trainer's blocks"""
+        self.other: list[tuple[float, float]] = []
+        self.other_s = 0.0
 
     def post_optimizer_step(self, trainer: Any) -> None:
-        if trainer.global_step == WARM_UP:
-            dist.barrier()
-            self.start, self.start_cpu = time.perf_counter(), time.process_time()
+        block, more = divmod(trainer.global_step - WARM_UP, self.steps)
+        if more or block < 0:
+            return
+        if block > 0:
+            self.own.append(self.spent())
+        begun = time.perf_counter()
+        if block == 0:
+            next(itertools.islice(self.by_hand, WARM_UP - 1, None))
+        elif block % 2 == 1:
+            for _ in range(min(2, self.pairs - len(self.other))):
+                self.begin()
+                next(itertools.islice(self.by_hand, self.steps - 1, None))
+                self.other.append(self.spent())
+        self.other_s += time.perf_counter() - begun
+        self.begin()
 
-    def post_train(self, trainer: Any) -> None:
+    def begin(self) -> None:
         dist.barrier()
-        self.seconds, self.cpu = time.perf_counter() - self.start, time.process_time() - self.start_cpu
+        self.begun = time.perf_counter(), time.process_time()
+
+    def spent(self) -> tuple[float, float]:
+        dist.barrier()
+        return time.perf_counter() - self.begun[0], time.process_time() - self.begun[1]
+
+
+class Progress(ProgressCallback):
+    """Does not count the other's turns, in which nothing is drawn."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        super().__init__()
+
+    def make_clock(self) -> Callable[[], float]:
+        return lambda: time.monotonic() - self.turns.other_s
 
 
 def load_example(name: str) -> tuple[type[BaseTrainer], Any, int]:
@@ -63,24 +107,25 @@ def load_example(name: str) -> tuple[type[BaseTrainer], Any, int]:
     return getattr(module, f"{prefix}Trainer"), getattr(module, f"{prefix}Config"), batch_size
 
 
-def by_trainer(options: argparse.Namespace, state: xffl.DistributedState, folder: Path) -> tuple[float, float]:
-    """Train with the trainer; return seconds, and seconds of processor time, of its steps."""
+def by_trainer(options: argparse.Namespace, state: xffl.DistributedState, folder: Path, turns: Turns) -> None:
+    """Train with the trainer, and let the other take its turns."""
     kind, config_kind, batch_size = load_example(options.what)
-    clock = Clock()
     config = config_kind(
         experiment=ExperimentConfig(name="overhead", output_dir=str(folder), resume=False),
         distributed=DistributedConfig(strategy="fsdp" if state.world_size > 1 else "single"),
         training=TrainingParameters(
-            epochs=10**6, max_steps=WARM_UP + options.steps, batch_size=batch_size, validate_every_epochs=None
+            epochs=10**6,
+            max_steps=WARM_UP + options.pairs * options.steps,
+            batch_size=batch_size,
+            validate_every_epochs=None,
         ),
-        callbacks=[clock, *([ProgressCallback()] if options.progress else [])],
+        callbacks=[turns, *([Progress(turns)] if options.progress else [])],
     )
     kind(config).fit(state)
-    return clock.seconds, clock.cpu
 
 
-def by_hand(options: argparse.Namespace, state: xffl.DistributedState, folder: Path) -> tuple[float, float]:
-    """Train with a bare loop; the model, data and optimizer are those of the example."""
+def by_hand(options: argparse.Namespace, state: xffl.DistributedState, folder: Path) -> Iterator[None]:
+    """Train with a bare loop, a step at a time; the model, data and optimizer are those of the example."""
     kind, config_kind, batch_size = load_example(options.what)
     config = config_kind(experiment=ExperimentConfig(output_dir=str(folder)))
     config.training = replace(config.training, batch_size=batch_size)
@@ -98,23 +143,14 @@ def by_hand(options: argparse.Namespace, state: xffl.DistributedState, folder: P
     sampler = DistributedSampler(dataset, state.world_size, state.rank)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
     loss_of = F.cross_entropy if options.what == "digits" else _token_loss
-    step, epoch = 0, 0
     model.train()
-    while step < WARM_UP + options.steps:
+    for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             loss_of(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
-            if step == WARM_UP:
-                dist.barrier()
-                start, start_cpu = time.perf_counter(), time.process_time()
-            if step == WARM_UP + options.steps:
-                break
-        epoch += 1
-    dist.barrier()
-    return time.perf_counter() - start, time.process_time() - start_cpu
+            yield
 
 
 def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -123,27 +159,24 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def compare(options: argparse.Namespace) -> dict[str, Any] | None:
     """Time interleaved pairs; rank 0 returns what was found."""
-    contenders: dict[str, Callable[..., tuple[float, float]]] = {"by hand": by_hand, "trainer": by_trainer}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     with xffl.session() as state:
-        for pair in range(options.pairs + 1):  # the first warms up
-            for name in sorted(contenders, reverse=pair % 2 == 0):
-                folder = [tempfile.mkdtemp() if state.rank == 0 else None]
-                dist.broadcast_object_list(folder)
-                gc.collect()
-                spent = torch.tensor(contenders[name](options, _fresh(state), Path(folder[0]) / "run"))
-                dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-                times[name].append(tuple(spent.tolist()))
-                if state.rank == 0:
-                    shutil.rmtree(folder[0])
+        folder = [tempfile.mkdtemp() if state.rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        steps = by_hand(options, _fresh(state), Path(folder[0]) / "hand")
+        turns = Turns(steps, options.steps, options.pairs)
+        by_trainer(options, _fresh(state), Path(folder[0]) / "run", turns)
+        spent = [torch.tensor(blocks, dtype=torch.float64) for blocks in (turns.other, turns.own)]
+        for blocks in spent:
+            dist.all_reduce(blocks, op=dist.ReduceOp.MAX)
         if state.rank != 0:
             return None
-    (hand, hand_cpu), (own, own_cpu) = (zip(*times[name][1:], strict=True) for name in ("by hand", "trainer"))
-    found = summary(hand, own, hand_cpu, own_cpu, options.steps)
+        shutil.rmtree(folder[0])
+    (hand_s, hand_cpu), (own_s, own_cpu) = (blocks.T.tolist() for blocks in spent)
+    found = summary(hand_s, own_s, hand_cpu, own_cpu, options.steps) | {"ratio_of_sums": sum(hand_s) / sum(own_s)}
     print(
         f"{options.what}{', progress' if options.progress else ''}: by hand / trainer {found['ratio']:.3f}, at least "
-        f"{found['ratio_lower_95']:.3f} (95 %), {found['step_ms']:.2f} ms a step, "
-        f"{found['cpu_added_us_per_step']:+.0f} us of processor time added"
+        f"{found['ratio_lower_95']:.3f} (95 %), {found['ratio_of_sums']:.3f} by the sums, {found['step_ms']:.2f} ms a "
+        f"step, {found['cpu_added_us_per_step']:+.0f} us of processor time added"
     )
     return found
 
@@ -161,8 +194,8 @@ def _fresh(state: xffl.DistributedState) -> xffl.DistributedState:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=tuple(TASKS))
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--progress", action="store_true", help="with the progress callback")
     parser.add_argument("--out", type=Path, help="write JSON there")
     options = parser.parse_args()

@@ -159,23 +159,28 @@ def two_hosts_slurm(two_hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) 
         yield environ
 
 
+def output_of(command: Sequence[str], environ: dict[str, str], folder: Path, deadline_s: float = DEADLINE_S) -> str:
+    """Run a command in a folder, which has to end well, and return what it prints."""
+    ran = subprocess.run(
+        list(command),
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        check=False,
+        cwd=folder,
+    )
+    assert ran.returncode == 0, f"{' '.join(command)}\nexit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
 @pytest.fixture
 def run() -> Callable[..., list[dict[str, Any]]]:
     """Return a function that runs a command and gives the JSON lines of its ranks, in rank order."""
 
     def start(command: Sequence[str], environ: dict[str, str]) -> list[dict[str, Any]]:
-        ran = subprocess.run(
-            list(command),
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-            cwd=ROOT,
-        )
-        assert ran.returncode == 0, f"{' '.join(command)}\nexit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-        lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+        lines = [json.loads(line) for line in output_of(command, environ, ROOT).splitlines() if line.startswith("{")]
         return sorted(lines, key=lambda line: int(line["rank"]))
 
     return start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -49,15 +48,3 @@ def told(folder: Path, ranks: int) -> list[dict[str, Any]]:
         assert time.monotonic() < deadline, f"not all ranks wrote: {os.listdir(folder)}"
         time.sleep(0.05)
     return [json.loads((folder / f"told.{rank}").read_text()) for rank in range(ranks)]
-
-
-def wait_until_gone(pids: Sequence[int]) -> None:
-    """Wait for processes that are no children of this one."""
-    for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        ready, _, _ = select.select([handle], [], [], DEADLINE_S)
-        os.close(handle)
-        assert ready, f"process {pid} is still there"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.exec_jobs import (
+    DEADLINE_S,
     FOLDER,
     HOSTILE,
     LAYOUT,
@@ -22,8 +23,8 @@ from tests.cluster.exec_jobs import (
     finish,
     start,
     told,
-    wait_until_gone,
 )
+from tests.processes import still_there
 
 THREE = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=1"]
 EXEC = [*XFFL, "exec"]
@@ -237,14 +238,14 @@ def test_signals_reach_the_ranks(number: str, way: str, code: int, slurm: dict[s
         "asked to leave and has saved its state (exit code 75)" if way == "leave" else "stopped all ranks after SIGTERM"
     )
     assert said in err.splitlines()[-1]
-    wait_until_gone([one["pid"] for one in ranks])
+    assert not still_there([one["pid"] for one in ranks], DEADLINE_S)
 
 
 def test_a_killed_launcher_leaves_no_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
     process = start([*THREE, *in_shell(*EXEC, RANK, str(tmp_path), "stay", "9")], slurm, tmp_path)
     ranks = told(tmp_path, 3)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    wait_until_gone([one["pid"] for one in ranks])
+    assert not still_there([one["pid"] for one in ranks], DEADLINE_S)
     finish(process)
 
 

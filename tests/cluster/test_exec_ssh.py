@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import require
-from tests.cluster.exec_jobs import FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL, finish, start, told, wait_until_gone
+from tests.cluster.exec_jobs import DEADLINE_S, FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL, finish, start, told
+from tests.processes import still_there
 
 MINISSH = Path(__file__).parent / "ssh" / "minissh.sh"
 A, B = "127.0.0.2", "127.0.0.3"
@@ -89,7 +90,7 @@ def test_a_failing_rank_ends_the_ranks_on_all_hosts(
     assert lines[-1] == f"xffl: rank 2 (cell 1) {words}; all other ranks were stopped"
     assert err.count("Traceback") == (way == "raise") and "runner.py" not in err
     # On a busy machine another rank may be ended before it has written.
-    wait_until_gone([json.loads(file.read_text())["pid"] for file in tmp_path.glob("told.?")])
+    assert not still_there([json.loads(file.read_text())["pid"] for file in tmp_path.glob("told.?")], DEADLINE_S)
 
 
 def test_a_session_that_loses_a_rank(ssh: dict[str, str], tmp_path: Path) -> None:
@@ -108,14 +109,14 @@ def test_signals_reach_the_ranks(number: str, way: str, code: int, ssh: dict[str
     ended, out, err = finish(process)
     assert ended == code, err
     assert out.count(f"asked to leave by SIG{number}") == (3 if way == "leave" else 0)
-    wait_until_gone(pids)
+    assert not still_there(pids, DEADLINE_S)
 
 
 def test_a_killed_launcher_leaves_no_ranks(ssh: dict[str, str], tmp_path: Path) -> None:
     process = start([*TWO, RANK, str(tmp_path), "stay", "9"], ssh, tmp_path)
     pids = [one["pid"] for one in told(tmp_path, 3)]
     process.kill()
-    wait_until_gone(pids)
+    assert not still_there(pids, DEADLINE_S)
     finish(process)
 
 

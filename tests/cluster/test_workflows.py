@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster.conftest import require
+from tests.cluster.conftest import output_of, require
 from tests.cluster.hosts import ADDRESSES, RSH, Hosts, spread
 
 if TYPE_CHECKING:
@@ -147,25 +147,11 @@ def measured(project: Path, name: str) -> dict[str, list[Any]]:
     return found
 
 
-def run_workflow(command: Sequence[str], environ: dict[str, str], folder: Path) -> str:
-    ran = subprocess.run(
-        list(command),
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        cwd=folder,
-    )
-    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
-
-
 @pytest.fixture(scope="module")
 def local(project: Path, base_environ: dict[str, str]) -> dict[str, list[Any]]:
     """Train with local processes, and give what was measured."""
     command = [sys.executable, "-m", "xffl", "exec", *configuration(project, "local")]
-    run_workflow(command, base_environ, project)
+    output_of(command, base_environ, project)
     found = measured(project, "local")
     assert {"cell_0.jsonl", "cell_1.jsonl"} <= found.keys() and all(found.values())
     return found
@@ -195,7 +181,7 @@ def test_mpi_over_two_hosts(
     name = Path(script).stem
     before = two_hosts.crossed()
     command = two_hosts.command("a1", script, *configuration(project, name))
-    run_workflow(command, {**environ, "HOSTS": spread((1, 1))}, project)
+    output_of(command, {**environ, "HOSTS": spread((1, 1))}, project)
     after = two_hosts.crossed()
     assert measured(project, name) == local
     # A copy of the model crosses in each of three rounds, 19 kB at least.
@@ -221,7 +207,7 @@ def test_mpi_hands_on_what_is_hostile(mpi: Mpi, two_hosts: Hosts, environ: dict[
     )
     (folder / "told.py").write_text(told + "\n")
     script, environ = mpi_workflow(mpi, two_hosts, {**environ, "TORCH_TOLD": HOSTILE, "HOSTS": "b1:1"})
-    output = run_workflow(two_hosts.command("a1", script, "told.py", "two words", HOSTILE, ""), environ, folder)
+    output = output_of(two_hosts.command("a1", script, "told.py", "two words", HOSTILE, ""), environ, folder)
     assert [json.loads(line) for line in output.splitlines() if line.startswith("[")] == [
         [["two words", HOSTILE, ""], str(folder), HOSTILE, "b1"]
     ]
@@ -263,6 +249,6 @@ def test_ssh_over_two_hosts(
     own = {"XFFL_SSH": f"ssh -F {sshd_on_two_hosts}", "XFFL_IFNAME": "eth0", "HOSTS": spread((1, 1))}
     before = two_hosts.crossed()
     command = two_hosts.command("head", str(WORKFLOWS / "ssh" / "hosts.sh"), *configuration(project, "ssh"))
-    run_workflow(command, {**environ, **two_hosts.environ, "PATH": environ["PATH"], **own}, project)
+    output_of(command, {**environ, **two_hosts.environ, "PATH": environ["PATH"], **own}, project)
     assert measured(project, "ssh") == local
     assert all(new - old > 3 * 19_000 for new, old in zip(two_hosts.crossed(), before, strict=True))

@@ -120,20 +120,24 @@ def until_killed(rank: int, world_size: int, folder: str, is_async: bool, moment
     assert own.value == step * (rank + 1)
     manager = CheckpointManager(folder, keep_last=2)
     saver = AsyncSaver(state) if is_async else SyncSaver(state)
+    end: threading.Timer | None = None
     start = time.monotonic()
-    for turn in range(1000):
-        if turn == 1:  # after a whole save: so long does one take here
-            took_s = time.monotonic() - start
-            if rank in who:
-                threading.Timer(moment * took_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        step += 1
-        own.value = step * (rank + 1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(step)
-        manager.save(saver, step, parts=parts, values={"step": step}, own={"own": own})
-        if turn == 0 and isinstance(saver, AsyncSaver):
-            saver.wait()
+    try:
+        for turn in range(1000):
+            if turn == 1 and rank in who:  # after a whole save: so long does one take here
+                end = threading.Timer(moment * (time.monotonic() - start), os.kill, (os.getpid(), signal.SIGKILL))
+                end.start()
+            step += 1
+            own.value = step * (rank + 1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step)
+            manager.save(saver, step, parts=parts, values={"step": step}, own={"own": own})
+            if turn == 0 and isinstance(saver, AsyncSaver):
+                saver.wait()
+    finally:
+        if end is not None:  # the other one may have been killed a little earlier, so that a save failed here
+            end.join()
 
 
 class SyncSaver:

@@ -573,9 +573,10 @@ def test_rows_of_tensors_are_what_collating_their_samples_gives(depth: int) -> N
     columns = find_columns(dataset)
     assert columns is not None
     chosen = [5, 0, 17, 5]
-    rows, expected = columns.rows(chosen), default_collate([dataset[index] for index in chosen])
+    rows, expected = columns.rows(np.array(chosen)), default_collate([dataset[index] for index in chosen])
     assert type(rows) is type(expected)
     for mine, theirs in zip(rows, expected, strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
     assert find_columns(Noisy(3)) is None
+    assert find_columns(Subset(TensorDataset(torch.arange(3)), [0, -1])) is None  # counted from the end

@@ -13,6 +13,7 @@ from xffl.aggregation import registry
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.clients.base import Client
 from xffl.aggregation.options import check_merge
+from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
 from xffl.errors import ConfigError
 
@@ -38,6 +39,23 @@ class Recipe:
 
     def __str__(self) -> str:
         return f"every={self.schedule}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
+
+    def local_steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
+        """Return how many local steps a cell makes until the next round, as the schedule says.
+
+        :param rounds: Rounds so far.
+        :param cell: The cell.
+        :param report: What the last round did, if there was one.
+        :return: At least 1.
+        :raises ConfigError: if the schedule says something else than a positive whole number.
+        """
+        steps = self.schedule.steps(rounds, cell, report)
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(
+                f"schedule {self.schedule} says {steps!r} local steps for cell {cell} after {rounds} rounds; let it "
+                "return a positive whole number"
+            )
+        return steps
 
 
 def read_recipe(

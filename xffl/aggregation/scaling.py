@@ -275,13 +275,7 @@ class FederatedScaling:
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""
-        steps = self._recipe.schedule.steps(rounds, self._cell, self._report)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(
-                f"schedule {self._recipe.schedule} says {steps!r} local steps for cell {self._cell} after {rounds} "
-                "rounds; let it return a positive whole number"
-            )
-        return steps
+        return self._recipe.local_steps(rounds, self._cell, self._report)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.aggregator.check()

@@ -19,6 +19,7 @@ __all__ = [
     "find_cores",
     "is_bound",
     "is_wanted",
+    "limit_threads",
     "share_cores",
 ]
 
@@ -103,6 +104,19 @@ def is_bound(environ: Mapping[str, str] | None = None) -> bool:
         return set(os.sched_getaffinity(0)) < set(os.sched_getaffinity(os.getppid()))
     except OSError:
         return False
+
+
+def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let each rank compute in one thread, where nothing says otherwise: torch's default is all cores of the node.
+
+    ``OMP_NUM_THREADS`` stays what it is where it is set, and ranks with cores of their own take a thread for each.
+
+    :param environ: Environment of the ranks, which is changed; ``None`` means the process's own.
+    :raises ConfigError: if ``XFFL_BIND`` cannot be meant.
+    """
+    environ = os.environ if environ is None else environ
+    if not is_wanted(environ):
+        environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def is_wanted(environ: Mapping[str, str] | None = None) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from xffl.cluster.affinity import bind_if_asked, is_wanted
+from xffl.cluster.affinity import bind_if_asked, limit_threads
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.runner import LINGER_S, find_place, keep_log, limit_exit, without_own_frames
@@ -31,8 +31,7 @@ def take_share() -> None:
     if not any(row.matches(os.environ) for row in LAUNCHERS):
         return
     bind_if_asked()
-    if not is_wanted():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    limit_threads()
 
 
 def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_dir: str | None = None) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from xffl.cluster.affinity import is_wanted
+from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
 from xffl.errors import LaunchError
@@ -53,8 +53,7 @@ def launch_local(
     if not os.path.exists(command[0]):
         raise LaunchError(f"script {command[0]!r} does not exist in {os.getcwd()}; give the path of a Python script")
     os.environ.update(environ)
-    if not is_wanted():  # ranks with cores of their own take a thread for each
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    limit_threads()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

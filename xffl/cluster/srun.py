@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from xffl.cluster.affinity import is_wanted
+from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import RankFailure
 from xffl.cluster.hosts import expand_hosts, node_address
@@ -91,8 +91,7 @@ def launch_srun(
         hostfile = Path(folder, "hosts")
         hostfile.write_text("".join(f"{host.name}\n" * host.slots for host in layout.hosts))
         variables = {name: text for name, text in os.environ.items() if name not in _CHOSEN_HERE}
-        if not is_wanted(variables):  # ranks with cores of their own take a thread for each
-            variables.setdefault("OMP_NUM_THREADS", "1")
+        limit_threads(variables)
         if "MASTER_ADDR" not in variables and len(layout.hosts) > 1:
             # SLURM sorts the step's nodes: the first of them need not be that of rank 0.
             variables["MASTER_ADDR"] = layout.hosts[0].address or node_address(layout.hosts[0].name)

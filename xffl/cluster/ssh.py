@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.cluster.affinity import is_wanted
+from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import RankFailure
 from xffl.cluster.job_layout import JobLayout
@@ -72,8 +72,7 @@ def launch_ssh(
     """
     watch = JobWatch(timeout_s, grace_s)
     variables = {**shared_environment(os.environ), **environ}
-    if not is_wanted(variables):  # ranks with cores of their own take a thread for each
-        variables.setdefault("OMP_NUM_THREADS", "1")
+    limit_threads(variables)
     variables |= RankJob(log_dir=log_dir, is_marked=True).variables()
     told = {
         "cwd": os.getcwd(),

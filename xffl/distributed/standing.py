@@ -26,6 +26,7 @@ class Standing:
         self.device_parameters = device_parameters
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
+        self._device: torch.device | None = None
 
     @property
     def _made(self) -> CellMeshes:
@@ -59,8 +60,10 @@ class Standing:
     @property
     def device(self) -> torch.device:
         """What this process computes on."""
-        device = self.state.current_device if self.state.current_device is not None else self.state.device_type
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        if self._device is None:  # asked for in every step
+            device = self.state.current_device if self.state.current_device is not None else self.state.device_type
+            self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        return self._device
 
     @property
     def is_global_zero(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -101,7 +101,7 @@ class DistributedWorld(Collectives):
             self._is_joined_here = True
         else:
             made = state
-        self._state = made
+        self._state, self._device = made, None
         try:
             mesh = self._mesh_of(made)
             self._meshes = make_cell_meshes(self._create, mesh, made, self.device.type)
@@ -250,18 +250,18 @@ class DistributedWorld(Collectives):
 
     # Contexts and policies --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def train_context(self) -> Iterator[None]:
-        """Compute the forward pass and the loss as the parameters ask: data type, and logits that stay cut; local.
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return a context for the forward pass and the loss, as the parameters ask: data type, cut logits; local.
 
         With ``loss_parallel`` the backward pass belongs inside, too.
 
-        :yield: Nothing.
+        :return: The context.
         """
         is_cast = self.mixed_precision_enabled and not self.fsdp_enabled  # FSDP casts by itself
-        if not is_cast and not self.loss_parallel_enabled:
-            yield
-            return
+        return self._as_asked(is_cast) if is_cast or self.loss_parallel_enabled else nullcontext()
+
+    @contextmanager
+    def _as_asked(self, is_cast: bool) -> Iterator[None]:
         cast = torch.autocast(self.device.type, dtype=self.mixed_precision_dtype) if is_cast else nullcontext()
         with cast, self.loss_parallel():
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -125,19 +125,20 @@ class NativeStrategy(DistributedStrategy):
             init_weights=init_weights,
         )
 
-    @contextmanager
-    def train_context(self) -> Iterator[None]:
-        """Compute as the device parameters ask: data type, cut logits, attention over whole sequences; local.
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return a context that computes as the device parameters ask: type, cut logits, whole sequences; local.
 
         It may be entered inside itself. With ``loss_parallel``, or with ``cp`` and activation checkpointing, the
         backward pass belongs inside, too.
 
-        :yield: Nothing.
+        :return: The context.
         """
         if not self.world.cp_enabled or self._is_in_context:
-            with self.world.train_context():
-                yield
-            return
+            return self.world.train_context()
+        return self._whole_sequences()
+
+    @contextmanager
+    def _whole_sequences(self) -> Iterator[None]:
         self._is_in_context = True
         try:
             with self.world.train_context(), context_parallel(self.world.get_mesh("cp")):

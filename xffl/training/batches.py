@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
@@ -38,7 +39,7 @@ class Key(NamedTuple):
 
     epoch: int
     step: int
-    indices: list[int]
+    indices: npt.NDArray[np.int64]
 
 
 class Randomness:
@@ -101,7 +102,8 @@ class Batches(Dataset[Any]):
         with self._randomness.of(key.epoch, key.step, self._place) if self._is_random else nullcontext():
             # Some datasets read many samples faster together; torch's own loader asks in the same way.
             together = getattr(self._dataset, "__getitems__", None)
-            samples = together(key.indices) if together else [self._dataset[index] for index in key.indices]
+            indices = key.indices.tolist()
+            samples = together(indices) if together else [self._dataset[index] for index in indices]
             return self._collate(samples)
 
 
@@ -115,16 +117,16 @@ class Columns:
     def __init__(self, tensors: tuple[torch.Tensor, ...], places: torch.Tensor | None) -> None:
         self._tensors, self._places = tensors, places
 
-    def rows(self, indices: list[int]) -> list[torch.Tensor]:
+    def rows(self, indices: npt.NDArray[np.int64]) -> list[torch.Tensor]:
         """Return a batch.
 
         :param indices: Samples.
         :return: Their rows of each tensor.
         """
-        chosen = torch.tensor(indices)
+        chosen = torch.from_numpy(indices)
         if self._places is not None:
-            chosen = self._places[chosen]
-        return [tensor[chosen] for tensor in self._tensors]
+            chosen = self._places.index_select(0, chosen)
+        return [tensor.index_select(0, chosen) for tensor in self._tensors]
 
 
 def find_columns(dataset: Any) -> Columns | None:
@@ -136,7 +138,7 @@ def find_columns(dataset: Any) -> Columns | None:
     places: torch.Tensor | None = None
     while type(dataset) is Subset:
         inner = torch.as_tensor(dataset.indices)
-        if inner.dim() != 1 or inner.dtype != torch.int64 or not len(inner):
+        if inner.dim() != 1 or inner.dtype != torch.int64 or not len(inner) or inner.min() < 0:
             return None
         places = inner if places is None else inner[places]
         dataset = dataset.dataset

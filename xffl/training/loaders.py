@@ -121,14 +121,10 @@ class CellLoader(Iterable[Any]):
             start_method=start_method,
         )
         """Torch's loader. To put something around it that draws ahead, iterate over ``sampler.follow(...)`` of that."""
-        self.batch_samples = 0
-        """This rank's samples in the batch that was yielded last."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the epoch, then stand at the start of the next one."""
-        for batch in self.sampler.follow(self.batches):
-            self.batch_samples = self.sampler.samples_of(self.sampler.position - 1)
-            yield batch
+        return self.sampler.follow(self.batches)
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
@@ -143,6 +139,11 @@ class CellLoader(Iterable[Any]):
     def batch_size(self) -> int:
         """Samples of each rank in a step, at most."""
         return self.sampler.batch_size
+
+    @property
+    def batch_samples(self) -> int:
+        """This rank's samples in the batch that was yielded last; 0 at the start of an epoch."""
+        return self.sampler.samples_of(self.position - 1) if self.position else 0
 
     @property
     def samples(self) -> int:
@@ -322,7 +323,7 @@ class _Keys(Iterable[Key]):
 
     def __iter__(self) -> Iterator[Key]:
         epoch, position = self._sampler.epoch, self._sampler.position
-        return (Key(epoch, step, indices) for step, indices in enumerate(self._sampler, start=position))
+        return (Key(epoch, step, indices) for step, indices in enumerate(self._sampler.draw(), start=position))
 
     def __len__(self) -> int:
         # Of what is left: torch's loader warns where it yields more or fewer than it says.

@@ -126,15 +126,17 @@ class WeightedSums:
         if weight == 0.0:
             return
         before = sums[name]
-        kind = type(value)
-        if kind is torch.Tensor or (kind is not float and isinstance(value, torch.Tensor)):
-            one: torch.Tensor = value  # type: ignore[assignment]
-            if kind is not torch.Tensor or one.dim():
-                one = _scalar(name, one)
-            if not isinstance(before, torch.Tensor):
-                before = sums[name] = torch.full((), before, dtype=torch.float64, device=self._device)
-            before.add_(one.detach(), alpha=weight)
-        elif type(before) is torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            one = value if type(value) is torch.Tensor and not value.dim() else _scalar(name, value)
+            if one.is_cpu:  # nothing to wait for, and several times faster
+                value = one.item()
+            else:
+                if not isinstance(before, torch.Tensor):
+                    before = sums[name] = torch.full((), before, dtype=torch.float64, device=self._device)
+                before.add_(one.detach(), alpha=weight)
+                self._weights[name] += weight
+                return
+        if isinstance(before, torch.Tensor):
             before.add_(float(value) * weight)
         else:
             sums[name] = before + float(value) * weight

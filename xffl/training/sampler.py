@@ -230,8 +230,12 @@ class CellOrder(Sampler[Drawn]):
     def _step(self, step: int) -> tuple[int, int]:
         """Return where a step's samples start and stop in the order, over all ranks of the cell."""
 
-    def _batches(self) -> Iterator[Indices]:
-        """Start to draw this rank's batches, from the position to the end of the epoch."""
+    def draw(self) -> Iterator[Indices]:
+        """Start to draw this rank's batches, from the position to the end of the epoch; local.
+
+        :return: The samples of each batch.
+        :raises StateError: if the epoch has been drawn, and neither :meth:`set_epoch` nor :meth:`follow` followed.
+        """
         if not self._is_followed:
             if self._is_drawn and self._is_shuffled:
                 raise StateError(
@@ -310,7 +314,7 @@ class CellBatchSampler(CellOrder[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches from the position to the end of the epoch."""
-        return (batch.tolist() for batch in self._batches())
+        return (batch.tolist() for batch in self.draw())
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
@@ -340,7 +344,7 @@ class CellSampler(CellOrder[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Draw the samples from the position to the end of the epoch."""
-        batches = self._batches()
+        batches = self.draw()
         return (index for batch in batches for index in batch.tolist())
 
     def __len__(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+import numpy as np
+
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 from xffl.training.batches import Batches, Key, Randomness, check_indexed, read
@@ -143,7 +145,7 @@ class _Keys(Iterable[Key]):
         self._loader = loader
 
     def __iter__(self) -> Iterator[Key]:
-        return (Key(0, step, list(self._loader.share(step)) or [0]) for step in range(self._loader.steps))
+        return (Key(0, step, np.array(self._loader.share(step) or [0])) for step in range(self._loader.steps))
 
     def __len__(self) -> int:
         return self._loader.steps

@@ -113,13 +113,16 @@ def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out interfaces that cannot be used, so that the ranks meet all the same; the check tells of them."""
     found = dict(environ)
     for variable in ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME"):
-        try:
-            if found.get(variable) and not interface_address(found[variable].partition(",")[0]).startswith("127."):
-                continue
-        except LaunchError:
-            pass
-        found.pop(variable, None)
+        if not _can_be_used(found.get(variable, "").partition(",")[0]):
+            found.pop(variable, None)
     return found
+
+
+def _can_be_used(interface: str) -> bool:
+    try:
+        return bool(interface) and not interface_address(interface).startswith("127.")
+    except LaunchError:
+        return False
 
 
 def _is_first(row: Launcher | None, environ: Mapping[str, str]) -> bool:

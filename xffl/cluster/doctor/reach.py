@@ -63,10 +63,8 @@ def _listen_in(ports: tuple[int, int]) -> socket.socket | None:
     first, last = ports
     start = time.monotonic_ns() % (last - first)  # another job's doctor shall not try the same ports
     for step in range(200):
-        try:
+        with suppress(OSError):  # taken, or not for this user
             return socket.create_server(("", first + (start + step) % (last - first + 1)))
-        except OSError:
-            pass
     return None
 
 

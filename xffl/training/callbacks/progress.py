@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressCallback"]
 
-REFRESHES_PER_S = 4.0
+REFRESHES_PER_S = 2.0
 RATE_WINDOW_S = 30.0
 """How far back rates look, at most"""
 
@@ -61,7 +61,7 @@ class ProgressCallback(Callback):
     """Show how far a run is: epoch, step, loss, samples or tokens per second, rounds, traffic, and the time left.
 
     The first rank of each cell shows its cell, the others nothing. On a terminal rank 0 of the world draws a live
-    display, at most four times a second; everything else (a pipe, a file, the other cells) is one line at most every
+    display, at most twice a second; everything else (a pipe, a file, the other cells) is one line at most every
     ``every_s`` seconds, and one at the end. The loss is this rank's last one, and the device is waited for only when
     something is shown. Samples and tokens are the cell's, taken from this rank's batches where they hold tokens; the
     traffic is what this rank has sent to other cells. Time left counts validations and checkpoints as they were so far.
@@ -118,32 +118,25 @@ class ProgressCallback(Callback):
             run.live.start(refresh=True)
             run.next_s = now + run.interval_s
 
-    def pre_train_batch(self, trainer: BaseTrainer, batch: Any, batch_idx: int) -> None:
-        """Count tokens.
-
-        :param trainer: The trainer.
-        :param batch: The batch.
-        :param batch_idx: Its number.
-        """
-        del trainer, batch_idx
-        if self._run is not None and self.tokens is not None and isinstance(batch, Mapping):
-            found = batch.get(self.tokens)
-            if isinstance(found, torch.Tensor):
-                self._run.tokens += found.numel()
-
     def post_train_batch(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the loss, and show where it is time.
+        """Count tokens, keep the loss, and show where it is time.
 
         :param trainer: The trainer.
         :param output: What the training step returned.
         :param batch: The batch.
         :param batch_idx: Its number.
         """
-        del batch, batch_idx
-        if self._run is not None:
-            loss = find_loss(output)
-            self._run.loss = loss if loss is None else loss.detach()  # not the graph, which would stay in memory
-            self._show(trainer)
+        del batch_idx
+        run = self._run
+        if run is None:
+            return
+        if self.tokens is not None and isinstance(batch, Mapping):
+            found = batch.get(self.tokens)
+            if isinstance(found, torch.Tensor):
+                run.tokens += found.numel()
+        loss = find_loss(output)
+        run.loss = loss if loss is None else loss.detach()  # not the graph, which would stay in memory
+        self._show(trainer)
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
         """Count what was sent.

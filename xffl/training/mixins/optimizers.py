@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,11 +97,20 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
         """
         if self.config.training.scheduler_interval != interval:
             return
-        for scheduler in self.named_schedulers().values():
-            if scheduler.optimizer in optimizers and not isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step()
+        with _in_any_order() if interval == "epoch" else nullcontext():
+            for scheduler in self.named_schedulers().values():
+                if scheduler.optimizer in optimizers and not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each optimizer's first group, by the optimizer's name."""
         rates = {name: one.param_groups[0].get("lr", 0.0) for name, one in self.named_optimizers().items()}
         return {name: float(rate.item() if isinstance(rate, torch.Tensor) else rate) for name, rate in rates.items()}
+
+
+@contextmanager
+def _in_any_order() -> Iterator[None]:
+    """Keep torch from warning where a run that was saved at an epoch's last batch goes on with the epoch's end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)
+        yield
