@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchmetrics
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -42,6 +40,8 @@ class TaskConfig(BaseTrainerConfig, SetupConfigMixin, EvalMetricConfigMixin, Fed
 @cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (1797, 64) from 0 to 1, and labels."""
+    from sklearn.datasets import load_digits  # a launcher that only reads the configuration need not wait for it
+
     images, labels = load_digits(return_X_y=True)
     return torch.tensor(images / 16).float(), torch.tensor(labels)
 
@@ -64,6 +64,8 @@ class TaskTrainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
 
     def configure_metrics(self) -> None:
+        import torchmetrics  # seconds, as above
+
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from xffl.cluster.environment import detect_environment
@@ -19,6 +20,13 @@ NAMES = ("XFFL_FEDERATED", "XFFL_HSDP", "XFFL_HOST", "XFFL_RUNNER", "SLURMD_NODE
 def leave(number: int, frame: object) -> None:
     print("asked to leave by", signal.Signals(number).name)
     sys.exit(75)
+
+
+def wait_for(files: list[Path]) -> None:
+    """Wait until all ranks have spoken: the others are ended as soon as this one fails."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not all(file.exists() for file in files):
+        time.sleep(0.02)
 
 
 def main(folder: str, way: str, which: str) -> None:
@@ -35,7 +43,9 @@ def main(folder: str, way: str, which: str) -> None:
     print("trouble at", place.rank, file=sys.stderr)
     if way == "end":
         return
+    Path(folder, f"{way}.{place.rank}").touch()
     if place.rank == int(which):
+        wait_for([Path(folder, f"{way}.{rank}") for rank in range(place.world_size)])
         if way == "raise":
             raise ValueError("seven years " + "of luck" * 300)
         if way == "lost":

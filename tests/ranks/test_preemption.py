@@ -461,6 +461,12 @@ class Leaver(TaskTrainer):
 
     def __init__(self, config, **named):
         super().__init__(config, callbacks=[Asker()], **named)
+
+    def configure_metrics(self):
+        pass  # torchmetrics takes seconds to load
+
+    def configure_dataloaders(self):
+        return super().configure_dataloaders()[0], None
 """
 
 LEAVING = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster import rank_files, srun
+from xffl.cluster import rank_files, runner, srun
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import RankFailure
 from xffl.cluster.line_cutter import LineCutter
@@ -228,3 +228,21 @@ def test_a_rank_that_cannot_begin_tells_it(given: dict[str, str], message: str, 
         found += [told] if told is not None else []
     assert ran.returncode == ExitCode.REFUSED
     assert found[-1].content["failure"]["headline"].startswith(message), json.dumps(found[-1].content)
+
+
+def test_a_failed_rank_leaves_when_its_story_has_had_time_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    # srun drops what is under way to it when the exit of a rank ends the step.
+    reading, writing = os.pipe()
+    found, reader = [], MarkedLines()
+
+    def sleep(seconds: float) -> None:
+        lines = os.read(reading, 1 << 16).splitlines(keepends=True)
+        found.extend((seconds, told) for _, told in map(reader.take, lines) if told is not None)
+
+    monkeypatch.setattr(runner.time, "sleep", sleep)
+    monkeypatch.setattr(runner, "limit_exit", lambda code: None)
+    assert runner._report(ValueError("mine"), RankJob(is_marked=True), 3, writing, has_log=False) == ExitCode.FAILED
+    [(seconds, told)] = found
+    assert seconds > 0.1 and told.rank == 3 and told.content["failure"]["headline"] == "ValueError: mine"
+    for end in (reading, writing):
+        os.close(end)
