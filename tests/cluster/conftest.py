@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.exec_jobs import finish, start
 from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
 
 HERE = Path(__file__).parent
@@ -161,18 +162,9 @@ def two_hosts_slurm(two_hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) 
 
 def output_of(command: Sequence[str], environ: dict[str, str], folder: Path, deadline_s: float = DEADLINE_S) -> str:
     """Run a command in a folder, which has to end well, and return what it prints."""
-    ran = subprocess.run(
-        list(command),
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-        cwd=folder,
-    )
-    assert ran.returncode == 0, f"{' '.join(command)}\nexit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
+    code, out, err = finish(start(command, environ, folder), deadline_s)
+    assert code == 0, f"{' '.join(command)}\nexit code {code}\n{out}\n{err}"
+    return out
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cluster.conftest import DEADLINE_S, ROOT, require
+from tests.cluster.exec_jobs import finish, start
 from tests.cluster.hosts import ADDRESSES, RSH, Hosts
 
 if TYPE_CHECKING:
@@ -47,17 +48,7 @@ class Told:
 def ask(command: Sequence[str], environ: Mapping[str, str], cwd: Path = ROOT) -> Told:
     """Run a command whose first rank tells."""
     started = time.monotonic()
-    ran = subprocess.run(
-        list(command),
-        env=dict(environ),
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return Told(ran.returncode, ran.stdout, ran.stderr, time.monotonic() - started)
+    return Told(*finish(start(command, environ, cwd), DEADLINE_S), time.monotonic() - started)
 
 
 def ask_hosts(

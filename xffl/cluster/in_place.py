@@ -12,7 +12,7 @@ from collections.abc import Callable
 from xffl.cluster.affinity import bind_if_asked, limit_threads
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launchers import LAUNCHERS
-from xffl.cluster.runner import LINGER_S, find_place, keep_log, limit_exit, without_own_frames
+from xffl.cluster.runner import DELIVERY_S, LINGER_S, find_place, keep_log, limit_exit, without_own_frames
 from xffl.errors import XfflError
 
 __all__ = ["be_rank", "take_share"]
@@ -82,6 +82,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
             sys.stderr.write(record.traceback)
         os.write(terminal, text.encode(errors="replace"))
         limit_exit(record.exit_code)
+        time.sleep(DELIVERY_S)
         _leave_mpi()
         return record.exit_code
     finally:

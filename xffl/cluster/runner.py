@@ -30,12 +30,22 @@ from xffl.cluster.rank_files import RankFile, redirect
 from xffl.errors import XfflError
 from xffl.topology import Topology
 
-__all__ = ["LINGER_S", "RankJob", "find_place", "keep_log", "limit_exit", "main", "run_script", "without_own_frames"]
+__all__ = [
+    "DELIVERY_S",
+    "LINGER_S",
+    "RankJob",
+    "find_place",
+    "keep_log",
+    "limit_exit",
+    "main",
+    "run_script",
+    "without_own_frames",
+]
 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
 _EXIT_DEADLINE_S = 10.0
-_DELIVERY_S = 0.5
+DELIVERY_S = 0.5
 """How long a failed rank waits for its story to arrive: srun drops what is under way when an exit ends the step."""
 LINGER_S = 1.5
 """How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
@@ -172,7 +182,7 @@ def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log
         # A launcher ends all ranks as soon as one has left: let the others get as far, or the one that failed tell.
         time.sleep(LINGER_S)
     elif job.is_marked:
-        time.sleep(_DELIVERY_S)
+        time.sleep(DELIVERY_S)
     return record.exit_code
 
 

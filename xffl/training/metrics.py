@@ -127,16 +127,14 @@ class WeightedSums:
             return
         before = sums[name]
         if isinstance(value, torch.Tensor):
-            one = value if type(value) is torch.Tensor and not value.dim() else _scalar(name, value)
-            if one.is_cpu:  # nothing to wait for, and several times faster
-                value = one.item()
-            else:
-                if not isinstance(before, torch.Tensor):
-                    before = sums[name] = torch.full((), before, dtype=torch.float64, device=self._device)
-                before.add_(one.detach(), alpha=weight)
-                self._weights[name] += weight
-                return
-        if isinstance(before, torch.Tensor):
+            value = value if type(value) is torch.Tensor and not value.dim() else _scalar(name, value)
+            if value.is_cpu:  # nothing to wait for, and several times faster
+                value = value.item()
+        if isinstance(value, torch.Tensor):
+            if not isinstance(before, torch.Tensor):
+                before = sums[name] = torch.full((), before, dtype=torch.float64, device=self._device)
+            before.add_(value.detach(), alpha=weight)
+        elif isinstance(before, torch.Tensor):
             before.add_(float(value) * weight)
         else:
             sums[name] = before + float(value) * weight

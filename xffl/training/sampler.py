@@ -126,8 +126,7 @@ class CellOrder(Sampler[Drawn]):
     @property
     def samples_seen(self) -> int:
         """Samples that the whole cell has taken since the first epoch, at the loop's position."""
-        before = self._step(self._position - 1)[1] if self._position else 0
-        return self._epoch * self._taken + before
+        return self._epoch * self._taken + (self._step(self._position - 1)[1] if self._position else 0)
 
     def samples_of(self, step: int) -> int:
         """Count this rank's samples of a step.
@@ -246,8 +245,7 @@ class CellOrder(Sampler[Drawn]):
         order = self._indices
         if self._is_shuffled:
             order = order[Draws(self._seed, SHUFFLING, self.cell, self._epoch).permutation(len(order))]
-        # A longer one begins again.
-        order = np.resize(order, self._taken)
+        order = np.resize(order, self._taken)  # a longer one begins again
         return (order[slice(*self._share(step))] for step in range(self._position, self.steps))
 
     def _share(self, step: int) -> tuple[int, int]:
