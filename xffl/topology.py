@@ -253,6 +253,8 @@ class Topology:
 
 def _whole(value: object) -> int | None:
     """Return a whole number of any kind as an int; ``None`` for a bool and for what is no number."""
+    if type(value) is int:  # the common case is fast
+        return value
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

@@ -8,7 +8,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.plan import Cut, Item, Lane, Piece, digest, form_of, plan_lanes
+from xffl.aggregation.plan import Cut, Item, Lane, Piece, digest, plan_lanes
 from xffl.topology import Topology
 
 
@@ -119,16 +119,6 @@ def test_large_pieces_get_even_buckets_of_their_own() -> None:
     buckets = list(lane.buckets(100))
     assert [b.pieces for b in buckets[:3]] == [((1, 0, 84),), ((1, 84, 168),), ((1, 168, 250),)]
     assert buckets[3].pieces == ((0, 0, 3), (2, 5, 9))
-
-
-def test_forms_follow_from_cells_and_size() -> None:
-    lane = Lane(0, (True,) * 3, (0,) * 3, "float32", "average", False, "none", False, (Piece(0, 0, 10**6),))
-    tiny = dataclasses.replace(lane, pieces=(Piece(0, 0, 100),))
-    first = dataclasses.replace(lane, rule="first")
-    assert [form_of(lane, cells, 4, "auto") for cells in (1, 2, 3, 8)] == ["all_gather"] * 2 + ["two_hop"] * 2
-    assert form_of(tiny, 3, 4, "auto") == "all_gather" and form_of(tiny, 3, 4, "two_hop") == "two_hop"
-    assert form_of(lane, 2, 4, "two_hop") == "two_hop" and form_of(lane, 3, 4, "all_gather") == "all_gather"
-    assert form_of(first, 3, 4, "two_hop") == "all_gather"
 
 
 def test_a_small_replicated_tensor_is_not_shared_out() -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from xffl.aggregation.combine import Combiner, Coordinatewise
 from xffl.aggregation.feedback import Feedback
 from xffl.aggregation.gathered import Gathered
-from xffl.aggregation.journal import Journal
+from xffl.aggregation.journal import Journal, span
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.pool import Pool, aligned, rows_of
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.secure import Masker
-from xffl.aggregation.tracks import AHEAD, IN_FLIGHT, Track, Turnout
+from xffl.aggregation.tracks import Track, Turnout
 from xffl.topology import Topology
 
 __all__ = ["Crossing"]
@@ -58,10 +58,13 @@ class Crossing:
         self._combiner = combiner
         self._masker = masker
         self.gathered = Gathered(topology.cells, device)
-        turns = max(topology.replica_counts) if routes.is_railed else 1
-        self.depth = IN_FLIGHT * turns
+        # Of so many buckets a rank carries one.
+        self._share = max(topology.replica_counts) if routes.is_railed else 1
+        # After so many buckets, every cell's carriers come round again.
+        self._turns = math.lcm(*topology.replica_counts) if routes.is_railed else 1
+        self._carriers: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
         # NCCL matches what is sent and received by order alone, so there both are posted together.
-        self.ahead = AHEAD * turns if device.type == "cpu" else 0
+        self._is_ahead = device.type == "cpu"
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._slots = Pool(max((self._slot_bytes(t, b) for t in tracks for b in t.buckets), default=0), device)
         self.feedback = {
@@ -126,7 +129,7 @@ class Crossing:
             rows[here].copy_(values)
         send = {cell: rows[here] for cell in others if here in senders}
         works = yield from self._swap(track, bucket, 1, send, {cell: rows[cell] for cell in others if cell in senders})
-        yield self.depth
+        yield self._depth(track)
         self._arrive(works)
 
     def settle(self, track: Track, bucket: Bucket, out: torch.Tensor, *, is_encoded: bool) -> None:
@@ -158,8 +161,12 @@ class Crossing:
         """Return the rank that carries a bucket for a cell, by default for this rank's."""
         cell = self._cell if cell is None else cell
         # What is taken from one cell is taken from one rank.
-        turn = bucket.number if self._routes.is_railed and lane.rule == "average" else 0
-        return self._topology.carrier(cell, lane.owners[cell], turn)
+        turn = bucket.number % self._turns if lane.rule == "average" else 0
+        carriers = self._carriers.get((lane.owners, turn))
+        if carriers is None:
+            carriers = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(lane.owners))
+            self._carriers[lane.owners, turn] = carriers
+        return carriers[cell]
 
     def is_carrier(self, lane: Lane, bucket: Bucket) -> bool:
         """Tell whether this rank carries a bucket for its cell."""
@@ -171,13 +178,20 @@ class Crossing:
         for track in tracks:
             carried = sum(self.is_carrier(track.lane, bucket) for bucket in track.buckets)
             turns = self._topology.replicas(self._cell) if self._routes.is_railed else 1
-            under_way = self.ahead + self.depth * (2 if track.is_two_hop and track.codec is not None else 1)
+            hops = 2 if track.is_two_hop and track.codec is not None else 1
+            under_way = self._ahead(track) + self._depth(track) * hops
             needed = max(needed, min(carried, -(-under_way // turns) + (turns > 1)))
         self._slots.reserve(needed)
 
     def pause(self, track: Track) -> int:
         """Return for how many buckets :meth:`carry` pauses in all."""
-        return self.ahead + self.depth * (2 if track.is_two_hop else 1)
+        return self._ahead(track) + self._depth(track) * (2 if track.is_two_hop else 1)
+
+    def _depth(self, track: Track) -> int:
+        return track.depth * self._share
+
+    def _ahead(self, track: Track) -> int:
+        return track.ahead * self._share if self._is_ahead else 0
 
     def _slot_bytes(self, track: Track, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
@@ -215,7 +229,7 @@ class Crossing:
         send = {cell: leaving[cell] for cell in others if here in senders}
         receive = {cell: held[cell] for cell in others if cell in senders}
         works = yield from self._swap(track, bucket, 1, send, receive)
-        yield self.depth
+        yield self._depth(track)
         self._arrive(works)
         with self._journal.noting("combine"):
             if leaving_for:
@@ -228,7 +242,7 @@ class Crossing:
         if track.is_two_hop:
             send = dict.fromkeys(others, out[parts[here]])
             works = self._post(track, bucket, 2, send, {cell: out[parts[cell]] for cell in others})
-            yield self.depth
+            yield self._depth(track)
             self._arrive(works)
 
     def _mask(self, track: Track, bucket: Bucket, values: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> None:
@@ -267,7 +281,7 @@ class Crossing:
         send = {cell: leaving.get(cell, leaving[here]) for cell in others if here in senders}
         receive = {cell: arriving[cell] for cell in others if cell in senders}
         works = yield from self._swap(track, bucket, 1, send, receive)
-        yield self.depth
+        yield self._depth(track)
         self._arrive(works)
         arriving[here] = leaving[here]
         spare = {cell: row[: sizes[cell]] for cell, row in zip(others, rows, strict=False)}
@@ -291,7 +305,7 @@ class Crossing:
                 feedback.encode(place, mean[parts[here]], second[here], spare, seed)
             receive = {cell: second[cell] for cell in others}
             works = self._post(track, bucket, 2, dict.fromkeys(others, second[here]), receive)
-            yield self.depth
+            yield self._depth(track)
             self._arrive(works)
         with self._journal.noting("combine"):
             if track.is_two_hop:
@@ -335,10 +349,10 @@ class Crossing:
         receive: Mapping[int, torch.Tensor],
     ) -> Generator[int, None, list[dist.Work]]:
         """Get ready to receive, and send some buckets later."""
-        if not self.ahead:
+        if not self._is_ahead:
             return self._post(track, bucket, hop, send, receive)
         works = self._post(track, bucket, hop, {}, receive)
-        yield self.ahead
+        yield self._ahead(track)
         return works + self._post(track, bucket, hop, send, {})
 
     def _post(
@@ -354,16 +368,20 @@ class Crossing:
         peers = {cell: first + self.carrier(track.lane, bucket, cell) for cell in self._others}
         # What belongs together is matched by hop and order.
         moves = [
-            dist.P2POp(operation, values.view(torch.uint8), peers[cell], group, TAG + hop)
+            (operation, values.view(torch.uint8), peers[cell])
             for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
             for cell, values in by_cell.items()
             if values.numel()
         ]
+        if not moves:
+            return []
         self._journal.bytes_across += sum(values.nbytes for values in send.values())
-        if moves:
-            self._journal.posted()
-        with record_function("xffl.post"):
-            return dist.batch_isend_irecv(moves) if moves else []
+        self._journal.posted()
+        with span("post"):
+            if self._is_ahead:
+                works = [operation(values, peer, group, TAG + hop) for operation, values, peer in moves]
+                return [work for work in works if work is not None]
+            return dist.batch_isend_irecv([dist.P2POp(*move, group, TAG + hop) for move in moves])
 
     def _arrive(self, works: list[dist.Work]) -> None:
         with self._journal.phase("across"):

@@ -49,6 +49,9 @@ def weighted_mean(
     exponent = math.frexp(weights[heaviest])[1]
     scaled = [math.ldexp(weight, -exponent) for weight in weights]
     steps = _steps(scaled, heaviest) if is_fused and out.dtype == torch.float32 else None
+    if steps is not None and len(steps) == 1:  # nothing comes between the values and their mean
+        _walk(values, heaviest, steps, out)
+        return
     for chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
         if steps is None:
             _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])

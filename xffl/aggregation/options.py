@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from xffl.aggregation.combine import Combiner, Coordinatewise, Mean, Weighting
-from xffl.aggregation.plan import FORMS
 from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.registry import make
 from xffl.aggregation.secure import SecureSum
 from xffl.aggregation.server import ServerOptimizer, server_of
 from xffl.errors import ConfigError
+from xffl.report.forms import FORMS
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
 
@@ -28,7 +28,7 @@ class Options:
     :param bucket_bytes: Bytes of a bucket, at most.
     :param atomic: Whether new values wait until all ranks agree.
     :param nonfinite: What happens to a cell with values that are not finite.
-    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
+    :param form: One of :data:`xffl.report.forms.FORMS`.
     :param rails: Whether replicas take turns.
     :param fragments: Parts that are exchanged in turn.
     :param overlap: Whether rounds may go on beside training.

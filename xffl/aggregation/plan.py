@@ -24,19 +24,13 @@ from typing import NamedTuple
 
 from xffl.topology import Topology
 
-__all__ = ["FORMS", "Bucket", "Cut", "Item", "Lane", "MeshCut", "Part", "Piece", "digest", "form_of", "plan_lanes"]
-
-FORMS = ("auto", "all_gather", "two_hop")
-"""How a bucket's values reach all cells: every cell sends all of them to every other, or each combines one part."""
+__all__ = ["Bucket", "Cut", "Item", "Lane", "MeshCut", "Part", "Piece", "digest", "plan_lanes"]
 
 _Key = tuple[
     tuple[int, tuple[bool, ...], tuple[int, ...], tuple[int, ...]],
     tuple[str, str, bool, str, bool],
 ]
 """Who takes part in a lane, and what it moves: see :class:`Lane`."""
-
-TINY_LANE = 2**18
-"""Bytes below which a lane is not worth the second latency of two hops."""
 
 
 class Cut(NamedTuple):
@@ -249,25 +243,6 @@ class Lane:
             stop = start + sum(piece.stop - piece.start for piece in pieces)
             yield Bucket(number, start, stop, tuple(pieces))
             start = stop
-
-
-def form_of(lane: Lane, cells: int, itemsize: int, asked: str) -> str:
-    """Choose how a lane's values reach all cells; the same on all ranks.
-
-    With all-gather ``C - 1`` copies of a shard leave each of ``C`` cells, with two hops ``2 (C - 1) / C`` at a second
-    latency, which a tiny lane does not earn back. What is taken from one cell needs no combining.
-
-    :param lane: The lane.
-    :param cells: Number of cells.
-    :param itemsize: Bytes of an element.
-    :param asked: One of :data:`FORMS`.
-    :return: ``all_gather`` or ``two_hop``.
-    """
-    if lane.rule != "average" or cells == 1:
-        return "all_gather"
-    if asked == "auto":
-        return "two_hop" if cells > 2 and lane.numel * itemsize > TINY_LANE else "all_gather"
-    return asked
 
 
 def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[Lane, ...]:

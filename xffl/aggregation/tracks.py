@@ -10,21 +10,12 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.codec import Codec
-from xffl.aggregation.plan import Bucket, Lane, form_of
+from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.routes import Routes
+from xffl.report.forms import IN_FLIGHT, form_of, in_flight
 from xffl.topology import Topology
 
-__all__ = ["AHEAD", "IN_FLIGHT", "Track", "Turnout", "make_tracks"]
-
-IN_FLIGHT = 4
-"""Buckets that a rank has on the slow link at a time; while they cross, those before are combined and handed round."""
-
-AHEAD = 2
-"""Buckets that a rank is ready to receive before it sends its own.
-
-gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself: without this
-the slow link would pause for its latency.
-"""
+__all__ = ["Track", "Turnout", "make_tracks"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,7 @@ class Track:
     :param is_two_hop: Whether each cell combines one part of a bucket, instead of all of it.
     :param codec: How values are written on the slow link; ``None`` as they are.
     :param home: Who gets the result at home; ``None`` where nobody else does.
+    :param depth: Buckets that a rank has on the slow link at a time, in each hop.
     """
 
     number: int
@@ -90,6 +82,16 @@ class Track:
     is_two_hop: bool
     codec: Codec | None
     home: dist.ProcessGroup | None
+    depth: int = IN_FLIGHT
+
+    @property
+    def ahead(self) -> int:
+        """Buckets that a rank is ready to receive before it sends its own.
+
+        gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself:
+        without this the slow link would pause for its latency.
+        """
+        return self.depth // 2
 
     def parts(self, bucket: Bucket) -> list[slice]:
         """Return what each cell combines of a bucket, counted in it."""
@@ -116,7 +118,7 @@ def make_tracks(
     :param rank: The rank.
     :param routes: Its process groups.
     :param bucket_bytes: Bytes of a bucket, at most.
-    :param form: One of :data:`xffl.aggregation.plan.FORMS`.
+    :param form: One of :data:`xffl.report.forms.FORMS`.
     :param codecs: The codec of each name that lanes carry.
     :return: The tracks, in the lanes' order.
     """
@@ -134,10 +136,17 @@ def make_tracks(
         if routes.is_railed:
             limit = min(limit, -(-lane.numel // (IN_FLIGHT * max(topology.replica_counts))))  # all have some to carry
         buckets = tuple(lane.buckets(max(1, limit)))
-        is_two_hop = form_of(lane, topology.cells, dtype.itemsize, form) == "two_hop"
+        codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
+        # What is taken from one cell needs no combining.
+        taken = "all_gather"
+        if lane.rule == "average":
+            taken = form_of(lane.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
+        # Small tensors are packed, and each bucket of them under way takes a buffer more.
+        is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
+        largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
+        depth = IN_FLIGHT if is_packed else in_flight(largest, topology.cells, taken)
         home = routes.replica if lane.held_by_part[cell] else routes.cell
         if lane.holders:
             home = routes.holders[lane.holders]
-        codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
-        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home))
+        tracks.append(Track(number, lane, buckets, dtype, taken == "two_hop", codec, home, depth))
     return tuple(tracks)

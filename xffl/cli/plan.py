@@ -38,7 +38,7 @@ _NUMBERS = (
 )
 _COUNTS = (
     ("every", "local steps between two rounds"),
-    ("in_flight", "buckets under way in each hop (default: 4)"),
+    ("in_flight", "buckets under way in each hop (default: as a round has)"),
     ("fragments", "parts of the model, exchanged in turn (default: 1)"),
     ("delay", "local steps that go on while a round is under way (default: 0)"),
 )

@@ -8,6 +8,7 @@ anew.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -338,6 +339,8 @@ def find_masters(model: nn.Module) -> Masters | None:
             raise StateError(NO_ENGINE)
         if isinstance(found, Masters):
             return found
+    if "deepspeed" not in sys.modules:
+        return None
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor"):
             raise ConfigError(

@@ -14,19 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.errors import ConfigError
+from xffl.report.forms import FORMS, IN_FLIGHT, form_of, in_flight
 from xffl.report.pipeline import Link, Pace, Stages, follow
 from xffl.topology import Topology
 
 __all__ = ["ASSUMPTIONS", "RoundForecast", "StepForecast", "forecast_data_parallel", "forecast_round"]
 
 BACKENDS = ("gloo", "nccl")
-FORMS = ("auto", "all_gather", "two_hop")
-TINY = 2**18
-"""Bytes of a shard below which "auto" does not choose two hops."""
 BUCKET_BYTES = 4 * 2**20
-IN_FLIGHT = 4
-AHEAD = 2
-"""Buckets that gloo's receivers ask for before they send their own."""
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for."""
 BALLOT_BYTES = 120
@@ -113,7 +108,7 @@ class _Way:
     own_links: bool
     codec_ratio: float
     bucket_bytes: int
-    in_flight: int
+    in_flight: int | None
     atomic: bool
     is_asked: bool
 
@@ -146,11 +141,12 @@ class _Way:
             home_latency=self.home.latency_s * depth,
         )
 
-    def pace(self, replicas: int) -> Pace:
+    def pace(self, replicas: int, bucket: float) -> Pace:
         """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
+        depth = self.in_flight or in_flight(bucket, self.cells, self.form)
         return Pace(
-            self.in_flight,
-            AHEAD if self.is_asked else 0,
+            depth,
+            depth // 2 if self.is_asked else 0,
             HOME_LAG // (replicas if self.rails else 1),
         )
 
@@ -178,7 +174,7 @@ def forecast_round(
     own_links: bool = False,
     codec_ratio: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int | None = None,
     fragments: int = 1,
     delay: int = 0,
     atomic: bool = True,
@@ -197,12 +193,12 @@ def forecast_round(
     :param step_s: Seconds of a local step.
     :param every: Local steps between two rounds, at least 1.
     :param bytes_per_parameter: Bytes of a parameter in the model: 4 for fp32, 2 for bf16.
-    :param form: ``all_gather``, ``two_hop``, or ``auto``: two-hop for three or more cells, unless a shard is tiny.
+    :param form: ``all_gather``, ``two_hop``, or ``auto``: as the aggregator chooses.
     :param rails: Whether every replica of a shard carries a part of its buckets, instead of one sender.
     :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
     :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.report.codes.codec_ratio`.
     :param bucket_bytes: Bytes of the model in a bucket, at least 1.
-    :param in_flight: Buckets under way in each hop, at least 1.
+    :param in_flight: Buckets under way in each hop, at least 1; by default as many as the aggregator has.
     :param fragments: Parts of the model, of which a round exchanges one; at least 1.
     :param delay: Local steps after which the result is merged, at most ``every``; 0 waits for it.
     :param atomic: Whether new values are collected beside the model.
@@ -212,7 +208,9 @@ def forecast_round(
     :raises ConfigError: if an argument cannot be meant.
     """
     _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s, codec_ratio=codec_ratio)
-    _whole(1, every=every, bucket_bytes=bucket_bytes, in_flight=in_flight, fragments=fragments)
+    _whole(1, every=every, bucket_bytes=bucket_bytes, fragments=fragments)
+    if in_flight is not None:
+        _whole(1, in_flight=in_flight)
     _whole(0, delay=delay)
     for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if choice not in choices:
@@ -221,9 +219,8 @@ def forecast_round(
         raise ConfigError(f"delay {delay} is more than the {every} steps between two rounds; give at most as many")
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
-    if form == "auto":
-        is_tiny = model / max(topology.shards(cell) for cell in kinds) <= TINY
-        form = "two_hop" if cells > 2 and not is_tiny else "all_gather"
+    smallest = model / max(topology.shards(cell) for cell in kinds)
+    form = form_of(smallest, cells, form, is_exact=codec_ratio == 1)
     memory, is_asked = Link(memory_gbps), backend == "gloo"
     way = _Way(
         form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, in_flight, atomic, is_asked
@@ -292,10 +289,10 @@ def _walk(way: _Way, shards: int, replicas: int, model: float, most: int) -> _Wa
     """Forecast the exchange of ``model`` bytes in a cell of that shape, where a cell has ``most`` replicas at most."""
     bucket = float(way.bucket_bytes)
     if way.rails:
-        bucket = min(bucket, model / shards / (way.in_flight * most))  # so that all have some to carry
+        bucket = min(bucket, model / shards / (IN_FLIGHT * most))  # so that all have some to carry
     stages = way.stages(shards, replicas, bucket)
     buckets = model / (shards * (replicas if way.rails else 1) * bucket)
-    course = follow(stages, buckets, way.pace(replicas))
+    course = follow(stages, buckets, way.pace(replicas, bucket))
     across = buckets * sum(stages.hops)
     once = way.memory.seconds(model / shards)
     phases = {
