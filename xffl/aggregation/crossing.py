@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ class Crossing:
         with self._journal.noting("pack"):
             rows[here].copy_(values)
         send = {cell: rows[here] for cell in others if here in senders}
-        works = yield from self._swap(track, bucket, 1, send, {cell: rows[cell] for cell in others if cell in senders})
+        works = yield from self._swap(track, bucket, send, {cell: rows[cell] for cell in others if cell in senders})
         yield self._depth(track)
         self._arrive(works)
 
@@ -220,15 +221,16 @@ class Crossing:
         numel = parts[here].stop - parts[here].start
         held = {cell: row[:numel] for cell, row in zip(others, rows, strict=False)}
         leaving = {cell: values[parts[cell]] for cell in range(self._topology.cells)}
+        write = None
         if leaving_for:
             masked = dict(zip(leaving_for, rows[len(others) :], strict=True))
             leaving = {c: masked.get(c, masked[here])[: part.stop - part.start] for c, part in enumerate(parts)}
-            with self._journal.noting("encode"):
-                self._mask(track, bucket, values, {cell: leaving[cell] for cell in leaving_for if here in senders})
+            shares = {cell: leaving[cell] for cell in leaving_for if here in senders}
+            write = partial(self._mask, track, bucket, values, shares)
         held[here] = leaving[here]
         send = {cell: leaving[cell] for cell in others if here in senders}
         receive = {cell: held[cell] for cell in others if cell in senders}
-        works = yield from self._swap(track, bucket, 1, send, receive)
+        works = yield from self._swap(track, bucket, send, receive, write)
         yield self._depth(track)
         self._arrive(works)
         with self._journal.noting("combine"):
@@ -275,12 +277,10 @@ class Crossing:
         rows = rows_of(slot, max(sizes), len(others) + len(leaving_for))
         arriving = {cell: row[: sizes[here]] for cell, row in zip(others, rows, strict=False)}
         leaving = {cell: row[: sizes[cell]] for cell, row in zip(leaving_for, rows[len(others) :], strict=True)}
-        if here in senders:
-            with self._journal.noting("encode"):
-                self._encode(track, bucket, values, leaving)
+        write = partial(self._encode, track, bucket, values, leaving) if here in senders else None
         send = {cell: leaving.get(cell, leaving[here]) for cell in others if here in senders}
         receive = {cell: arriving[cell] for cell in others if cell in senders}
-        works = yield from self._swap(track, bucket, 1, send, receive)
+        works = yield from self._swap(track, bucket, send, receive, write)
         yield self._depth(track)
         self._arrive(works)
         arriving[here] = leaving[here]
@@ -344,16 +344,19 @@ class Crossing:
         self,
         track: Track,
         bucket: Bucket,
-        hop: int,
         send: Mapping[int, torch.Tensor],
         receive: Mapping[int, torch.Tensor],
+        write: Callable[[], None] | None = None,
     ) -> Generator[int, None, list[dist.Work]]:
-        """Get ready to receive, and send some buckets later."""
-        if not self._is_ahead:
-            return self._post(track, bucket, hop, send, receive)
-        works = self._post(track, bucket, hop, {}, receive)
-        yield self._ahead(track)
-        return works + self._post(track, bucket, hop, send, {})
+        """Get ready to receive in the first hop, and some buckets later write what is sent, and send it."""
+        works: list[dist.Work] = []
+        if self._is_ahead:
+            works, receive = self._post(track, bucket, 1, {}, receive), {}
+            yield self._ahead(track)
+        if write is not None:
+            with self._journal.noting("encode"):
+                write()
+        return works + self._post(track, bucket, 1, send, receive)
 
     def _post(
         self,
