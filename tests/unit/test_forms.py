@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xffl.aggregation.codec import codec_of
 from xffl.aggregation.plan import Lane, Piece
 from xffl.aggregation.routes import Routes
-from xffl.aggregation.tracks import make_tracks
+from xffl.aggregation.tracks import Track, make_tracks
 from xffl.report.forms import FLIGHT_BYTES, IN_FLIGHT, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, in_flight
 from xffl.topology import Topology
 
@@ -37,21 +38,41 @@ def test_two_cells_write_a_code_once_only() -> None:
     assert form_of(1e12, 3, "auto", is_exact=False) == "two_hop"
 
 
-@given(st.integers(0, 10**12), st.integers(1, 100), st.sampled_from(["all_gather", "two_hop"]))
-def test_buckets_under_way_keep_within_their_bytes(nbytes: int, cells: int, form: str) -> None:
-    depth = in_flight(nbytes, cells, form)
+@given(st.integers(0, 10**12), st.integers(0, 200), st.integers(1, 100), st.sampled_from(["all_gather", "two_hop"]))
+def test_buckets_under_way_keep_within_their_bytes(nbytes: int, count: int, cells: int, form: str) -> None:
+    depth = in_flight(nbytes, count, cells, form)
     assert IN_FLIGHT <= depth <= MOST_IN_FLIGHT
     copies = (cells - 1) / cells if form == "two_hop" else cells - 1
-    assert depth == IN_FLIGHT or depth * nbytes * copies <= FLIGHT_BYTES
-    if copies and IN_FLIGHT < depth < MOST_IN_FLIGHT:
-        assert (depth + 1) * nbytes * copies > FLIGHT_BYTES
+    assert depth == IN_FLIGHT or (depth * nbytes * copies <= FLIGHT_BYTES and 3 * depth <= count)
+    if nbytes * copies and IN_FLIGHT < depth < MOST_IN_FLIGHT:
+        assert (depth + 1) * nbytes * copies > FLIGHT_BYTES or 3 * (depth + 1) > count
+
+
+def track_of(
+    elements: list[int], topology: Topology, rule: str = "average", codec: str = "none", rails: bool = False
+) -> Track:
+    pieces = tuple(Piece(item, 0, count) for item, count in enumerate(elements))
+    cells = topology.cells
+    lane = Lane(0, (True,) * cells, (0,) * cells, "float32", rule, False, codec, False, pieces)
+    (track,) = make_tracks(
+        [lane],
+        topology=topology,
+        rank=0,
+        routes=Routes(None, None, None, None, is_railed=rails),
+        bucket_bytes=4 * MIB,
+        form="auto",
+        codecs={"none": None, "int8": codec_of("int8")},
+    )
+    return track
 
 
 @pytest.mark.parametrize(
     "elements, rule, cells, is_two_hop, depth",
     [
         ([64 * MIB], "average", 2, True, 16),  # 2 MiB of each bucket arrive
-        ([MIB], "average", 2, False, 8),
+        ([8 * MIB], "average", 2, False, 4),  # eight buckets in all
+        ([5 * MIB] * 2, "average", 2, True, 4),
+        ([256 * 1024] * 21, "average", 2, False, 7),
         ([64 * MIB], "average", 4, True, 10),
         ([64 * MIB], "first", 4, False, 4),
         ([1000] * 60_000, "average", 2, True, 4),  # each bucket is packed
@@ -61,15 +82,15 @@ def test_buckets_under_way_keep_within_their_bytes(nbytes: int, cells: int, form
 def test_a_lane_has_the_form_and_depth_of_its_bytes(
     elements: list[int], rule: str, cells: int, is_two_hop: bool, depth: int
 ) -> None:
-    pieces = tuple(Piece(item, 0, count) for item, count in enumerate(elements))
-    lane = Lane(0, (True,) * cells, (0,) * cells, "float32", rule, False, "none", False, pieces)
-    (track,) = make_tracks(
-        [lane],
-        topology=Topology(cells, 1),
-        rank=0,
-        routes=Routes(None, None, None, None),
-        bucket_bytes=4 * MIB,
-        form="auto",
-        codecs={},
-    )
+    track = track_of(elements, Topology(cells, 1), rule)
     assert (track.is_two_hop, track.depth, track.ahead) == (is_two_hop, depth, depth // 2)
+
+
+def test_codes_of_two_cells_go_in_one_hop() -> None:
+    assert not track_of([64 * MIB], Topology(2, 1), codec="int8").is_two_hop
+    assert track_of([64 * MIB], Topology(3, 1), codec="int8").is_two_hop
+
+
+def test_replicas_that_take_turns_have_a_depth_each() -> None:
+    railed, single = (track_of([256 * MIB], Topology(6, (2, 4), 1), rails=rails) for rails in (True, False))
+    assert (railed.depth, single.depth) == (64, 16)

@@ -59,8 +59,6 @@ class Crossing:
         self._combiner = combiner
         self._masker = masker
         self.gathered = Gathered(topology.cells, device)
-        # Of so many buckets a rank carries one.
-        self._share = max(topology.replica_counts) if routes.is_railed else 1
         # After so many buckets, every cell's carriers come round again.
         self._turns = math.lcm(*topology.replica_counts) if routes.is_railed else 1
         self._carriers: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
@@ -130,7 +128,7 @@ class Crossing:
             rows[here].copy_(values)
         send = {cell: rows[here] for cell in others if here in senders}
         works = yield from self._swap(track, bucket, send, {cell: rows[cell] for cell in others if cell in senders})
-        yield self._depth(track)
+        yield track.depth
         self._arrive(works)
 
     def settle(self, track: Track, bucket: Bucket, out: torch.Tensor, *, is_encoded: bool) -> None:
@@ -180,19 +178,16 @@ class Crossing:
             carried = sum(self.is_carrier(track.lane, bucket) for bucket in track.buckets)
             turns = self._topology.replicas(self._cell) if self._routes.is_railed else 1
             hops = 2 if track.is_two_hop and track.codec is not None else 1
-            under_way = self._ahead(track) + self._depth(track) * hops
+            under_way = self._ahead(track) + track.depth * hops
             needed = max(needed, min(carried, -(-under_way // turns) + (turns > 1)))
         self._slots.reserve(needed)
 
     def pause(self, track: Track) -> int:
         """Return for how many buckets :meth:`carry` pauses in all."""
-        return self._ahead(track) + self._depth(track) * (2 if track.is_two_hop else 1)
-
-    def _depth(self, track: Track) -> int:
-        return track.depth * self._share
+        return self._ahead(track) + track.depth * (2 if track.is_two_hop else 1)
 
     def _ahead(self, track: Track) -> int:
-        return track.ahead * self._share if self._is_ahead else 0
+        return track.ahead if self._is_ahead else 0
 
     def _slot_bytes(self, track: Track, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
@@ -231,7 +226,7 @@ class Crossing:
         send = {cell: leaving[cell] for cell in others if here in senders}
         receive = {cell: held[cell] for cell in others if cell in senders}
         works = yield from self._swap(track, bucket, send, receive, write)
-        yield self._depth(track)
+        yield track.depth
         self._arrive(works)
         with self._journal.noting("combine"):
             if leaving_for:
@@ -244,7 +239,7 @@ class Crossing:
         if track.is_two_hop:
             send = dict.fromkeys(others, out[parts[here]])
             works = self._post(track, bucket, 2, send, {cell: out[parts[cell]] for cell in others})
-            yield self._depth(track)
+            yield track.depth
             self._arrive(works)
 
     def _mask(self, track: Track, bucket: Bucket, values: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> None:
@@ -281,7 +276,7 @@ class Crossing:
         send = {cell: leaving.get(cell, leaving[here]) for cell in others if here in senders}
         receive = {cell: arriving[cell] for cell in others if cell in senders}
         works = yield from self._swap(track, bucket, send, receive, write)
-        yield self._depth(track)
+        yield track.depth
         self._arrive(works)
         arriving[here] = leaving[here]
         spare = {cell: row[: sizes[cell]] for cell, row in zip(others, rows, strict=False)}
@@ -305,7 +300,7 @@ class Crossing:
                 feedback.encode(place, mean[parts[here]], second[here], spare, seed)
             receive = {cell: second[cell] for cell in others}
             works = self._post(track, bucket, 2, dict.fromkeys(others, second[here]), receive)
-            yield self._depth(track)
+            yield track.depth
             self._arrive(works)
         with self._journal.noting("combine"):
             if track.is_two_hop:

@@ -72,7 +72,7 @@ class Track:
     :param is_two_hop: Whether each cell combines one part of a bucket, instead of all of it.
     :param codec: How values are written on the slow link; ``None`` as they are.
     :param home: Who gets the result at home; ``None`` where nobody else does.
-    :param depth: Buckets that a rank has on the slow link at a time, in each hop.
+    :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
     """
 
     number: int
@@ -133,8 +133,9 @@ def make_tracks(
             homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
             holders = max(1, len(lane.holders))
             limit //= max(replicas * holders if is_part else size for is_part, replicas, size in homes)
+        turns = max(topology.replica_counts) if routes.is_railed else 1
         if routes.is_railed:
-            limit = min(limit, -(-lane.numel // (IN_FLIGHT * max(topology.replica_counts))))  # all have some to carry
+            limit = min(limit, -(-lane.numel // (IN_FLIGHT * turns)))  # all have some to carry
         buckets = tuple(lane.buckets(max(1, limit)))
         codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         # What is taken from one cell needs no combining.
@@ -144,9 +145,9 @@ def make_tracks(
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
-        depth = IN_FLIGHT if is_packed else in_flight(largest, topology.cells, taken)
+        depth = IN_FLIGHT if is_packed else in_flight(largest, len(buckets) / turns, topology.cells, taken)
         home = routes.replica if lane.held_by_part[cell] else routes.cell
         if lane.holders:
             home = routes.holders[lane.holders]
-        tracks.append(Track(number, lane, buckets, dtype, taken == "two_hop", codec, home, depth))
+        tracks.append(Track(number, lane, buckets, dtype, taken == "two_hop", codec, home, depth * turns))
     return tuple(tracks)

@@ -35,7 +35,7 @@ ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
     "a cell's slow link is full-duplex and shared evenly by those who send, unless each has its own",
     "gloo: a bucket crosses once its receiver has said that it is ready, a word that queues behind the receiver's own "
-    "data; it is sent two buckets ahead, in the second of two hops with the bucket; nccl: a bucket is pushed at once",
+    "data; it is sent some buckets ahead, in the second of two hops with the bucket; nccl: a bucket is pushed at once",
     "at home one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
     "cell's value is read once; all of it at the memory's rate, and coding at a quarter of it",
@@ -141,9 +141,9 @@ class _Way:
             home_latency=self.home.latency_s * depth,
         )
 
-    def pace(self, replicas: int, bucket: float) -> Pace:
+    def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
         """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
-        depth = self.in_flight or in_flight(bucket, self.cells, self.form)
+        depth = self.in_flight or in_flight(bucket, buckets, self.cells, self.form)
         return Pace(
             depth,
             depth // 2 if self.is_asked else 0,
@@ -292,7 +292,7 @@ def _walk(way: _Way, shards: int, replicas: int, model: float, most: int) -> _Wa
         bucket = min(bucket, model / shards / (IN_FLIGHT * most))  # so that all have some to carry
     stages = way.stages(shards, replicas, bucket)
     buckets = model / (shards * (replicas if way.rails else 1) * bucket)
-    course = follow(stages, buckets, way.pace(replicas, bucket))
+    course = follow(stages, buckets, way.pace(replicas, bucket, buckets))
     across = buckets * sum(stages.hops)
     once = way.memory.seconds(model / shards)
     phases = {

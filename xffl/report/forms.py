@@ -43,13 +43,15 @@ def form_of(nbytes: float, cells: int, asked: str, *, is_exact: bool = True) -> 
     return "two_hop" if is_worth_it else "all_gather"
 
 
-def in_flight(nbytes: float, cells: int, form: str) -> int:
+def in_flight(nbytes: float, count: float, cells: int, form: str) -> int:
     """Return how many buckets a rank has on the slow link at a time, in each hop; the same on all ranks.
 
     :param nbytes: Bytes of a bucket.
+    :param count: Number of buckets; a third of them are under way at most, so that work and home overlap the others.
     :param cells: Number of cells.
     :param form: ``all_gather`` or ``two_hop``.
     :return: The number.
     """
     arriving = nbytes * (cells - 1) / (cells if form == "two_hop" else 1)
-    return IN_FLIGHT if arriving == 0 else int(min(MOST_IN_FLIGHT, max(IN_FLIGHT, FLIGHT_BYTES / arriving)))
+    most = min(MOST_IN_FLIGHT, count / 3, FLIGHT_BYTES / arriving if arriving else IN_FLIGHT)
+    return max(IN_FLIGHT, int(most))
