@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
+from xffl.aggregation import crossing
 
 LAYOUTS = [((1, 1), None), ((2, 2), 1), ((4, 2), 2), ((2, 4, 2), 2), ((4, 2), None), ((1, 2, 3), None)]
 
@@ -44,6 +48,43 @@ def every_way(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | No
 @pytest.mark.parametrize("sizes, hsdp", LAYOUTS, ids=str)
 def test_every_way_gives_the_same_bits(sizes: tuple[int, ...], hsdp: int | None) -> None:
     assert run_world(sum(sizes), every_way, sizes, hsdp) == [24] * sum(sizes)
+
+
+def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
+    """Buckets take turns on the groups that a state has for each stream; returns the messages on each."""
+    state = make_state(rank, (2, 2), None)
+    assert state.federated_group is not None and state.federated_rank is not None
+    ranks = dist.get_process_group_ranks(state.federated_group[0])
+    state.federated_group += tuple(dist.new_group(ranks, use_local_synchronization=True) for _ in range(2))
+    model = build("shard", "mixed", state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=100, **options)
+    counts: collections.Counter[object] = collections.Counter()
+
+    class Counted:
+        """torch.distributed, with what is sent counted by group."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        def isend(self, values: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Any:
+            counts[group] += 1
+            return dist.isend(values, peer, group, tag)
+
+    weight, weights = weightings((2, 2), rank, state.federated_rank)[1]
+    with mock.patch.object(crossing, "dist", Counted()):
+        for _ in range(2):
+            fill(model, rank, state.federated_rank)
+            before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
+            aggregator.aggregate(weight)
+            check_values(model, before, (2, 2), weights)
+    assert set(counts) == set(state.federated_group)
+    return [counts[group] for group in state.federated_group]
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "two_hop", "atomic": False}], ids=str)
+def test_buckets_take_turns_on_the_groups_of_streams(options: dict[str, Any]) -> None:
+    for counts in run_world(4, over_handles, options):
+        assert min(counts) > 4  # a lane of few buckets begins with the first group
 
 
 def sent(

@@ -58,7 +58,7 @@ def track_of(
         [lane],
         topology=topology,
         rank=0,
-        routes=Routes(None, None, None, None, is_railed=rails),
+        routes=Routes(None, (), None, None, is_railed=rails),
         bucket_bytes=4 * MIB,
         form="auto",
         codecs={"none": None, "int8": codec_of("int8")},

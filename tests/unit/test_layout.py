@@ -54,7 +54,7 @@ def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[Track, .
         plan_lanes(items, topology, 0),
         topology=topology,
         rank=0,
-        routes=Routes(None, None, None, None),
+        routes=Routes(None, (), None, None),
         bucket_bytes=bucket_bytes,
         form="auto",
         codecs={},

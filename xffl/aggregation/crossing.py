@@ -362,7 +362,8 @@ class Crossing:
         receive: Mapping[int, torch.Tensor],
     ) -> list[dist.Work]:
         """Start sending to other cells' carriers of a bucket, and receiving from them."""
-        group, first = self._routes.across, self._routes.first
+        groups, first = self._routes.across, self._routes.first
+        group = groups[bucket.number % len(groups)] if groups else None
         peers = {cell: first + self.carrier(track.lane, bucket, cell) for cell in self._others}
         # What belongs together is matched by hop and order.
         moves = [

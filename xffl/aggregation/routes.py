@@ -52,7 +52,8 @@ class Routes:
     """The process groups that a rank's rounds use, and who carries what.
 
     :param world: The group of all ranks, which votes.
-    :param across: The group in which carriers swap shards; ``None`` on a rank that sends nothing.
+    :param across: The groups in which carriers swap shards, bucket by bucket in turn: NCCL works off those of a group
+        one after the other, each with its latency. None on a rank that sends nothing.
     :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
     :param cell: All ranks of the cell; ``None`` where there is one.
     :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
@@ -63,7 +64,7 @@ class Routes:
     """
 
     world: dist.ProcessGroup | None
-    across: dist.ProcessGroup | None
+    across: tuple[dist.ProcessGroup | None, ...]
     replica: dist.ProcessGroup | None
     cell: dist.ProcessGroup | None
     is_railed: bool = False
@@ -93,7 +94,7 @@ def make_place(state: DistributedState, topology: Topology, first: int) -> Place
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
-    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, 1)
+    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, state._handles())
     if topology.world_size < dist.get_world_size():
         groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
     return Place(state, topology, first, groups, tuple(made))
@@ -110,19 +111,19 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
     :return: The groups.
     """
     state, groups, world = place.state, place.groups, place.world
-    across = replica = cell = None
+    across: tuple[dist.ProcessGroup | None, ...] = ()
+    replica = cell = None
     made: list[dist.ProcessGroup] = []
     if is_own and groups is None:
         create = _recorded(state, made, place.first)
-        groups = make_round_groups(create, place.topology, place.rank, state._timeouts.session_s)
+        groups = make_round_groups(create, place.topology, place.rank, state._timeouts.session_s, state._handles())
         made += groups["world"] or ()
         world = made[-1]
     if groups is not None:
-        across, replica, cell = (
-            handles[0] if (handles := groups.get(kind)) else None for kind in ("federated", "replica", "federation")
-        )
+        across = groups.get("federated") or ()
+        replica, cell = (handles[0] if (handles := groups.get(kind)) else None for kind in ("replica", "federation"))
     elif state.is_federated_scaling_setup():
-        across = state.federated_group[0] if state.federated_group else None
+        across = state.federated_group or ()
         replica = state.replica_group[0] if state.replica_group else None
         cell = state.federation
     else:
@@ -130,7 +131,7 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
     shared = _holder_groups(_recorded(state, made, place.first), place, holders)
-    return Routes(world, world if is_railed else across, replica, cell, is_railed, tuple(made), place.first, shared)
+    return Routes(world, (world,) if is_railed else across, replica, cell, is_railed, tuple(made), place.first, shared)
 
 
 def _holder_groups(

@@ -75,7 +75,11 @@ def make_groups(
 
 
 def make_round_groups(
-    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], topology: Topology, rank: int, timeout_s: float
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup],
+    topology: Topology,
+    rank: int,
+    timeout_s: float,
+    handles: int,
 ) -> Groups:
     """Make groups for rounds that run while the caller trains, whose own collectives must not meet theirs.
 
@@ -85,6 +89,7 @@ def make_round_groups(
     :param topology: The topology that all ranks agreed on.
     :param rank: Rank of this process.
     :param timeout_s: Seconds that a vote may wait.
+    :param handles: As for :func:`make_groups`.
     :return: The handles by kind, as :func:`make_groups` gives them, and the ranks of the ``world``.
     """
     world = dist.new_group(
@@ -93,7 +98,7 @@ def make_round_groups(
         use_local_synchronization=True,
         group_desc="xffl_world",
     )
-    return {"world": (world,), **make_groups(create, topology, rank, {"federation", "replica", "federated"}, 1)}
+    return {"world": (world,), **make_groups(create, topology, rank, {"federation", "replica", "federated"}, handles)}
 
 
 def make_host_groups(
