@@ -84,7 +84,7 @@ def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[in
 @pytest.mark.parametrize("options", [{}, {"form": "two_hop", "atomic": False}], ids=str)
 def test_buckets_take_turns_on_the_groups_of_streams(options: dict[str, Any]) -> None:
     for counts in run_world(4, over_handles, options):
-        assert min(counts) > 4  # a lane of few buckets begins with the first group
+        assert min(counts) >= 4  # a lane of few buckets begins with the first group
 
 
 def sent(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from xffl.aggregation import aggregator, exchange
 from xffl.aggregation.codec import codec_of
 from xffl.aggregation.vote import Ballot
+from xffl.distributed.checks import DEFAULT_STREAMS
 from xffl.errors import ConfigError
 from xffl.report import (
     Link,
@@ -67,7 +68,7 @@ SETTINGS = st.fixed_dictionaries(
 
 def test_the_forecast_knows_the_numbers_of_the_exchange() -> None:
     assert module.BUCKET_BYTES == aggregator.DEFAULT_BUCKET_BYTES
-    assert module.HOME_LAG == exchange.HOME_LAG
+    assert (module.STREAMS, module.HOME_LAG) == (DEFAULT_STREAMS, exchange.HOME_LAG)
     assert 8 * len(Ballot._fields) == module.BALLOT_BYTES
 
 

@@ -22,6 +22,8 @@ __all__ = ["ASSUMPTIONS", "RoundForecast", "StepForecast", "forecast_data_parall
 
 BACKENDS = ("gloo", "nccl")
 BUCKET_BYTES = 4 * 2**20
+STREAMS = 4
+"""Groups on which buckets take turns over NCCL, which works off those of a group one after the other."""
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for."""
 BALLOT_BYTES = 120
@@ -35,7 +37,8 @@ ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
     "a cell's slow link is full-duplex and shared evenly by those who send, unless each has its own",
     "gloo: a bucket crosses once its receiver has said that it is ready, a word that queues behind the receiver's own "
-    "data; it is sent some buckets ahead, in the second of two hops with the bucket; nccl: a bucket is pushed at once",
+    "data; it is sent some buckets ahead, in the second of two hops with the bucket; nccl: a bucket is pushed at once, "
+    "four at a time",
     "at home one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
     "cell's value is read once; all of it at the memory's rate, and coding at a quarter of it",
@@ -143,7 +146,8 @@ class _Way:
 
     def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
         """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
-        depth = self.in_flight or in_flight(bucket, buckets, self.cells, self.form)
+        depth = in_flight(bucket, buckets, self.cells, self.form)
+        depth = self.in_flight or (depth if self.is_asked else min(depth, STREAMS))
         return Pace(
             depth,
             depth // 2 if self.is_asked else 0,
