@@ -200,10 +200,12 @@ class Exchange:
         flights: list[tuple[int, Iterator[int]]] = []
         before: tuple[object, ...] = ()
         for tick, (track, bucket) in enumerate(self._walk(fragment)):
-            if track.lane.participants != before:
-                # Others are in step with this rank only as long as they walk the same lanes.
+            # Others are in step with this rank only as long as they walk the same lanes; and what is asked for is sent
+            # in the same order only as long as it is asked for as far ahead.
+            pace = (track.lane.participants, track.ahead)
+            if pace != before:
                 self._drain(flights)
-            before = track.lane.participants
+            before = pace
             flights[:] = self._advance(flights, tick)
             flight = start(track, bucket)
             flights += [(tick + pause, flight) for pause in (next(flight, None),) if pause is not None]

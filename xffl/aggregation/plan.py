@@ -9,8 +9,8 @@ Where a mesh inside the cells cuts a tensor along several dimensions, or a pipel
 order is that of the parts that shards hold, one after the other; all cells cut it alike then.
 
 Deadlock freedom: all ranks walk their lanes in the order of :attr:`Lane.key`, bucket by bucket, and every participant
-of a lane sees the same buckets. Lanes that follow each other with the same :attr:`Lane.participants` may overlap;
-others wait for the ones before to land.
+of a lane sees the same buckets. Lanes that follow each other with the same :attr:`Lane.participants` may overlap where
+they are asked for as far ahead; others wait for the ones before to land.
 """
 
 from __future__ import annotations
