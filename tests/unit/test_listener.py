@@ -6,12 +6,13 @@ import os
 import random
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, LaunchError
 from xffl.training import listener
 from xffl.training.config import ExperimentConfig
 from xffl.training.listener import Goal, Listener
@@ -254,3 +255,25 @@ def test_a_terminate_after_a_goal_that_nobody_can_reach(has_arrived: bool, monke
         threading.Event().wait(0.5)
         mine.stop()
         assert inbox.given_up == ([] if has_arrived else [signal.SIGTERM])  # type: ignore[attr-defined]
+
+
+class InPython(Store):  # type: ignore[misc]
+    """A store of a user's own making, which torch cannot clone."""
+
+
+class OutOfReach:
+    """A store whose host takes no second connection, as torch tells it: in words of a plain RuntimeError."""
+
+    def clone(self) -> None:
+        raise RuntimeError("connect() timed out")
+
+
+@pytest.mark.parametrize("store", [InPython(), OutOfReach()], ids=lambda store: type(store).__name__)
+def test_only_a_store_that_has_no_clone_is_shared(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
+    monkeypatch.setattr(listener, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
+    if isinstance(store, InPython):
+        assert listener._client() is store
+    else:
+        with pytest.raises(LaunchError, match=r"no second connection .*connect\(\) timed out.*preempt_signals"):
+            listener._client()

@@ -304,6 +304,11 @@ class PlainTrainer(Trainer):
         return LoggerMixin.configure_loggers(self, scope)
 
 
+def test_a_logger_without_a_log_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Stubborn has no log; overload it"):
+        Stubborn().log({"x": 1.0}, step=1, epoch=0, samples=1, time_s=0.0)
+
+
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
 def test_everything_is_closed_whatever_a_logger_raises(tmp_path: Path, error: BaseException | None) -> None:
     before = warnings.showwarning, list(logging.getLogger("xffl").handlers)

@@ -177,8 +177,8 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     try:
         for key in store.list_keys():
             store.delete_key(key)
-    except NotImplementedError:  # a store of a user's own making, or the fake one
-        logger.debug("the store cannot list its keys: a group of the same ranks may not be made again")
+    except NotImplementedError:  # the fake store, or one of a user's own making: then a later group might hang
+        logger.warning("the store cannot list its keys: a group of the same ranks may not be made again")
     except dist.DistNetworkError:  # the store went with its process: no group can be made over it again
         logger.debug("the store is gone: the group's keys went with it")
 

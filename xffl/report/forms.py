@@ -17,7 +17,7 @@ IN_FLIGHT = 4
 """Buckets that a rank has on the slow link at a time, at least; while they cross, those before are combined."""
 
 MOST_IN_FLIGHT = 16
-"""And at most: with more, nothing gets faster."""
+"""And at most; more were not measured."""
 
 FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""

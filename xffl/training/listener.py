@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from xffl.errors import LaunchError
 from xffl.training.signals import SignalInbox
@@ -77,13 +77,17 @@ def _client() -> Store:
     try:
         clone: Store = store.clone()  # type: ignore[attr-defined]
         return clone
-    except DistError as lost:  # the thread's calls would have the main thread's wait for them
+    except RuntimeError as lost:
+        # A store written in Python (the fake one, or a user's) has no clone, and no connection that a call would keep
+        # busy. Torch says so by this text alone.
+        if "pure virtual function" in str(lost):
+            LOG.debug("the store of the world cannot be cloned: signals share it with everything else")
+            return store
+        # Over the one connection, the thread's calls would have the main thread's wait for them.
         raise LaunchError(
             f"no second connection to the store of the world could be had ({lost}); see that rank 0 can be reached, or "
             "leave signals alone with preempt_signals: []"
         ) from lost
-    except (NotImplementedError, RuntimeError):  # of a user's own making, in Python
-        return store
 
 
 class Listener:
