@@ -89,9 +89,23 @@ def parts_of(codec: Blockwise, data: torch.Tensor, numel: int) -> tuple[Floats, 
         body = raw[4 + 2 * count :]
     if codec.bits == 8:
         return steps, np.array([byte - 256 if byte > 127 else byte for byte in body], dtype=np.int64)
-    nibbles = [nibble for byte in body for nibble in (byte & 15, byte >> 4)]
-    assert all(nibble == 0 for nibble in nibbles[numel:]), "the half behind an odd last value is 0"
-    return steps, np.array([n - 16 if n > 7 else n for n in nibbles[:numel]], dtype=np.int64)
+    numbers = np.zeros(numel, dtype=np.int64)
+    at = 0
+    for start in range(0, numel, 2 * codec.block):  # a block and the one after it, or what is left and its other half
+        middle = min(codec.block, math.ceil((numel - start) / 2))
+        first = range(start, start + middle)
+        second = range(start + middle, min(start + 2 * middle, numel))
+        for offset, byte in enumerate(body[at : at + middle]):
+            signed = byte - 256 if byte > 127 else byte
+            upper = math.floor((signed + 8) / 16)
+            numbers[first[offset]] = signed - 16 * upper
+            if offset < len(second):
+                numbers[second[offset]] = upper
+            else:
+                assert upper == 0, "the half beside an odd value is 0"
+        at += middle
+    assert at == len(body)
+    return steps, numbers
 
 
 def fingerprint(names: list[str]) -> str:
@@ -338,12 +352,17 @@ def test_the_bound_of_the_issue() -> None:
             assert error[place].max() <= np.abs(exact(x)[place]).max() / (2 * levels) * 1.0011
 
 
-def test_int4_packs_the_first_of_a_pair_into_the_lower_half() -> None:
+def test_int4_packs_two_blocks_into_the_bytes_of_one() -> None:
+    codec = made("int4:block=2,scale=fp32")
+    x = torch.tensor([7.0, 3.0, -7.0, 1.0, -7.0, 5.0, 7.0])
+    data = encoded(codec, x)
+    assert data[:16].view(torch.float32).tolist() == [1.0] * 4
+    # 7 and -7, 3 and 1; what is left over is paired half with half, the odd one stays alone.
+    assert data[16:].view(torch.int8).tolist() == [7 - 16 * 7, 3 + 16 * 1, -7 + 16 * 7, 5]
+    assert round_trip(codec, x).tolist() == x.tolist()
     x = torch.tensor([7.0, -7.0, 1.0, -1.0, 0.0, 5.0, -3.0])
     data = encoded(made("int4:scale=fp32"), x)
-    assert data[:4].view(torch.float32).item() == 1.0
-    assert data[4:].tolist() == [0x97, 0xF1, 0x50, 0x0D]
-    assert round_trip(made("int4:scale=fp32"), x).tolist() == x.tolist()
+    assert data[4:].view(torch.int8).tolist() == [7, -7 + 16 * 5, 1 - 16 * 3, -1]
 
 
 def test_scales_reach_beyond_fp16() -> None:

@@ -18,6 +18,7 @@ from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.plan import plan_lanes
 from xffl.aggregation.pool import Pool, aligned, rows_of
 from xffl.aggregation.routes import Routes
+from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track, make_tracks
 from xffl.errors import ConfigError
 from xffl.topology import Topology
@@ -125,6 +126,63 @@ def test_a_run_of_memory_is_sent_from_where_it_lies() -> None:
     runs = [layout.run_of(bucket, CPU) for bucket in tracks[0].buckets]
     assert [run is None for run in runs] == [False] * 4 + [True]
     assert runs[0] is not None and runs[0].data_ptr() == model[0].weight.data_ptr()
+
+
+def test_autograd_finds_out_that_a_round_has_written() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layout, tracks = prepare(model, 10**6)
+    (bucket,) = tracks[0].buckets
+    assert len(bucket.pieces) == 4
+    loss = model(torch.ones(1, 3)).sum()
+    with torch.no_grad():
+        layout.look_up()
+        layout.unpack(bucket, torch.ones(bucket.stop - bucket.start))
+    assert all((parameter == 1.0).all() for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_round_inside_inference_mode_writes_too() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        layout, tracks = prepare(model, 10**6)
+        (bucket,) = tracks[0].buckets
+        layout.look_up()
+        layout.unpack(bucket, torch.ones(bucket.stop - bucket.start))
+    assert all((parameter == 1.0).all() for parameter in model.parameters())
+
+
+def test_what_was_packed_is_kept_for_its_flight_and_not_for_the_next_round() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layout, (track,) = prepare(model, 10**6)
+    (bucket,) = track.buckets
+    staging = Staging(layout, CPU, atomic=False)
+
+    def look() -> torch.Tensor:
+        staging.begin(is_snapshot=False, keeps_snapshot=False)
+        layout.look_up()
+        staging.make([track], {track.number: 4})
+        values, lent = staging.pack(track, bucket)
+        staging.keep(bucket, lent)
+        return values.clone()
+
+    def fly() -> torch.Tensor:
+        values, out, lent = staging.own(track, bucket)
+        assert lent is not None and out is values
+        staging.fill(bucket, values)
+        staging.give(lent)
+        return values.clone()
+
+    with torch.no_grad():
+        first = look()
+        model[0].weight.mul_(2.0)
+        assert torch.equal(fly(), first)  # not copied again
+        look()  # a round that does not take place
+        model[0].weight.mul_(2.0)
+        assert not torch.equal(look(), first)
+        now = fly()
+        assert not torch.equal(now, first)
+        assert torch.equal(fly(), now)  # nothing is kept any more: copied anew, once more the same
 
 
 def test_a_pool_lends_and_takes_back() -> None:

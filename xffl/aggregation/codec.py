@@ -208,7 +208,7 @@ class Blockwise(Codec):
         scratch = q.scratch_for(values, length)
         for chunk, scale, part in zip(*self._chunks(values, scales, body, length), strict=True):
             numbers = q.quantize(chunk, scale, self.block, self._levels, generator, scratch)
-            q.pack(numbers, self.bits, scratch, part)
+            q.pack(numbers, self.bits, self.block, part)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply by the scales; see :meth:`Codec.decode`. With fp16 scales the product is exact.
@@ -221,12 +221,9 @@ class Blockwise(Codec):
             return
         head, body = self._parts(data, out.numel())
         scales = q.read_scales(head, self._is_half)
-        if self.bits == 4:
-            scales.mul_(1 / 16)
         length = q.chunk_length(out.numel(), self.block, out.device)
-        scratch = q.scratch_for(out, length)
         for chunk, scale, part in zip(*self._chunks(out, scales, body, length), strict=True):
-            q.unpack(part, self.bits, scratch, chunk)
+            q.unpack(part, self.bits, self.block, chunk)
             q.dequantize(chunk, scale, self.block)
 
     @property

@@ -17,7 +17,7 @@ from xffl.aggregation.journal import Journal, span
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.pool import Pool, aligned, rows_of
-from xffl.aggregation.routes import Routes
+from xffl.aggregation.routes import Move, Routes, start_moves
 from xffl.aggregation.secure import Masker
 from xffl.aggregation.tracks import Track, Turnout
 from xffl.topology import Topology
@@ -345,9 +345,9 @@ class Crossing:
     ) -> Generator[int, None, list[dist.Work]]:
         """Get ready to receive in the first hop, and some buckets later write what is sent, and send it."""
         works: list[dist.Work] = []
-        if self._is_ahead:
+        if ahead := self._ahead(track):
             works, receive = self._post(track, bucket, 1, {}, receive), {}
-            yield self._ahead(track)
+            yield ahead
         if write is not None:
             with self._journal.noting("encode"):
                 write()
@@ -366,7 +366,7 @@ class Crossing:
         group = groups[bucket.number % len(groups)] if groups else None
         peers = {cell: first + self.carrier(track.lane, bucket, cell) for cell in self._others}
         # What belongs together is matched by hop and order.
-        moves = [
+        moves: list[Move] = [
             (operation, values.view(torch.uint8), peers[cell])
             for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
             for cell, values in by_cell.items()
@@ -377,10 +377,7 @@ class Crossing:
         self._journal.bytes_across += sum(values.nbytes for values in send.values())
         self._journal.posted()
         with span("post"):
-            if self._is_ahead:
-                works = [operation(values, peer, group, TAG + hop) for operation, values, peer in moves]
-                return [work for work in works if work is not None]
-            return dist.batch_isend_irecv([dist.P2POp(*move, group, TAG + hop) for move in moves])
+            return start_moves(moves, group, TAG + hop)
 
     def _arrive(self, works: list[dist.Work]) -> None:
         with self._journal.phase("across"):

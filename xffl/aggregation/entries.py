@@ -90,9 +90,9 @@ class Entry(Facts):
         return tensor
 
     @property
-    def slot(self) -> tuple[Mapping[str, torch.Tensor | None], str]:
-        """Where the module keeps the tensor, to look it up without any check."""
-        return (self.module._buffers if self.is_buffer else self.module._parameters), self.leaf
+    def held(self) -> Mapping[str, torch.Tensor | None]:
+        """What the module keeps the tensor among, to look it up without any check."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
 
     def elements(self, axis: int) -> torch.Tensor:
         """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""

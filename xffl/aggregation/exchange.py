@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ class Exchange:
                     if is_carrier and self.has_norms and track.lane.is_stepped:
                         assert self.agreed is not None
                         norms.append(self.agreed.squared_distance(track, bucket, values))
-                    self._staging.give(lent)
+                    self._staging.keep(bucket, lent)
             energies = torch.stack([energy for _, energy in looks]).tolist() if looks else []
             found: set[int] = set()
             for (bucket, _), energy in zip(looks, energies, strict=True):
@@ -197,7 +198,7 @@ class Exchange:
 
     def _march(self, fragment: int, start: Callable[[Track, Bucket], Iterator[int]]) -> None:
         """Start a flight for each bucket, in order, and keep several under way."""
-        flights: list[tuple[int, Iterator[int]]] = []
+        flights: dict[int, list[tuple[int, Iterator[int]]]] = {}
         before: tuple[object, ...] = ()
         for tick, (track, bucket) in enumerate(self._walk(fragment)):
             # Others are in step with this rank only as long as they walk the same lanes; and what is asked for is sent
@@ -206,9 +207,8 @@ class Exchange:
             if pace != before:
                 self._drain(flights)
             before = pace
-            flights[:] = self._advance(flights, tick)
-            flight = start(track, bucket)
-            flights += [(tick + pause, flight) for pause in (next(flight, None),) if pause is not None]
+            flights.setdefault(tick, []).append((tick, start(track, bucket)))
+            self._advance(flights, tick)
         self._drain(flights)
 
     def _compare(self, fragment: int) -> list[list[float]]:
@@ -289,19 +289,19 @@ class Exchange:
                 for bucket in track.buckets:
                     yield track, bucket
 
-    def _advance(self, flights: list[tuple[int, Iterator[int]]], tick: int) -> list[tuple[int, Iterator[int]]]:
-        """Let the flights whose time has come take their next step, in order; return those still under way."""
-        left = []
-        for due, flight in flights:
-            if due > tick:
-                left.append((due, flight))
-            elif (pause := next(flight, None)) is not None:
-                left.append((tick + pause, flight))
-        return left
+    def _advance(self, flights: dict[int, list[tuple[int, Iterator[int]]]], tick: int) -> None:
+        """Let the flights whose time has come take their next step, in the order in which they started.
 
-    def _drain(self, flights: list[tuple[int, Iterator[int]]]) -> None:
+        :param flights: Those under way with their number, by the tick at which they go on.
+        :param tick: The time.
+        """
+        for number, flight in sorted(flights.pop(tick, ()), key=itemgetter(0)):
+            if (pause := next(flight, None)) is not None:
+                flights.setdefault(tick + pause, []).append((number, flight))
+
+    def _drain(self, flights: dict[int, list[tuple[int, Iterator[int]]]]) -> None:
         while flights:
-            flights[:] = self._advance(flights, min(due for due, _ in flights))
+            self._advance(flights, min(flights))
 
     def _fly(self, track: Track, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
@@ -309,7 +309,7 @@ class Exchange:
         values, out, lent = self._staging.own(track, bucket)
         if lent is not None:
             with self.journal.noting("pack"):
-                self._layout.pack(bucket, values)
+                self._staging.fill(bucket, values)
         if lane.is_mean_at_home and track.home is not None:
             self._mean_at_home(track.home, values)
         is_carrier = self._crossing.is_carrier(lane, bucket)
@@ -326,7 +326,7 @@ class Exchange:
         values, _, lent = self._staging.own(track, bucket)
         if lent is not None:
             with self.journal.noting("pack"):
-                self._layout.pack(bucket, values)
+                self._staging.fill(bucket, values)
         if track.lane.is_mean_at_home and track.home is not None:
             self._mean_at_home(track.home, values)
         if self._crossing.is_carrier(track.lane, bucket):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 from torch.autograd import profiler
 
@@ -51,21 +51,35 @@ class Journal:
         """Note that something has come over the slow link."""
         self._last_arrival = time.perf_counter()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
-        start = time.perf_counter()
-        try:
-            with span(name):
-                yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+        return _Phase(self, name, is_noting=False)
 
-    @contextmanager
-    def noting(self, phase: str) -> Iterator[None]:
+    def noting(self, phase: str) -> AbstractContextManager[None]:
         """Note a local failure for the vote and go on, so that no other rank waits for this one."""
-        try:
-            with self.phase(phase):
-                yield
-        except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
-            self.failure = self.failure or error
+        return _Phase(self, phase, is_noting=True)
+
+
+class _Phase:
+    """A phase while it lasts. A bucket goes through six of them, and a generator would cost several times as much."""
+
+    __slots__ = ("_is_noting", "_journal", "_name", "_span", "_start")
+
+    def __init__(self, journal: Journal, name: str, *, is_noting: bool) -> None:
+        self._journal, self._name, self._is_noting = journal, name, is_noting
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._span = span(self._name)
+        self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._span.__exit__(kind, error, trace)
+        phases = self._journal.phases
+        phases[self._name] = phases.get(self._name, 0.0) + time.perf_counter() - self._start
+        if not self._is_noting or not isinstance(error, Exception):
+            return False
+        self._journal.failure = self._journal.failure or error  # told to all ranks by the vote
+        return True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.axes import canonical_axis
@@ -16,6 +18,21 @@ from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
 __all__ = ["Layout"]
+
+
+class Places(NamedTuple):
+    """Where a bucket's elements lie.
+
+    :param views: The elements, as views that follow each other.
+    :param device: The device of all views, if they are 1-D.
+    :param run: The only view, if its elements are one run of memory.
+    :param memory: The bytes of each view, for a copy without torch, where they are on the CPU, too, and several.
+    """
+
+    views: list[torch.Tensor]
+    device: torch.device | None
+    run: torch.Tensor | None
+    memory: list[memoryview]
 
 
 class Layout:
@@ -41,7 +58,9 @@ class Layout:
     ) -> None:
         self._is_written_in_place = is_written_in_place
         self._entries = tuple(entries)
-        self._slots = [entry.slot for entry in entries if entry is not None]
+        # A module's parameters and buffers, once each: taken together they cost less than one by one.
+        self._dicts = list({id(entry.held): entry.held for entry in entries if entry is not None}.values())
+        self._tensors: list[torch.Tensor | None] = []
         self._axis = tuple(
             0 if entry is None else canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries)
         )
@@ -50,12 +69,12 @@ class Layout:
         held = [cut.held(at.shard) for cut in cuts]
         self._origin = tuple(start for start, _ in held)
         self._held = tuple(stop - start for start, stop in held)
+        self._moving: list[torch.Tensor] = []
         self._found: list[list[object]] = []
         # Flat, where a tensor's elements follow each other in memory.
         self._views: list[torch.Tensor] = []
         # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
-        self._of_bucket: dict[int, list[torch.Tensor]] = {}
-        self._flat_on: dict[int, torch.device | None] = {}
+        self._of_bucket: dict[int, Places] = {}
 
     def name(self, item: int) -> str:
         """Return a tensor's name.
@@ -80,8 +99,9 @@ class Layout:
 
         :raises ConfigError: if one has another shape or data type, or another part of it is held here.
         """
-        found = _places([held.get(leaf) for held, leaf in self._slots])
-        if found == self._found:
+        tensors = [*itertools.chain.from_iterable(held.values() for held in self._dicts)]
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if is_same and _places(self._moving) == self._found:
             return
         views = [
             torch.empty(0) if entry is None else entry.elements(axis)
@@ -96,9 +116,9 @@ class Layout:
         if self._is_written_in_place:
             self._check_apart(views)
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
-        self._found = found
+        self._moving = [entry.tensor() for entry in self._entries if entry is not None]
+        self._tensors, self._found = tensors, _places(self._moving)
         self._of_bucket.clear()
-        self._flat_on.clear()
 
     def _check_apart(self, views: Sequence[torch.Tensor]) -> None:
         """Raise where the memory of two tensors overlaps."""
@@ -122,10 +142,8 @@ class Layout:
         :param device: Where the groups' backend communicates from.
         :return: A flat view of the model; ``None`` where the elements have to be packed.
         """
-        views = self._views_of(bucket)
-        if len(views) == 1 and views[0].device == device and views[0].dim() == 1 and views[0].is_contiguous():
-            return views[0]
-        return None
+        places = self._places_of(bucket)
+        return places.run if places.device == device else None
 
     def pack(self, bucket: Bucket, into: torch.Tensor) -> None:
         """Copy a bucket's elements out of the model.
@@ -133,12 +151,18 @@ class Layout:
         :param bucket: The bucket.
         :param into: Flat tensor of as many elements.
         """
-        views = self._views_of(bucket)
-        if self._is_flat(bucket, into.device):
+        views, device, _, memory = self._places_of(bucket)
+        if memory and into.device == device:
+            whole, start = _bytes_of(into), 0
+            for part in memory:  # a fraction of what torch needs for a tensor
+                stop = start + part.nbytes
+                whole[start:stop] = part
+                start = stop
+        elif into.device == device:
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
-            return
-        for view, part in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
-            part.view(view.shape).copy_(view)
+        else:
+            for view, values in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
+                values.view(view.shape).copy_(view)
 
     def unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Write a bucket's elements into the model.
@@ -146,17 +170,22 @@ class Layout:
         :param bucket: The bucket.
         :param values: Flat tensor of as many elements; the model's own run of them is left as it is.
         """
-        views = self._views_of(bucket)
-        if len(views) == 1 and views[0].dim() == 1:
+        views, device, _, memory = self._places_of(bucket)
+        if len(views) == 1 and device is not None:
             if views[0].data_ptr() != values.data_ptr():
                 views[0].copy_(values)
-            return
-        sizes = [view.numel() for view in views]
-        if self._is_flat(bucket, values.device):
-            torch.split_with_sizes_copy(values, sizes, out=views)
-            return
-        for view, part in zip(views, torch.split(values, sizes), strict=True):
-            view.copy_(part.view(view.shape))
+        elif memory and values.device == device:
+            whole, start = _bytes_of(values), 0
+            for part in memory:
+                stop = start + part.nbytes
+                part[:] = whole[start:stop]
+                start = stop
+            increment_version(views)  # so that autograd still finds out about what was saved for a backward pass
+        elif values.device == device:
+            torch.split_with_sizes_copy(values, [view.numel() for view in views], out=views)
+        else:
+            for view, new in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
+                view.copy_(new.view(view.shape))
 
     def nonfinite(self, bucket: Bucket) -> list[int]:
         """Tell which tensors have a value in a bucket that is not finite; local.
@@ -166,21 +195,18 @@ class Layout:
         """
         return [piece.item for piece in bucket.pieces if not all(map(_is_finite, self._views_of_piece(piece)))]
 
-    def _views_of(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Return the model's elements in a bucket, as views that follow each other."""
+    def _places_of(self, bucket: Bucket) -> Places:
+        """Return where a bucket's elements lie in the model."""
         kept = self._of_bucket.get(id(bucket))
         if kept is None:
-            kept = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
-            self._of_bucket[id(bucket)] = kept
+            views = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
+            devices = {view.device if view.dim() == 1 else None for view in views}
+            device = devices.pop() if len(devices) == 1 else None
+            is_copied = device is not None and device.type == "cpu" and len(views) > 1
+            memory = [*map(_bytes_of, views)] if is_copied else []
+            is_run = device is not None and len(views) == 1 and views[0].is_contiguous()
+            kept = self._of_bucket[id(bucket)] = Places(views, device, views[0] if is_run else None, memory)
         return kept
-
-    def _is_flat(self, bucket: Bucket, device: torch.device) -> bool:
-        """Tell whether a bucket's views are all 1-D and on a device."""
-        if id(bucket) not in self._flat_on:
-            views = self._views_of(bucket)
-            places = {view.device if view.dim() == 1 else None for view in views}
-            self._flat_on[id(bucket)] = places.pop() if len(places) == 1 else None
-        return self._flat_on[id(bucket)] == device
 
     def _views_of_piece(self, piece: Piece) -> list[torch.Tensor]:
         elements = self._views[piece.item]
@@ -189,18 +215,21 @@ class Layout:
         return _spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
 
 
-def _places(tensors: list[torch.Tensor | None]) -> list[list[object]]:
+def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
     """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
-    held = [tensor for tensor in tensors if tensor is not None]
-    is_any_sharded = any(issubclass(kind, DTensor) for kind in set(map(type, held)))
-    local = (
-        [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held] if is_any_sharded else held
-    )
+    is_any_sharded = any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors] if is_any_sharded else tensors
     # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where there
     # can be thousands: tuples would set off Python's garbage collector.
-    look_at = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous, operator.attrgetter("dtype"))
-    gaps: list[object] = [tensor.stride() for tensor in local if not tensor.is_contiguous()]
-    return [list(map(id, tensors)), gaps, *(list(map(look, local)) for look in look_at)]
+    look_at = (torch.Tensor.data_ptr, torch.Tensor.numel, operator.attrgetter("dtype"))
+    is_whole: list[object] = list(map(torch.Tensor.is_contiguous, local))
+    gaps: list[object] = [tensor.stride() for tensor, whole in zip(local, is_whole, strict=True) if not whole]
+    return [gaps, is_whole, *(list(map(look, local)) for look in look_at)]
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor on the CPU, to be read and written."""
+    return values.view(torch.uint8).numpy().data
 
 
 def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:

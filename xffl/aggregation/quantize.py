@@ -165,42 +165,41 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
         rows.mul_(column)
 
 
-def pack(numbers: torch.Tensor, bits: int, scratch: torch.Tensor, out: torch.Tensor) -> None:
-    """Write whole numbers as bytes, or as halves of bytes: the first of a pair is the lower half; an odd one has a 0.
+def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
+    """Write whole numbers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
 
-    :param numbers: fp32, 1-D, whole numbers from ``-(2**(bits - 1) - 1)`` to ``2**(bits - 1) - 1``.
+    In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
+    is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
+
+    :param numbers: fp32, 1-D, whole numbers from ``-(2**(bits - 1) - 1)`` to ``2**(bits - 1) - 1``; overwritten.
     :param bits: 8 or 4.
-    :param scratch: Of :func:`scratch_for`; its second row is overwritten.
+    :param block: Values in a block.
     :param out: uint8, ``ceil(numbers * bits / 8)`` bytes, at any offset.
     """
     if bits == 8:
         out.view(torch.int8).copy_(numbers)
         return
-    # Two neighbours are one little-endian word: contiguous operations are several times faster than strided ones.
-    words, upper = scratch[1].view(torch.int16).view(2, -1)[:, : out.numel()]
-    pairs = words.view(torch.int8)
-    pairs[: numbers.numel()].copy_(numbers)
-    pairs[numbers.numel() :].zero_()
-    torch.bitwise_right_shift(words, 4, out=upper).bitwise_and_(0xF0)
-    out.copy_(words.bitwise_and_(0x0F).bitwise_or_(upper))
+    for data, first, second in _pairs(out.view(torch.int8), numbers, block):
+        first[:, : second.shape[1]].add_(second, alpha=16)
+        data.copy_(first)
 
 
-def unpack(data: torch.Tensor, bits: int, scratch: torch.Tensor, out: torch.Tensor) -> None:
+def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
     """Read what :func:`pack` wrote.
 
     :param data: uint8, 1-D, at any offset.
     :param bits: 8 or 4.
-    :param scratch: Of :func:`scratch_for`; its second row is overwritten.
-    :param out: fp32, 1-D: the whole numbers; with 4 bits, 16 times them (the upper halves of bytes, as they come).
+    :param block: Values in a block.
+    :param out: fp32, 1-D: the whole numbers.
     """
     if bits == 8:
         out.copy_(data.view(torch.int8))
         return
-    words, lower = scratch[1].view(torch.int16).view(2, -1)[:, : data.numel()]
-    words.copy_(data)
-    torch.bitwise_left_shift(words, 4, out=lower)
-    words.bitwise_left_shift_(8).bitwise_or_(lower).bitwise_and_(0xF0F0 - 2**16)
-    out.copy_(words.view(torch.int8)[: out.numel()])
+    for both, first, second in _pairs(data.view(torch.int8), out, block):
+        first.copy_(both)
+        # The first number is less than half of 16, so rounding finds the second.
+        torch.mul(first[:, : second.shape[1]], 1 / 16, out=second).round_()
+        first[:, : second.shape[1]].sub_(second, alpha=16)
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -233,3 +232,17 @@ def _blocks(flat: torch.Tensor, each: torch.Tensor, block: int) -> Iterator[tupl
         yield flat[: whole * block].view(whole, block), each[:whole].unsqueeze(1)
     if flat.numel() > whole * block:
         yield flat[whole * block :].unsqueeze(0), each[whole:].unsqueeze(1)
+
+
+def _pairs(
+    data: torch.Tensor, numbers: torch.Tensor, block: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
+    pairs, left = divmod(numbers.numel(), 2 * block)
+    whole, middle = pairs * block, (left + 1) // 2
+    if whole:
+        rows = numbers[: 2 * whole].view(pairs, 2, block)
+        yield data[:whole].view(pairs, block), rows[:, 0], rows[:, 1]
+    if data.numel() > whole:
+        rest = numbers[2 * whole :].unsqueeze(0)
+        yield data[whole:].unsqueeze(0), rest[:, :middle], rest[:, middle:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,10 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
-__all__ = ["Place", "Routes", "communication_device", "make_place", "routes_of"]
+__all__ = ["Move", "Place", "Routes", "communication_device", "make_place", "routes_of", "start_moves"]
+
+Move: TypeAlias = tuple[Callable[..., "dist.Work | None"], torch.Tensor, int]
+"""``dist.isend`` or ``dist.irecv``, what it moves, and the rank of the world at the other end."""
 
 ROUND_KINDS = ("federation", "replica", "federated")
 """Kinds of groups that a round uses."""
@@ -170,3 +174,19 @@ def _recorded(
         return made[-1]
 
     return create
+
+
+def start_moves(moves: Sequence[Move], group: dist.ProcessGroup | None, tag: int) -> list[dist.Work]:
+    """Start sending to some ranks and receiving from some; local, its peers do the same.
+
+    :param moves: What to start, in this order.
+    :param group: The group that both ends belong to; by default the world.
+    :param tag: Tells these messages from others on the group.
+    :return: What to wait for.
+    """
+    if not moves:
+        return []
+    if moves[0][1].device.type != "cpu":  # NCCL matches by order alone, so both directions start at once
+        return dist.batch_isend_irecv([dist.P2POp(*move, group, tag) for move in moves])
+    works = [operation(values, peer, group, tag) for operation, values, peer in moves]
+    return [work for work in works if work is not None]

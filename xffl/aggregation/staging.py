@@ -28,6 +28,8 @@ class Staging:
         self._atomic = atomic
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._packs = Pool(0, device)
+        self._kept: dict[int, torch.Tensor] = {}
+        self._has_room = False
         self._snapshots: dict[int, torch.Tensor] = {}
         self.stages: dict[int, torch.Tensor] = {}
         self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
@@ -39,6 +41,8 @@ class Staging:
         :param keeps_snapshot: Whether that copy outlives the round.
         """
         self.is_snapshot, self.keeps_snapshot, self._is_read_from_stage = is_snapshot, keeps_snapshot, False
+        while self._kept:  # of a round that did not take place
+            self._packs.give(self._kept.popitem()[1])
 
     def make(self, tracks: Sequence[Track], pause_of: dict[int, int]) -> None:
         """Make what a round needs, so that it does not run out of memory on its way.
@@ -58,6 +62,7 @@ class Staging:
                 if self._layout.run_of(bucket, self._device) is None
             ]
             count = min(len(packed), max((pause for _, pause in packed), default=0))
+            self._has_room = count == len(packed)
             self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
     def stage(self, track: Track, bucket: Bucket) -> torch.Tensor:
@@ -76,7 +81,9 @@ class Staging:
             return (stage if run is None else run), stage, None
         if run is not None:
             return run, run, None
-        lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
+        lent = self._kept.get(id(bucket))
+        if lent is None:
+            lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
         values = lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype)
         return values, values, lent
 
@@ -89,6 +96,18 @@ class Staging:
         """Take back what :meth:`own` has lent."""
         if lent is not None:
             self._packs.give(lent)
+
+    def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
+        """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
+        if lent is not None and self._has_room:
+            self._kept[id(bucket)] = lent
+        else:
+            self.give(lent)
+
+    def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket out of the model into the buffer that :meth:`own` has lent, unless it is there already."""
+        if self._kept.pop(id(bucket), None) is None:
+            self._layout.pack(bucket, values)
 
     def read_from_stages(self) -> None:
         """Read values from the stages from now on: something has written there what is to leave this rank."""

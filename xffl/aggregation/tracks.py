@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class Turnout:
         """Return what a cell's values count for, of all."""
         return self.counts[cell] / math.fsum(self.counts)
 
-    @property
+    @cached_property
     def cells(self) -> tuple[int, ...]:
         """The cells that contribute, in order."""
         return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.routes import Move, start_moves
 from xffl.errors import ConfigError, RoundError
 from xffl.topology import Topology
 
@@ -130,9 +131,9 @@ def _swap(
     send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Send to some ranks of the world and receive from some, at the same time."""
-    moves = [dist.P2POp(dist.irecv, values, rank, group, TAG) for rank, values in receive.items()]
-    moves += [dist.P2POp(dist.isend, values, rank, group, TAG) for rank, values in send.items()]
-    for work in dist.batch_isend_irecv(moves) if moves else ():
+    moves: list[Move] = [(dist.irecv, values, rank) for rank, values in receive.items()]
+    moves += [(dist.isend, values, rank) for rank, values in send.items()]
+    for work in start_moves(moves, group, TAG):
         work.wait()
 
 
