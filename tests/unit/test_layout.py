@@ -217,7 +217,7 @@ def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
     with pytest.raises(RuntimeError), journal.phase("vote"):
         raise RuntimeError
     assert journal.phases["vote"] > 0.0  # also where it failed
-    journal.posted()
+    journal.posted(7)
     with journal.phase("combine"):
         sum(range(10**5))
     journal.arrived()

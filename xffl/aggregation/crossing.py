@@ -158,14 +158,17 @@ class Crossing:
 
     def carrier(self, lane: Lane, bucket: Bucket, cell: int | None = None) -> int:
         """Return the rank that carries a bucket for a cell, by default for this rank's."""
-        cell = self._cell if cell is None else cell
+        return self._carriers_of(lane, bucket)[self._cell if cell is None else cell]
+
+    def _carriers_of(self, lane: Lane, bucket: Bucket) -> tuple[int, ...]:
+        """Return the rank that carries a bucket for each cell."""
         # What is taken from one cell is taken from one rank.
         turn = bucket.number % self._turns if lane.rule == "average" else 0
         carriers = self._carriers.get((lane.owners, turn))
         if carriers is None:
             carriers = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(lane.owners))
             self._carriers[lane.owners, turn] = carriers
-        return carriers[cell]
+        return carriers
 
     def is_carrier(self, lane: Lane, bucket: Bucket) -> bool:
         """Tell whether this rank carries a bucket for its cell."""
@@ -364,18 +367,16 @@ class Crossing:
         """Start sending to other cells' carriers of a bucket, and receiving from them."""
         groups, first = self._routes.across, self._routes.first
         group = groups[bucket.number % len(groups)] if groups else None
-        peers = {cell: first + self.carrier(track.lane, bucket, cell) for cell in self._others}
+        carriers = self._carriers_of(track.lane, bucket)
         # What belongs together is matched by hop and order.
-        moves: list[Move] = [
-            (operation, values.view(torch.uint8), peers[cell])
-            for operation, by_cell in ((dist.irecv, receive), (dist.isend, send))
-            for cell, values in by_cell.items()
-            if values.numel()
-        ]
+        moves: list[Move] = []
+        for operation, by_cell in ((dist.irecv, receive), (dist.isend, send)):
+            for cell, values in by_cell.items():
+                if values.numel():
+                    moves.append((operation, values.view(torch.uint8), first + carriers[cell]))
         if not moves:
             return []
-        self._journal.bytes_across += sum(values.nbytes for values in send.values())
-        self._journal.posted()
+        self._journal.posted(sum(values.nbytes for values in send.values()) if send else 0)
         with span("post"):
             return start_moves(moves, group, TAG + hop)
 

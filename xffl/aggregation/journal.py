@@ -43,9 +43,14 @@ class Journal:
             return 0.0
         return max(0.0, self._last_arrival - self._first_post - self.phases.get("across", 0.0))
 
-    def posted(self) -> None:
-        """Note that something has been given to the slow link."""
-        self._first_post = min(self._first_post, time.perf_counter())
+    def posted(self, nbytes: int) -> None:
+        """Note that something has been given to the slow link, or asked for.
+
+        :param nbytes: Bytes that leave.
+        """
+        self.bytes_across += nbytes
+        if self._first_post == math.inf:
+            self._first_post = time.perf_counter()
 
     def arrived(self) -> None:
         """Note that something has come over the slow link."""
@@ -70,13 +75,15 @@ class _Phase:
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
-        self._span = span(self._name)
-        self._span.__enter__()
+        self._span = span(self._name) if profiler._is_profiler_enabled else None
+        if self._span is not None:
+            self._span.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._span.__exit__(kind, error, trace)
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
         phases = self._journal.phases
         phases[self._name] = phases.get(self._name, 0.0) + time.perf_counter() - self._start
         if not self._is_noting or not isinstance(error, Exception):
