@@ -36,11 +36,13 @@ def models(draw: st.DrawFn) -> nn.Module:
         shape = draw(st.lists(st.integers(0, 7), max_size=3))
         # Numbers that bf16 holds, so that its codec loses nothing.
         value = torch.randn(shape, generator=generator).bfloat16().to(draw(st.sampled_from(DTYPES)))
-        way = draw(st.sampled_from(["plain", "turned", "gaps"]))
+        way = draw(st.sampled_from(["plain", "turned", "gaps", "column"]))
         if way == "turned" and value.dim() > 1:
             value = value.transpose(0, 1).contiguous().transpose(0, 1)
         elif way == "gaps" and value.dim():
             value = torch.cat([value, value], dim=-1)[..., : value.shape[-1]]
+        elif way == "column" and value.dim():
+            value = torch.stack([value, value], dim=-1)[..., 0]
         model[f"p{index}"] = nn.Parameter(value)
     return model
 

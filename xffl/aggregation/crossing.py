@@ -376,7 +376,7 @@ class Crossing:
                     moves.append((operation, values.view(torch.uint8), first + carriers[cell]))
         if not moves:
             return []
-        self._journal.posted(sum(values.nbytes for values in send.values()) if send else 0)
+        self._journal.posted(sum(values.nbytes for values in send.values()))
         with span("post"):
             return start_moves(moves, group, TAG + hop)
 

@@ -26,7 +26,7 @@ class Places(NamedTuple):
     :param views: The elements, as views that follow each other.
     :param device: The device of all views, if they are 1-D.
     :param run: The only view, if its elements are one run of memory.
-    :param memory: The bytes of each view, for a copy without torch, where they are on the CPU, too, and several.
+    :param memory: The bytes of each view, for a copy without torch, where they are several runs of memory on the CPU.
     """
 
     views: list[torch.Tensor]
@@ -202,10 +202,11 @@ class Layout:
             views = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
             devices = {view.device if view.dim() == 1 else None for view in views}
             device = devices.pop() if len(devices) == 1 else None
-            is_copied = device is not None and device.type == "cpu" and len(views) > 1
-            memory = [*map(_bytes_of, views)] if is_copied else []
-            is_run = device is not None and len(views) == 1 and views[0].is_contiguous()
-            kept = self._of_bucket[id(bucket)] = Places(views, device, views[0] if is_run else None, memory)
+            run, memory = None, []
+            if device is not None and all(view.is_contiguous() for view in views):
+                run = views[0] if len(views) == 1 else None
+                memory = [*map(_bytes_of, views)] if len(views) > 1 and device.type == "cpu" else []
+            kept = self._of_bucket[id(bucket)] = Places(views, device, run, memory)
         return kept
 
     def _views_of_piece(self, piece: Piece) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ LARGEST = 2.0**128 - 2.0**119
 """Where block maxima saturate (0.2 % below the largest fp32), so that a scale that was rounded up never overflows."""
 
 TINY = 2.0**-120
-"""Smallest scale: a normal fp32 even when :func:`unpack` asks for a 16th. Zeros have it, too: no ratio is 0 / 0."""
+"""Smallest scale, a normal fp32. Zeros have it, too: no ratio is 0 / 0."""
 
 SMALLEST_TOP = 2.0**-75
 """Smallest power of two that fp16 scales are relative to: every one of them is then above :data:`TINY`."""
