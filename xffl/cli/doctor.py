@@ -6,18 +6,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.allocation import parse_hosts
-from xffl.cluster.cells import parse_federation
-from xffl.cluster.doctor.by_ssh import MARK, examine_hosts
-from xffl.cluster.doctor.examine import examine
-from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Report
-from xffl.cluster.doctor.side import Request
-from xffl.cluster.environment import requested_federation
 from xffl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xffl.cluster.doctor.findings import Report
+    from xffl.cluster.doctor.side import Request
 
 __all__ = ["build_parser", "run", "tell_home"]
 
@@ -64,6 +62,10 @@ def run(options: Namespace) -> int:
     :return: Exit code: 1 where there is an error.
     :raises ConfigError: if an option cannot be meant.
     """
+    from xffl.cluster.allocation import parse_hosts
+    from xffl.cluster.doctor.by_ssh import examine_hosts
+    from xffl.cluster.doctor.examine import examine
+
     request = _request(options)
     tell = _print_json if options.json else _print
     if options.hosts is None:
@@ -82,6 +84,8 @@ def tell_home(options: Namespace) -> None:
 
     :param options: What :func:`build_parser` parses.
     """
+    from xffl.cluster.doctor.by_ssh import MARK
+    from xffl.cluster.doctor.examine import examine
 
     def tell(report: Report) -> None:
         sys.stdout.write(MARK + json.dumps(report.as_json()) + "\n")
@@ -91,6 +95,10 @@ def tell_home(options: Namespace) -> None:
 
 
 def _request(options: Namespace) -> Request:
+    from xffl.cluster.cells import parse_federation
+    from xffl.cluster.doctor.side import Request
+    from xffl.cluster.environment import requested_federation
+
     needs = frozenset(word.strip() for word in options.need.split(",") if word.strip())
     if unknown := sorted(needs - set(_NEEDS)):
         raise ConfigError(f"--need {', '.join(unknown)} is not known; give some of {','.join(_NEEDS)}")
@@ -116,6 +124,8 @@ def _print_json(report: Report) -> None:
 
 def _print(report: Report) -> None:
     """Print in one write, so that several hosts' reports do not mix."""
+    from xffl.cluster.doctor.findings import ERROR, OK, WARNING
+
     several = len(report.hosts) > 1
     lines = []
     for finding in report.findings:
