@@ -92,6 +92,17 @@ def test_nothing_is_lost_between_packing_and_unpacking(model: nn.Module, bucket_
         assert torch.equal(value, copied), name
 
 
+def test_one_element_of_a_larger_step_is_sent_like_any_other() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.arange(2.0)[1::2])])
+    assert model[0].is_contiguous() and model[0].stride() == (2,)
+    layout, (track,) = prepare(model, 10**6)
+    layout.look_up()
+    run = layout.run_of(track.buckets[0], CPU)
+    assert run is not None
+    run.view(torch.uint8).copy_(torch.tensor([3.0]).view(torch.uint8))
+    assert model[0].item() == 3.0
+
+
 def test_views_follow_a_model_that_is_put_elsewhere() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
     layout, tracks = prepare(model, 10**6)
@@ -119,6 +130,19 @@ def test_views_follow_a_model_that_is_put_elsewhere() -> None:
     weight.data = torch.zeros(6, 6, dtype=torch.float64)
     with pytest.raises(ConfigError, match="'0.weight' was"):
         packed()
+
+
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        (torch.ones(3, dtype=torch.complex64).conj(), "conjugate view"),
+        (torch.ones(3, dtype=torch.complex64).conj().imag, "negated view"),
+        (torch.ones(1).expand(3), "is expanded"),
+    ],
+)
+def test_a_tensor_whose_memory_does_not_hold_its_values_is_refused(value: torch.Tensor, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Manifest(nn.ParameterList([nn.Parameter(value)]))
 
 
 def test_a_run_of_memory_is_sent_from_where_it_lies() -> None:

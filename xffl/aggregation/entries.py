@@ -200,5 +200,7 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_conj():
         raise ConfigError(f"tensor {name!r} is a conjugate view; resolve_conj() it")
+    if tensor.is_neg():  # its memory has the opposite sign
+        raise ConfigError(f"tensor {name!r} is a negated view; resolve_neg() it")
     if policy == "average" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")

@@ -199,7 +199,8 @@ class Layout:
         """Return where a bucket's elements lie in the model."""
         kept = self._of_bucket.get(id(bucket))
         if kept is None:
-            views = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
+            found = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
+            views = [_flat(view) if view.is_contiguous() else view for view in found]
             devices = {view.device if view.dim() == 1 else None for view in views}
             device = devices.pop() if len(devices) == 1 else None
             run, memory = None, []
@@ -226,6 +227,12 @@ def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
     is_whole: list[object] = list(map(torch.Tensor.is_contiguous, local))
     gaps: list[object] = [tensor.stride() for tensor, whole in zip(local, is_whole, strict=True) if not whole]
     return [gaps, is_whole, *(list(map(look, local)) for look in look_at)]
+
+
+def _flat(view: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a contiguous tensor in one dimension, of step 1 even where there is one and no step."""
+    flat = view.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
