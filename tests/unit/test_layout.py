@@ -244,6 +244,8 @@ def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
         raise RuntimeError
     assert journal.phases["vote"] > 0.0  # also where it failed
     journal.posted(7)
+    journal.posted(0)
+    assert journal.bytes_across == 7
     with journal.phase("combine"):
         sum(range(10**5))
     journal.arrived()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.routes import communication_device
+from xffl.aggregation.routes import communication_device, start_moves
 from xffl.cluster.hardware import describe_host
 from xffl.distributed.agreement import agree, ranks_text
 from xffl.distributed.distributed_state import DistributedState
@@ -212,8 +212,7 @@ def _ring(topology: Topology, values: torch.Tensor, calls: int) -> _Probe:
     arrived = torch.empty_like(values)
 
     def exchange() -> None:
-        moves = [dist.P2POp(dist.irecv, arrived, left), dist.P2POp(dist.isend, values, right)]
-        for work in dist.batch_isend_irecv(moves):
+        for work in start_moves([(dist.irecv, arrived, left), (dist.isend, values, right)], None, 0):
             work.wait()
 
     is_across = topology.cell_of(rank) != topology.cell_of(right)
