@@ -1,6 +1,6 @@
 """Measure how much step throughput rounds take away, over a slow link that needs half of the compute time between them.
 
-    sudo python benchmarks/overlap.py [--megabytes 16] [--rate-mbit 200] [--delay-ms 10] [--blocks 5] [--out FILE]
+    sudo python benchmarks/overlap.py [--megabytes 16] [--rate-mbit 200] [--delay-ms 10] [--blocks 7] [--out FILE]
 
 Two cells of two ranks each, a replica of two shards, in network namespaces (tests/cluster/net). A synchronous round is
 timed first, and a step is made a tenth of it, so that 20 steps compute for twice as long as a round takes. Then blocks
@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=10.0, help="the link's delay, one way")
     parser.add_argument("--queue-ms", type=float, default=100.0, help="what its queues hold before they drop packets")
     parser.add_argument("--congestion", help="TCP's congestion control; by default the kernel's choice")
-    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--modes", type=names(MODES), default=MODES, help=f"of {', '.join(MODES)}")
     parser.add_argument(
         "--contenders",
@@ -200,7 +200,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of {', '.join(SCHEDULES)}",
     )
     parser.add_argument("--out", type=Path, help="where to write JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.blocks < 1:
+        parser.error(f"--blocks {options.blocks} is below 1; give 1 or more")
+    return options
 
 
 def main() -> None:

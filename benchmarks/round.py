@@ -6,9 +6,11 @@
     xffl exec --processes 2 --federated 1,1 benchmarks/round.py --memory
 
 Each rank's shard lies flat for the raw all-reduce, over the ranks that exchange that shard in a round (with ``--plain``
-all of the model, over the world); the groups work at once. The contenders are interleaved, a sample counts for the rank
-that took longest, and the figure of merit is the ratio of medians. ``--memory`` measures instead how far the resident
-memory rises above what a rank had before its aggregator was made, in a process of its own for each kind of round.
+all of the model, over the world); the groups work at once. Between two cells ``messages alone`` is the least that a
+round over torch's messages can take: those of a round, a look at the values before and a mean after. The contenders
+are interleaved, a sample counts for the rank that took longest, and the figure of merit is the ratio of medians.
+``--memory`` measures instead how far the resident memory rises above what a rank had before its aggregator was made,
+in a process of its own for each kind of round.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +40,8 @@ from xffl.cluster.hardware import resident_bytes
 
 KINDS = {"atomic": True, "in-place": False}
 MIB = 2**20
+LARGEST_TINY = 640
+"""Elements of what counts as a tiny tensor."""
 
 
 class Tensors(nn.Module):
@@ -81,6 +86,48 @@ def local_parts(model: nn.Module) -> list[torch.Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters]
 
 
+class Messages:
+    """Swap halves of large tensors with one peer, take the mean, and swap the means: a round without all else."""
+
+    DEPTH = 8
+
+    def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self.peer = group, dist.get_global_rank(group, 1 - dist.get_rank(group))
+        halves = [part.reshape(-1).tensor_split(2) for part in parts]
+        # Of each tensor this rank's half, and that of the other, which is sent first.
+        self.halves = [pair[:: 1 - 2 * dist.get_rank(group)] for pair in halves]
+        self.buffers = [torch.zeros(max(len(pair[0]) for pair in halves)) for _ in range(self.DEPTH + 1)]
+
+    def __call__(self) -> None:
+        torch.stack([half.dot(half) for pair in self.halves for half in pair]).tolist()
+        first, second = deque[list[dist.Work]](), deque[list[dist.Work]]()
+        for number in range(len(self.halves) + 2 * self.DEPTH):
+            if number < len(self.halves):
+                mine, other = self.halves[number]
+                first.append(self.swap(other, self.arriving(number, mine), 1))
+            if number >= self.DEPTH and first:
+                self.wait(first.popleft())
+                mine, other = self.halves[number - self.DEPTH]
+                torch.lerp(self.arriving(number - self.DEPTH, mine), mine, 0.5, out=mine)
+                second.append(self.swap(mine, other, 2))
+            if number >= 2 * self.DEPTH and second:
+                self.wait(second.popleft())
+
+    def arriving(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        return self.buffers[number % len(self.buffers)][: len(like)]
+
+    def swap(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
+        works = [
+            dist.irecv(arriving, self.peer, self.group, tag),
+            dist.isend(leaving, self.peer, self.group, tag),
+        ]
+        return [work for work in works if work is not None]
+
+    def wait(self, works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+
 class Drift:
     """Change the parameters a little before a round, so that a codec has something to write."""
 
@@ -98,6 +145,8 @@ def contenders(
     options: argparse.Namespace, state: xffl.DistributedState
 ) -> tuple[dict[str, Callable[[], object]], Callable[[], None], int]:
     """Make what is timed, the raw all-reduce first; also what precedes each sample, and the bytes of the raw one."""
+    if state.topology.cells == 1:
+        raise SystemExit("nothing crosses in one cell; start two or more, as with: xffl exec --federated 1,1")
     model = build(options, state)
     parts = local_parts(model)
     flat = torch.cat([part.reshape(-1) for part in parts]).zero_()
@@ -116,6 +165,9 @@ def contenders(
 
     asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
     calls: dict[str, Callable[[], object]] = {"raw all-reduce": raw, "by parameter": by_parameter}
+    large = [part for part in parts if part.numel() > LARGEST_TINY]
+    if state.topology.cells == 2 and not options.plain and large:
+        calls["messages alone"] = Messages(large, group) if is_in else lambda: None
     for kind, atomic in KINDS.items():
         calls[f"round, {kind}"] = xffl.Aggregator(model, state, atomic=atomic, **asked).aggregate
     return calls, Drift(model) if options.codec != "none" else lambda: None, flat.nbytes
@@ -169,7 +221,17 @@ def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
         rise = torch.tensor([resident_bytes("VmHWM") - before, shard])
         dist.all_reduce(rise, op=dist.ReduceOp.MAX)
         found = {**circumstances(options, state), "peak_bytes": int(rise[0]), "shard_bytes": int(rise[1])}
-        return found if state.rank == 0 else None
+        if state.rank != 0:
+            return None
+        if options.out != "-":
+            show_memory(options.memory, found)
+        return found
+
+
+def show_memory(kind: str, found: dict[str, Any]) -> None:
+    rise, shard = found["peak_bytes"] / MIB, found["shard_bytes"] / MIB
+    over = rise - shard * KINDS[kind]
+    print(f"round, {kind:9s} {rise:8.1f} MiB above {shard:.1f} MiB of shard; without its copy {over:8.1f} MiB")
 
 
 def weigh_each(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -180,9 +242,7 @@ def weigh_each(options: argparse.Namespace) -> dict[str, Any] | None:
         told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         if told:  # rank 0
             found[kind] = json.loads(told)
-            rise, shard = found[kind]["peak_bytes"] / MIB, found[kind]["shard_bytes"] / MIB
-            over = rise - shard * KINDS[kind]
-            print(f"round, {kind:9s} {rise:8.1f} MiB above {shard:.1f} MiB of shard; without its copy {over:8.1f} MiB")
+            show_memory(kind, found[kind])
     return {"memory": found} if found else None
 
 
@@ -212,6 +272,8 @@ def main() -> None:
     parser.add_argument("--memory", nargs="?", const="each", choices=("each", *KINDS), help="measure memory, not time")
     parser.add_argument("--out", help="write JSON there; - prints it")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats} is below 1; give 1 or more")
     if options.memory is None:
         record = time_all(options)
     else:

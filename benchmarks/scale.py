@@ -39,7 +39,7 @@ CELLS = 4
 HOME = Link(400.0, 5e-6)
 TFLOPS, MFU = 1000.0, 0.4
 MEMORY_GBPS = 8000.0
-BUCKET, IN_FLIGHT = 64 * 2**20, 4
+BUCKET = 64 * 2**20
 FRAGMENTS, DELAY = 4, 5
 LOW, HIGH = 0.1, 400.0
 """Gbit/s."""
@@ -50,6 +50,7 @@ WAN_ROUNDS: dict[str, dict[str, Any]] = {
     "round": {},
     "one_replica": {},
     "in_place": {"atomic": False},
+    "two_hop": {"form": "two_hop"},
     "rails": {"rails": True},
     "bf16": {"codec_ratio": codec_ratio("bf16")},
     "int8": {"codec_ratio": codec_ratio("int8")},
@@ -71,7 +72,7 @@ def forecasts(every: int, latency_s: float, points: int) -> Iterator[dict[str, A
         for point in range(points):
             rate = LOW * (HIGH / LOW) ** (point / max(1, points - 1))
             common = {"parameters": parameters, "link": Link(rate, latency_s), "home": HOME, "step_s": step_s}
-            rounds = dict(common, backend="nccl", bucket_bytes=BUCKET, in_flight=IN_FLIGHT, memory_gbps=MEMORY_GBPS)
+            rounds = dict(common, backend="nccl", bucket_bytes=BUCKET, memory_gbps=MEMORY_GBPS)
             found: dict[str, Any] = {
                 f"round every {every} steps, int4": forecast_round(
                     topology, **rounds, every=every, codec_ratio=codec_ratio("int4")
@@ -115,8 +116,8 @@ def stated(every: int, latency_s: float) -> list[str]:
             f"{step_seconds(parameters, gpus, tokens):.3g} s"
             for parameters, gpus, replica, tokens in MODELS
         ),
-        f"rounds: two-hop, nccl, fp32 parameters, one round every {every} steps, {IN_FLIGHT} buckets of "
-        f"{BUCKET // 2**20} MiB in flight, memory passed over at {MEMORY_GBPS:g} Gbit/s",
+        f"rounds: two-hop, nccl, fp32 parameters, one round every {every} steps, buckets of "
+        f"{BUCKET // 2**20} MiB, memory passed over at {MEMORY_GBPS:g} Gbit/s",
         f"fragments: one of {FRAGMENTS} every {every // FRAGMENTS} steps, merged {DELAY} steps later",
     ]
     return [*lines, *ASSUMPTIONS]
@@ -202,7 +203,12 @@ def compare(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def validate(options: argparse.Namespace) -> None:
     """Print forecasts beside measurements."""
-    record = json.loads(options.validate.read_text())
+    try:
+        record = json.loads(options.validate.read_text())
+    except (OSError, ValueError) as wrong:
+        raise SystemExit(f"{options.validate} cannot be read as JSON: {wrong}; give a file of wan.py --out") from wrong
+    if not isinstance(record, dict) or record.get("benchmark") != "wan":
+        raise SystemExit(f"{options.validate} is no record of wan.py; give a file of wan.py --out")
     link = record["link"]
     print(f"{record['date']}, {record['machine']}, {link['rate_mbit']:g} Mbit/s, {link['delay_ms']:g} ms one way")
     print(f"{'':14s} {'measured':>9s} {'forecast':>9s} {'ratio':>6s}")
@@ -218,6 +224,9 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=41, help="rates to forecast for")
     parser.add_argument("--validate", type=Path, metavar="FILE", help="a JSON file of wan.py to compare with instead")
     options = parser.parse_args()
+    for name, least in (("every", FRAGMENTS), ("points", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)} is below {least}; give {least} or more")
     if options.validate:
         validate(options)
     else:

@@ -316,7 +316,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--contenders", type=names, default=DEFAULT_CONTENDERS, help=f"of {', '.join(known)}")
     parser.add_argument("--out", type=Path, help="where to write JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats} is below 1; give 1 or more")
+    return options
 
 
 def stop(number: int, frame: object) -> NoReturn:

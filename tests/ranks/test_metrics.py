@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,11 +376,15 @@ def train(trainer: Any, first: int, last: int, saved_at: int = -1) -> dict[str, 
             saved = trainer.own_parts()["records"].state_dict()
             json.dumps(saved)
         if step % 5 == 0:
-            report = RoundReport(step // 5, (1.0, 2.0), 100 + rank, 10 * rank, 0.5, phases={"vote": 0.1})
-            trainer.log_round(report, divergence={"l2": math.inf} if step == 5 else None)
+            trainer.log_round(report_of(step // 5, rank), divergence={"l2": math.inf} if step == 5 else None)
             trainer.log_metrics({"val/loss": step / 7}, over="federation")
             trainer.log_text("note", f"step {step}")
     return saved
+
+
+def report_of(number: int, rank: int) -> RoundReport:
+    told: dict[str, Any] = {"phases": {"vote": 0.1}, "nonfinite": {1: ("w",)}, "shares": (0.25, 0.75)}
+    return RoundReport(number, (1.0, 2.0), 100 + rank, 10 * rank, 0.5, is_skipped=number == 1, **told)
 
 
 def seeded(step: int, rank: int) -> torch.Generator:
@@ -409,8 +414,7 @@ def records(rank: int, world_size: int, path: str) -> None:
     trainer.own_parts()["records"].load_state_dict(json.loads(json.dumps(saved)))
     trainer.global_step, trainer.samples = 10, 160
     trainer.on_resumed()
-    report = RoundReport(2, (1.0, 2.0), 100 + rank, 10 * rank, 0.5, phases={"vote": 0.1})
-    trainer.log_round(report)
+    trainer.log_round(report_of(2, rank))
     trainer.log_metrics({"val/loss": 10 / 7}, over="federation")
     trainer.log_text("note", "step 10")
     train(trainer, 11, 14)
@@ -445,8 +449,22 @@ def check_records(run: Path) -> None:
     assert first_round["divergence"] == {"l2": "Infinity"} and "divergence" not in second
     assert set(second) == {
         *("time", "step", "epoch", "round", "weights", "bytes_across", "bytes_home", "seconds", "phases", "hidden"),
-        *("dropped", "update_norms", "fragment", "steps", "step_seconds", "codec_error"),
+        *(
+            "dropped",
+            "update_norms",
+            "fragment",
+            "steps",
+            "step_seconds",
+            "codec_error",
+            "nonfinite",
+            "shares",
+            "scale",
+        ),
+        *("is_skipped", "is_last"),
     }
+    assert set(second) == {"time", "step", "epoch"} | {one.name for one in fields(RoundReport)}
+    assert (second["nonfinite"], second["shares"], second["scale"]) == ({"1": ["w"]}, [0.25, 0.75], 1.0)
+    assert first_round["is_skipped"] is True and second["is_skipped"] is False
     assert read(run / "rounds/cell_1.jsonl")[0]["bytes_across"] == 102
     assert curve(run / "metrics/federation.jsonl") == [(5, {"val/loss": 5 / 7}), (10, {"val/loss": 10 / 7})]
     assert read(run / "metrics/cell_0.jsonl")[-1]["samples"] == 12 * 16

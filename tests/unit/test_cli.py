@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from xffl.cli.main import main
 from xffl.cluster.failure import FailureRecord, first_failure, note_failure, record_failure
 from xffl.errors import RoundError, TopologyError
 
+ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -44,7 +46,7 @@ SIMULATE = "plan --simulate --federated 4,4 --hsdp 2 --params 8e9 --link-gbps 10
 
 
 def test_plan_forecasts_without_torch() -> None:
-    ran = xffl(*SIMULATE.split(), "--bucket-mib", "64", "--in-flight", "4", "--codec", "int8", "--backend", "nccl")
+    ran = xffl(*SIMULATE.split(), "--bucket-mib", "64", "--codec", "int8", "--backend", "nccl")
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert ["takes", "6.959", "s", "(all-gather,", "codec", "int8),", "of", "which"] in lines
@@ -54,7 +56,31 @@ def test_plan_forecasts_without_torch() -> None:
 
 
 def test_plan_says_when_the_slow_link_waits_for_buckets() -> None:
-    assert "--in-flight" in xffl(*SIMULATE.split(), "--bucket-mib", "1").stdout
+    assert "--bucket-mib" not in xffl(*SIMULATE.split()).stdout
+    assert "--bucket-mib" in xffl(*SIMULATE.split(), "--bucket-mib", "0.5", "--link-ms", "50").stdout
+
+
+def test_the_forecasts_of_the_page_on_rounds_are_those_of_its_commands() -> None:
+    page = (ROOT / "docs/round.rst").read_text()
+    section = page[page.index("says what a round costs before a job is queued") :]
+    block = re.search(r"^   xffl (plan .*)$", section, re.MULTILINE)
+    assert block is not None
+    told = xffl(*block[1].split()).stdout
+    shown = re.search(r"::\n\n((?:   .*\n)+)", section[block.end() :])
+    assert shown is not None and textwrap.dedent(shown[1]) in told
+    racks, link = (f"plan {' '.join(words.split())}" for words in re.findall(r"``(--federated [^`]+)``", section))
+    bases = {"two facilities": block[1], "four racks": racks, "long fast link": link}
+    rows = re.findall(r"   \* - (.+)\n     - (.+ m?s)\n     - (.+ m?s)\n     - (.+ %)\n", section)
+    assert len(rows) == 7
+    base = ""
+    for name, *numbers in rows:
+        base = bases.get(name, base)
+        more = name.removeprefix("... ").strip("`").split() if name.startswith("...") else []
+        told = xffl(*base.split(), *more).stdout
+        found = [
+            re.search(rf"^  {word} +([0-9.]+ [ms%]+)", told, re.MULTILINE) for word in ("takes", "exposes", "training")
+        ]
+        assert [one and one[1] for one in found] == numbers, name
 
 
 def test_plan_forecasts_as_json() -> None:

@@ -57,9 +57,8 @@ SETTINGS = st.fixed_dictionaries(
         "rails": st.booleans(),
         "own_links": st.booleans(),
         "atomic": st.booleans(),
-        "codec_ratio": st.sampled_from([1.0, 0.5, 0.26, 0.13]),
+        "codec_ratio": st.sampled_from([None, 1.0, 0.5, 0.26, 0.13]),
         "bucket_bytes": st.sampled_from([2**16, 2**22, 2**26]),
-        "in_flight": st.none() | st.integers(1, 16),
         "fragments": st.integers(1, 4),
         "backend": st.sampled_from(["gloo", "nccl"]),
     }
@@ -159,8 +158,9 @@ def test_phases_add_up_and_bytes_are_those_of_the_traffic(topology: Topology, op
     assert 0 < told.utilization <= 1
     traffic = round_traffic(topology, 1e9 / options["fragments"])
     form = traffic[told.form]
-    assert told.bytes_across_per_cell == pytest.approx(form["bytes_per_cell"] * options["codec_ratio"])
-    assert told.bytes_across == pytest.approx(form["bytes_total"] * options["codec_ratio"])
+    ratio = 1.0 if options["codec_ratio"] is None else options["codec_ratio"]
+    assert told.bytes_across_per_cell == pytest.approx(form["bytes_per_cell"] * ratio)
+    assert told.bytes_across == pytest.approx(form["bytes_total"] * ratio)
     assert told.bytes_home == pytest.approx(traffic["home_bytes_total"])
     if topology.cells > 1 and not options["own_links"]:
         assert told.phases["across"] == pytest.approx(told.bytes_across_per_cell * 8 / 10e9)
@@ -181,7 +181,7 @@ def test_more_is_never_faster(topology: Topology, options: dict[str, Any], facto
     farther = forecast(topology, **{**options, "link": Link(rate, latency * factor)})
     larger = forecast(topology, **{**options, "parameters": 1e9 * factor})
     is_gloo = options["backend"] == "gloo"
-    for more, slack in ((slower, 0.01), (larger, 0.01), (farther, 0.15)):
+    for more, slack in ((slower, 0.01), (larger, 0.01), (farther, 0.01)):
         assert more.seconds >= told.seconds * (1 - (slack if is_gloo else 1e-9))
 
 
@@ -192,6 +192,10 @@ def test_auto_takes_the_form_that_the_exchange_takes(cells: int, parameters: flo
     assert told.form == ("two_hop" if cells > 1 and parameters > 1e3 else "all_gather")
     coded = forecast(Topology(4 * cells, 4, 2), parameters=parameters, codec_ratio=0.5)
     assert coded.form == ("two_hop" if cells > 2 and parameters > 1e3 else "all_gather")
+    # bf16 for a model in bf16: as many bytes, but codes, which two hops would write twice.
+    same = forecast(Topology(4 * cells, 4, 2), parameters=parameters, codec_ratio=1.0)
+    assert same.form == coded.form
+    assert cells == 1 or same.busy["processor"] > told.busy["processor"]
 
 
 def test_rails_multiply_bandwidth_only_where_every_sender_has_a_link() -> None:
@@ -221,7 +225,7 @@ def test_the_slowest_size_of_cell_counts() -> None:
 
 def test_thousands_of_ranks_take_no_time() -> None:
     start = time.process_time()
-    told = forecast(Topology(8192, 8, 8), parameters=100e9, bucket_bytes=2**16, in_flight=8)
+    told = forecast(Topology(8192, 8, 8), parameters=100e9, bucket_bytes=2**16)
     assert time.process_time() - start < 1
     assert told.form == "two_hop" and told.buckets > 500_000
 

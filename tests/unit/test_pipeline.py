@@ -72,12 +72,20 @@ def test_words_sent_ahead_leave_the_link_no_pause(in_flight: int, ahead: int) ->
     assert follow(slow, 300.0, Pace(in_flight, ahead)).end == pytest.approx(1.0 + 300 * 5.0 + 1.0)
 
 
-def test_words_sent_ahead_help_the_first_hop_only() -> None:
-    """A second hop is asked for when it is sent: its word, behind the data of first hops, costs what it did."""
-    one, two = (stages(hops=(5.0,) * hops, combine=(0.0,) * hops, latency=1.0, is_asked=True) for hops in (1, 2))
-    pace = Pace(2, 2)
-    assert follow(one, 3000.0, pace).end == pytest.approx(3000 * 5.0, rel=0.01)
-    assert follow(two, 3000.0, pace).end > 3000 * 10.0 * 1.02
+def test_a_second_hop_holds_up_nothing_while_it_waits_for_its_word() -> None:
+    """Its word is sent no sooner than its data; first hops that have been heard of keep the link busy meanwhile."""
+    two = stages(hops=(5.0, 5.0), combine=(0.0, 0.0), latency=1.0, is_asked=True)
+    assert follow(two, 300.0, Pace(2, 2)).end == pytest.approx(300 * 10.0, rel=0.01)
+    # A link that is short and far is idle until word and data of the second hop have travelled.
+    far = two._replace(hops=(1.0, 1.0), latency=100.0)
+    assert follow(far, 300.0, Pace(1, 2)).end == pytest.approx(300 * 201.0, rel=0.02)
+
+
+@pytest.mark.parametrize("in_flight", [4, 16])
+def test_two_hops_fill_a_link_whose_latency_is_less_than_what_is_under_way(in_flight: int) -> None:
+    two = stages(hops=(1.0, 1.0), combine=(0.1, 0.1), latency=in_flight / 4, is_asked=True)
+    course = follow(two, 1000.0, Pace(in_flight, in_flight // 2, 2))
+    assert course.last - course.first == pytest.approx(2000.0, rel=0.01)
 
 
 def test_words_alone_cost_a_round_trip_for_each_bucket() -> None:

@@ -536,6 +536,14 @@ def test_many_cells_are_drawn_in_part(tmp_path: Path) -> None:
     assert "The first 16 of the 70 cells" in page.text and totals(read_run(tmp_path)).rounds == 1
 
 
+def test_rounds_in_which_nothing_moved_do_not_count(tmp_path: Path) -> None:
+    skipped = round_line(2, 4, 3.0, 0.01, is_skipped=True)  # the next one, which takes place, has its number
+    told = (
+        round_line(1, 2, 2.0, 0.5) + skipped + round_line(2, 6, 4.0, 0.5) + round_line(3, 8, 5.0, 0.01, is_skipped=True)
+    )
+    assert totals(read_run(write(tmp_path, {"rounds/cell_0.jsonl": told}))).rounds == 2
+
+
 def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "runs" / "demo", {"metrics/x": ""})
     (tmp_path / "project").mkdir()

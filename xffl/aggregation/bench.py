@@ -34,7 +34,7 @@ SMALL_BYTES = 8
 """Payload of the probes that measure latency."""
 SMALL_CALLS = 20
 """Exchanges of such a payload in one sample: the time of one is near that of a barrier."""
-CODECS = ("bf16", "int8", "int4")
+CODECS = ("bf16", "fp16", "int8", "int4", "topk:0.01")
 BLOCKS = 6
 """Blocks that the model has if its width comes out even."""
 DRIFT = 1e-3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ class Layout:
         self._views: list[torch.Tensor] = []
         # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
         self._of_bucket: dict[int, Places] = {}
+        self._cuts: dict[int, tuple[int, list[memoryview]]] = {}
 
     def name(self, item: int) -> str:
         """Return a tensor's name.
@@ -119,6 +121,7 @@ class Layout:
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
         self._tensors, self._found = tensors, _places(self._moving)
         self._of_bucket.clear()
+        self._cuts.clear()
 
     def _check_apart(self, views: Sequence[torch.Tensor]) -> None:
         """Raise where the memory of two tensors overlaps."""
@@ -153,11 +156,7 @@ class Layout:
         """
         views, device, _, memory = self._places_of(bucket)
         if memory and into.device == device:
-            whole, start = _bytes_of(into), 0
-            for part in memory:  # a fraction of what torch needs for a tensor
-                stop = start + part.nbytes
-                whole[start:stop] = part
-                start = stop
+            _copy(memory, self._cut(bucket, into, memory))
         elif into.device == device:
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
         else:
@@ -175,11 +174,7 @@ class Layout:
             if views[0].data_ptr() != values.data_ptr():
                 views[0].copy_(values)
         elif memory and values.device == device:
-            whole, start = _bytes_of(values), 0
-            for part in memory:
-                stop = start + part.nbytes
-                part[:] = whole[start:stop]
-                start = stop
+            _copy(self._cut(bucket, values, memory), memory)
             increment_version(views)  # so that autograd still finds out about what was saved for a backward pass
         elif values.device == device:
             torch.split_with_sizes_copy(values, [view.numel() for view in views], out=views)
@@ -194,6 +189,15 @@ class Layout:
         :return: Their places in the plan.
         """
         return [piece.item for piece in bucket.pieces if not all(map(_is_finite, self._views_of_piece(piece)))]
+
+    def _cut(self, bucket: Bucket, buffer: torch.Tensor, like: Sequence[memoryview]) -> list[memoryview]:
+        """Return a buffer's bytes view by view; kept, since a bucket is often packed into the same buffer."""
+        kept = self._cuts.get(id(bucket))
+        if kept is None or kept[0] != buffer.data_ptr():
+            whole, ends = _bytes_of(buffer), itertools.accumulate(part.nbytes for part in like)
+            parts = [whole[end - part.nbytes : end] for part, end in zip(like, ends, strict=True)]
+            kept = self._cuts[id(bucket)] = (buffer.data_ptr(), parts)
+        return kept[1]
 
     def _places_of(self, bucket: Bucket) -> Places:
         """Return where a bucket's elements lie in the model."""
@@ -238,6 +242,12 @@ def _flat(view: torch.Tensor) -> torch.Tensor:
 def _bytes_of(values: torch.Tensor) -> memoryview:
     """Return the bytes of a flat tensor on the CPU, to be read and written."""
     return values.view(torch.uint8).numpy().data
+
+
+def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    """Copy memory run by run, without a step of Python or a call into torch for each."""
+    write: Callable[[memoryview, slice, memoryview], None] = operator.setitem
+    collections.deque(map(write, targets, itertools.repeat(slice(None)), sources), maxlen=0)
 
 
 def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 __all__ = ["Pool", "aligned", "rows_of"]
@@ -20,7 +22,7 @@ class Pool:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
         self._device = device
-        self._free: list[torch.Tensor] = []
+        self._free: deque[torch.Tensor] = deque()
 
     def reserve(self, count: int, nbytes: int = 0) -> None:
         """Make as many buffers of at least ``nbytes`` as will be lent at a time, where all are here."""
@@ -34,7 +36,7 @@ class Pool:
             self._nbytes = nbytes
             self._free.clear()
         if self._free:
-            return self._free.pop()
+            return self._free.popleft()  # in turn, so that a round uses each for what the round before did
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
         with torch.inference_mode(False):
             return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)

@@ -38,7 +38,6 @@ _NUMBERS = (
 )
 _COUNTS = (
     ("every", "local steps between two rounds"),
-    ("in_flight", "buckets under way in each hop (default: as a round has)"),
     ("fragments", "parts of the model, exchanged in turn (default: 1)"),
     ("delay", "local steps that go on while a round is under way (default: 0)"),
 )
@@ -168,7 +167,7 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
     from xffl.report import Link, codec_ratio, forecast_data_parallel, forecast_round
     from xffl.report.forecast import ASSUMPTIONS
 
-    asked = {name: options[name] for name in ("in_flight", "fragments", "delay", "form", "backend", "memory_gbps")}
+    asked = {name: options[name] for name in ("fragments", "delay", "form", "backend", "memory_gbps")}
     asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
     codec = options.codec or "none"
     common = {
@@ -188,7 +187,7 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
         every=options.every,
         rails=options.rails,
         atomic=not options.in_place,
-        codec_ratio=codec_ratio(codec, options.bytes_per_param),
+        codec_ratio=None if codec == "none" else codec_ratio(codec, options.bytes_per_param),
         **{name: value for name, value in asked.items() if value is not None},
     )
     return {
@@ -266,8 +265,9 @@ def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
     lines.append(f"  exposes     {_seconds(round_['exposed'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
     if round_["phases"]["stall"] > 0.05 * round_["phases"]["across"]:
-        lines.append("  The slow link waits for buckets: more of them, or larger ones, would fill it (--in-flight,")
-        lines.append("  --bucket-mib).")
+        lines.append(
+            "  The slow link waits for buckets: larger ones would fill it (--bucket-mib, Aggregator's bucket_bytes)."
+        )
     lines.append("Data parallelism over all ranks instead, gradients in every step:")
     sent = in_bytes(plain["bytes_across_per_cell"])
     lines.append(f"  exposes     {_seconds(plain['exposed'])} of {_seconds(plain['seconds'])}; each cell sends {sent}")

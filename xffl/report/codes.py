@@ -39,7 +39,9 @@ def codec_bytes(codec: str, numel: int) -> int:
         # fp16 scales have an fp32 number in front that all of them are relative to.
         head = 4 * scales if _width(codec, options.get("scale", "fp16")) == 4 or not numel else 4 + 2 * scales
         return head + -(-numel * BITS[kind] // 8)
-    if kind == "topk" and parts:
+    if kind == "topk" and not parts:
+        raise ConfigError(f"codec {codec!r} lacks its density, the share of values that it sends; give topk:0.01")
+    if kind == "topk":
         try:
             density = Fraction(repr(float(parts[0])))
         except (ValueError, OverflowError):

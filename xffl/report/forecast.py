@@ -30,6 +30,8 @@ BALLOT_BYTES = 120
 """A vote gathers eleven 64-bit floats of every rank."""
 CODING = 4
 """Passes over values that writing or reading a code is worth."""
+ROUNDING = 1e-9
+"""Share of the time in which the link is busy below which a pause is one of arithmetic."""
 BACKWARD_SHARE = 2 / 3
 """Share of a step that its backward pass takes."""
 
@@ -37,8 +39,8 @@ ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
     "a cell's slow link is full-duplex and shared evenly by those who send, unless each has its own",
     "gloo: a bucket crosses once its receiver has said that it is ready, a word that queues behind the receiver's own "
-    "data; it is sent some buckets ahead, in the second of two hops with the bucket; nccl: a bucket is pushed at once, "
-    "four at a time",
+    "data; it is sent some buckets ahead, in the second of two hops with the bucket while others cross; nccl: a bucket "
+    "is pushed at once, four at a time",
     "at home one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
     "cell's value is read once; all of it at the memory's rate, and coding at a quarter of it",
@@ -109,9 +111,8 @@ class _Way:
     memory: Link
     rails: bool
     own_links: bool
-    codec_ratio: float
+    codec_ratio: float | None
     bucket_bytes: int
-    in_flight: int | None
     atomic: bool
     is_asked: bool
 
@@ -120,12 +121,16 @@ class _Way:
         """How often a shard leaves its cell."""
         return self.cells - 1 if self.form == "all_gather" else 2 * (self.cells - 1) / self.cells
 
+    def crossing(self, nbytes: float) -> float:
+        """Return the bytes that leave a cell for that many of the model's."""
+        return self.copies * nbytes * (1.0 if self.codec_ratio is None else self.codec_ratio)
+
     def stages(self, shards: int, replicas: int, bucket: float) -> Stages:
         """Return what a bucket of that many bytes needs in a cell of that shape."""
         once = self.memory.seconds(bucket)
         lanes = 1 if self.own_links else shards * (replicas if self.rails else 1)
-        sent = self.link.seconds(self.copies * bucket * self.codec_ratio * lanes)
-        code = CODING * once if self.codec_ratio != 1 else 0.0
+        sent = self.link.seconds(self.crossing(bucket) * lanes)
+        code = 0.0 if self.codec_ratio is None else CODING * once
         depth = math.ceil(math.log2(replicas))
         hops: tuple[float, ...] = ()
         combine: tuple[float, ...] = ()
@@ -147,7 +152,7 @@ class _Way:
     def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
         """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
         depth = in_flight(bucket, buckets, self.cells, self.form)
-        depth = self.in_flight or (depth if self.is_asked else min(depth, STREAMS))
+        depth = depth if self.is_asked else min(depth, STREAMS)
         return Pace(
             depth,
             depth // 2 if self.is_asked else 0,
@@ -176,9 +181,8 @@ def forecast_round(
     form: str = "auto",
     rails: bool = False,
     own_links: bool = False,
-    codec_ratio: float = 1.0,
+    codec_ratio: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    in_flight: int | None = None,
     fragments: int = 1,
     delay: int = 0,
     atomic: bool = True,
@@ -201,8 +205,8 @@ def forecast_round(
     :param rails: Whether every replica of a shard carries a part of its buckets, instead of one sender.
     :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
     :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.report.codes.codec_ratio`.
+        ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
     :param bucket_bytes: Bytes of the model in a bucket, at least 1.
-    :param in_flight: Buckets under way in each hop, at least 1; by default as many as the aggregator has.
     :param fragments: Parts of the model, of which a round exchanges one; at least 1.
     :param delay: Local steps after which the result is merged, at most ``every``; 0 waits for it.
     :param atomic: Whether new values are collected beside the model.
@@ -211,10 +215,10 @@ def forecast_round(
     :return: The forecast, by the size of cell that takes longest.
     :raises ConfigError: if an argument cannot be meant.
     """
-    _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s, codec_ratio=codec_ratio)
+    _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
+    if codec_ratio is not None:
+        _above_zero(codec_ratio=codec_ratio)
     _whole(1, every=every, bucket_bytes=bucket_bytes, fragments=fragments)
-    if in_flight is not None:
-        _whole(1, in_flight=in_flight)
     _whole(0, delay=delay)
     for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if choice not in choices:
@@ -224,11 +228,9 @@ def forecast_round(
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
-    form = form_of(smallest, cells, form, is_exact=codec_ratio == 1)
+    form = form_of(smallest, cells, form, is_exact=codec_ratio is None)
     memory, is_asked = Link(memory_gbps), backend == "gloo"
-    way = _Way(
-        form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, in_flight, atomic, is_asked
-    )
+    way = _Way(form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, atomic, is_asked)
     most = max(topology.replica_counts)
     walks = [_walk(way, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
     longest = max(walks, key=lambda walk: walk.seconds)
@@ -244,8 +246,8 @@ def forecast_round(
         exposed=exposed,
         utilization=every * step_s / (every * step_s + exposed),
         buckets=longest.buckets,
-        bytes_across_per_cell=way.copies * model * codec_ratio,
-        bytes_across=way.copies * model * codec_ratio * cells,
+        bytes_across_per_cell=way.crossing(model),
+        bytes_across=way.crossing(model) * cells,
         bytes_home=sum(count - 1 for count in topology.replica_counts) * model,
     )
 
@@ -298,12 +300,13 @@ def _walk(way: _Way, shards: int, replicas: int, model: float, most: int) -> _Wa
     buckets = model / (shards * (replicas if way.rails else 1) * bucket)
     course = follow(stages, buckets, way.pace(replicas, bucket, buckets))
     across = buckets * sum(stages.hops)
+    stall = course.last - course.first - across
     once = way.memory.seconds(model / shards)
     phases = {
         "pack": once,
         "fill": course.first,
         "across": across,
-        "stall": max(0.0, course.last - course.first - across),
+        "stall": stall if stall > ROUNDING * across else 0.0,
         "drain": course.end - course.last,
         "commit": once if way.atomic else 0.0,
     }

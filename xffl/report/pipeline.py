@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import numbers
 from dataclasses import dataclass
@@ -88,37 +89,47 @@ class Course(NamedTuple):
 
 
 class _Wire:
-    """One direction of the slow link: a queue of what has been allowed to go, in order."""
+    """One direction of the slow link: what has been allowed to go leaves in the order in which it was.
+
+    What still waits for its receiver's word holds up nothing else. A rank waits for its buckets one after the other, so
+    whatever it posts later is allowed later than all that it has waited for.
+    """
 
     def __init__(self, latency: float, is_asked: bool) -> None:
         self._latency = latency
         self._is_asked = is_asked
-        self._queued: list[tuple[float, float]] = []
+        self._waiting: list[tuple[float, int, float]] = []
+        self._ends: list[float] = []
         self.first = math.inf
         self.free = 0.0
 
-    def send(self, asked: float, posted: float, seconds: float) -> float:
-        """Return when what both ends have asked for and have now posted has arrived."""
-        allowed = max(posted, self._heard(asked)) if self._is_asked else posted
-        start = max(self.free, allowed)
-        self.free = start + seconds
-        self.first = min(self.first, start)
-        self._queued.append((allowed, self.free))
-        return self.free + self._latency
-
-    def _heard(self, asked: float) -> float:
+    def ask(self, now: float) -> float:
         """Return when the sender hears that its receiver is ready.
 
-        That word shares a connection with the receiver's own data: it waits behind all that is queued there by then.
+        That word shares a connection with the receiver's own data: it waits behind all that has been allowed by then.
         """
-        word = asked
-        for allowed, end in reversed(self._queued):
-            if end <= asked:
-                break
-            if allowed <= asked:
-                word = end
-                break
-        return word + self._latency
+        self._move(now)
+        return max(now, self.free) + self._latency
+
+    def post(self, now: float, heard: float, seconds: float) -> int:
+        """Send a bucket as soon as its receiver has been heard; return its number."""
+        heapq.heappush(self._waiting, (max(now, heard) if self._is_asked else now, len(self._ends), seconds))
+        self._ends.append(math.nan)
+        return len(self._ends) - 1
+
+    def arrival(self, number: int) -> float:
+        """Return when a bucket has arrived that is waited for."""
+        while math.isnan(self._ends[number]):
+            self._move(self._waiting[0][0])
+        return self._ends[number] + self._latency
+
+    def _move(self, until: float) -> None:
+        """Let go what has been allowed to by then."""
+        while self._waiting and self._waiting[0][0] <= until:
+            allowed, number, seconds = heapq.heappop(self._waiting)
+            start = max(self.free, allowed)
+            self.first = min(self.first, start)
+            self.free = self._ends[number] = start + seconds
 
 
 def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
@@ -133,7 +144,7 @@ def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
     hops = len(stages.hops)
     processor = home = 0.0
     wire = _Wire(stages.latency, stages.is_asked)
-    asked, arrived, handed = ([0.0] * buckets for _ in range(3))
+    heard, handed, sent = [0.0] * buckets, [0.0] * buckets, [0] * buckets
     # The steps of a bucket: it is packed and asked for, is sent, arrives once for each hop, and has been handed round.
     turns = [0, *(pace.ahead + hop * pace.in_flight for hop in range(hops + 1))]
     turns.append(turns[-1] + pace.home_lag)
@@ -151,11 +162,11 @@ def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
                 processor = max(processor, handed[bucket])
                 continue
             elif hop:
-                processor = max(processor, arrived[bucket]) + stages.combine[hop - 1] * size
-            if hop:  # a first hop was asked for when its bucket was packed
-                asked[bucket] = processor
+                processor = max(processor, wire.arrival(sent[bucket])) + stages.combine[hop - 1] * size
+            if hop and hop < hops:  # a first hop was asked for when its bucket was packed
+                heard[bucket] = wire.ask(processor)
             if 0 <= hop < hops:
-                arrived[bucket] = wire.send(asked[bucket], processor, stages.hops[hop] * size)
+                sent[bucket] = wire.post(processor, heard[bucket], stages.hops[hop] * size)
             elif hop == hops and (stages.home or stages.home_latency):
                 home = max(home, processor) + stages.home * size
                 handed[bucket] = home + stages.home_latency

@@ -73,6 +73,7 @@ class RoundLine:
     :param dropped: Cells that were left out.
     :param steps: Local steps of each cell since the last round.
     :param update_norms: L2 norm of each cell's update; empty where nobody measures.
+    :param is_skipped: Whether the cells' models were so close that nothing moved.
     :param extras: Other numbers: ``codec_error``, and what ``divergence`` holds.
     """
 
@@ -87,6 +88,7 @@ class RoundLine:
     dropped: tuple[int, ...] = ()
     steps: tuple[float, ...] = ()
     update_norms: tuple[float, ...] = ()
+    is_skipped: bool = False
     extras: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -224,6 +226,7 @@ def _round(record: dict[str, Any]) -> RoundLine:
         dropped=tuple(int(cell) for cell in _list(record.get("dropped")) if math.isfinite(cell)),
         steps=tuple(_list(record.get("steps"))),
         update_norms=tuple(_list(record.get("update_norms"))),
+        is_skipped=record.get("is_skipped") is True,
         extras=extras,
     )
 

@@ -103,7 +103,7 @@ def totals(run: Run) -> Totals:
         epochs={cell: progress.epoch for cell, progress in run.progress.items()},
         samples=sum(progress.samples for progress in run.progress.values()),
         seconds=run.seconds,
-        rounds=len(dropped),
+        rounds=len({one.number for one in lines if not one.is_skipped}),
         dropped=sum(dropped.values()),
         bytes_across=math.fsum(one.bytes_across for one in lines),
         bytes_home=math.fsum(one.bytes_home for one in lines),
