@@ -277,7 +277,9 @@ def test_the_round_benchmark_runs(layout: str, words: str, raw_bytes: int, tmp_p
     assert ran.returncode == 0, ran.stderr
     record = json.loads(out.read_text())
     assert record["raw_bytes"] == raw_bytes  # what one rank sends in a round
-    names = ["raw all-reduce", "by parameter", "round, atomic", "round, in-place"]
+    # Between two cells, tensors that are not tiny are also sent without all else.
+    alone = ["messages alone"] if "2e5" in words else []
+    names = ["raw all-reduce", "by parameter", *alone, "round, atomic", "round, in-place"]
     assert list(record["ratios"]) == names and record["ratios"]["raw all-reduce"] == 1
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["seconds"].values())
     assert [line[:16].strip() for line in ran.stdout.splitlines()] == names

@@ -157,7 +157,8 @@ class Aggregator:
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        return not (self.is_torn or self._protocol.is_over or self._protocol.is_cut_off)
+        is_out = self._protocol.is_cut_off or self._protocol.is_interrupted
+        return not (self.is_torn or self._protocol.is_over or is_out)
 
     @property
     def under_way(self) -> PendingRound | None:
@@ -369,8 +370,8 @@ class Aggregator:
         if not outcome.is_skipped:
             with self._tearing():
                 try:
-                    # A cell that was left out has nothing that could stay.
-                    is_merged = is_merged and self._made.cell not in outcome.dropped
+                    # A cell with values that are not finite has nothing that could stay.
+                    is_merged = is_merged and self._made.cell not in outcome.unfit
                     reshard(self._model)
                     if not outcome.is_empty:
                         refresh_view(self._model, is_new=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.axes import gather_axes
@@ -129,7 +130,8 @@ def assemble(
         topology, axes_of_cells, least_bytes=options.bucket_bytes, fragments=options.fragments, spread=spread
     )
     plan = (
-        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form}, rails={options.rails}"
+        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_lanes}, "
+        f"rails={options.rails}"
     )
     agree("exchange plans", plan, group=world)
     masker = None
@@ -191,10 +193,15 @@ def _assemble(
     topology, rank = place.topology, place.rank
     holders = () if spread is None else spread.holders
     routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
+    for group in routes.across if device.type != "cpu" else ():
+        # NCCL connects a group at its first call, in which all its ranks must take part; in a round some may not.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     tracks = _tracks(manifest, items, options, place, routes)
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
-    layout = Layout(_entries(manifest, spread), items, axes, at, is_written_in_place=not options.atomic)
+    # Merged bucket by bucket, a tensor is read after another one has been written.
+    is_apart = options.overlap or not options.atomic
+    layout = Layout(_entries(manifest, spread), items, axes, at, needs_memory_of_its_own=is_apart)
     exchange = Exchange(
         layout,
         tracks,

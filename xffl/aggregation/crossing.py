@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -73,7 +74,8 @@ class Crossing:
         }
         # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
         widest = max((b.stop - b.start for t in tracks if t.codec is not None for b in t.buckets), default=0)
-        self._scratch = torch.empty(topology.cells + 2 if widest else 0, widest, device=device)
+        rows = topology.cells + 2 if widest else 0
+        self._scratch = torch.empty(rows, widest, dtype=torch.float32, device=device)
         self._turnout = Turnout((1.0,), 0)
         self._journal = Journal()
 
@@ -145,7 +147,7 @@ class Crossing:
             if is_encoded:
                 mean = self._scratch[-1, : out.numel()]
                 self._combine(track, values, mean, is_fused=False)
-                out.copy_(self.feedback[track.number].reference[bucket.start : bucket.stop]).add_(mean)
+                self.feedback[track.number].advance(bucket, mean, out)
             else:
                 self._combine(track, values, out, is_fused=self._turnout.is_fused)
 
@@ -177,11 +179,12 @@ class Crossing:
     def reserve(self, tracks: Sequence[Track]) -> None:
         """Make the buffers that a round over some lanes needs; local."""
         needed = 0
-        for track in tracks:
-            carried = sum(self.is_carrier(track.lane, bucket) for bucket in track.buckets)
-            turns = self._topology.replicas(self._cell) if self._routes.is_railed else 1
-            hops = 2 if track.is_two_hop and track.codec is not None else 1
-            under_way = self._ahead(track) + track.depth * hops
+        turns = self._topology.replicas(self._cell) if self._routes.is_railed else 1
+        for _, group in itertools.groupby(tracks, key=lambda track: track.pace):  # these go on one behind the other
+            lanes = list(group)
+            carried = sum(self.is_carrier(track.lane, bucket) for track in lanes for bucket in track.buckets)
+            hops = (2 if track.is_two_hop and track.codec is not None else 1 for track in lanes)
+            under_way = max(self._ahead(t) + t.depth * n for t, n in zip(lanes, hops, strict=True))
             needed = max(needed, min(carried, -(-under_way // turns) + (turns > 1)))
         self._slots.reserve(needed)
 
@@ -311,15 +314,14 @@ class Crossing:
                     feedback.decode(second[cell], mean[part])
             else:
                 self._combine_codes(track, [codes[cell] for cell in senders], mean)
-            out.copy_(feedback.reference[bucket.start : bucket.stop]).add_(mean)
+            feedback.advance(bucket, mean, out)
         self._slots.give(slot)
 
     def _encode(self, track: Track, bucket: Bucket, values: torch.Tensor, codes: Mapping[int, torch.Tensor]) -> None:
         """Write this rank's step since the last agreed state, part by part."""
         feedback = self.feedback[track.number]
         step = self._scratch[-1, : values.numel()]
-        # The difference first: rounded to fp32 before, a wider type would lose it.
-        step.copy_(torch.sub(values, feedback.reference[bucket.start : bucket.stop]))
+        feedback.difference(bucket, values, step)
         parts = track.parts(bucket)
         for cell, code in codes.items():
             spare = self._scratch[-2, : parts[cell].stop - parts[cell].start]
@@ -335,7 +337,7 @@ class Crossing:
     def _seed(self, track: Track, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
         rank = self._routes.first + self._rank
-        numbers = (self._turnout.number, track.number, bucket.number, part, rank)
+        numbers = (self._turnout.number, track.number, bucket.number, part, rank, self._topology.sizes)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def _swap(

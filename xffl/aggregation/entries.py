@@ -164,10 +164,11 @@ def held(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def places(model: nn.Module) -> tuple[tuple[int, str, bool], ...]:
-    """Return where the model keeps its tensors, in order, and which of them train."""
+def places(model: nn.Module) -> tuple[tuple[int, str, bool, int], ...]:
+    """Return where the model keeps its tensors, in order, which of them train, and the first place of tied ones."""
+    first: dict[int, int] = {}
     return tuple(
-        (id(module), leaf, tensor.requires_grad)
+        (id(module), leaf, tensor.requires_grad, first.setdefault(id(tensor), len(first)))
         for module in model.modules()
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None

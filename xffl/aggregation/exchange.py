@@ -203,10 +203,9 @@ class Exchange:
         for tick, (track, bucket) in enumerate(self._walk(fragment)):
             # Others are in step with this rank only as long as they walk the same lanes; and what is asked for is sent
             # in the same order only as long as it is asked for as far ahead.
-            pace = (track.lane.participants, track.ahead)
-            if pace != before:
+            if track.pace != before:
                 self._drain(flights)
-            before = pace
+            before = track.pace
             flights.setdefault(tick, []).append((tick, start(track, bucket)))
             self._advance(flights, tick)
         self._drain(flights)

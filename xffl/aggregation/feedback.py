@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xffl.aggregation.codec import Codec
+from xffl.aggregation.plan import Bucket
 from xffl.aggregation.tracks import Track
 from xffl.errors import CheckpointError
 
@@ -70,6 +71,34 @@ class Feedback:
         self._fresh[place] = torch.sub(values, spare, out=fresh)
         self._norms.append((values.dot(values), fresh.dot(fresh)))
 
+    def difference(self, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Write how far a bucket's values are from the agreed ones.
+
+        :param bucket: The bucket.
+        :param values: Its values, flat.
+        :param out: Flat fp32 values, overwritten.
+        """
+        reference = self.reference[bucket.start : bucket.stop]
+        if values.dtype == out.dtype:
+            torch.sub(values, reference, out=out)
+        elif values.dtype.itemsize > out.itemsize:  # the difference first: rounded before, it would be lost
+            out.copy_(torch.sub(values, reference))
+        else:  # a narrow type would round it, or have no room for it
+            out.copy_(values).sub_(reference.float())
+
+    def advance(self, bucket: Bucket, way: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a bucket's agreed values moved by what all cells go on by, rounded once.
+
+        :param bucket: The bucket.
+        :param way: How far, fp32.
+        :param out: Flat values of the model's type, overwritten.
+        """
+        reference = self.reference[bucket.start : bucket.stop]
+        if out.dtype.itemsize == 1:  # torch adds no 8-bit floats up
+            out.copy_(reference.float().add_(way))
+        else:
+            torch.add(reference, way, out=out)
+
     def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
         """Read values back.
 
@@ -106,6 +135,7 @@ class Feedback:
         left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._left.items()}
         return {"reference": self.reference.clone()} | left
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what :meth:`state_dict` returned on this rank.
 

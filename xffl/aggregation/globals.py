@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.layout import Layout
-from xffl.aggregation.mean import CHUNK
+from xffl.aggregation.mean import CHUNK, wide_type
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.server import ServerOptimizer
 from xffl.aggregation.tracks import Track
@@ -41,9 +41,7 @@ class GlobalState:
         self.device = device
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
         self._values = {
-            track.number: torch.empty(
-                track.lane.numel, dtype=torch.promote_types(track.dtype, torch.float32), device=self._kept_on
-            )
+            track.number: torch.empty(track.lane.numel, dtype=wide_type(track.dtype), device=self._kept_on)
             for track in self._tracks
         }
         self._is_known = True
@@ -97,10 +95,11 @@ class GlobalState:
         total = torch.zeros((), dtype=torch.float64, device=values.device)
         agreed = self.written(track, bucket)
         for mine, theirs in zip(torch.split(values, CHUNK), torch.split(agreed, CHUNK), strict=True):
-            step = torch.sub(mine.double(), theirs)
+            step = torch.sub(mine.double(), theirs.double())
             total += step.dot(step)
         return total
 
+    @torch.inference_mode(False)  # what a server's optimizer makes here outlives the round
     @torch.no_grad()
     def step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
         """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements.
@@ -168,6 +167,7 @@ class GlobalState:
             }
         return {"model": self._by_name(self._values), "optimizers": optimizers}
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -45,7 +46,8 @@ class Layout:
     :param items: The same tensors as the plan sees them.
     :param axes: For each cell, the axis along which it cuts each tensor.
     :param at: This rank's place in the federation.
-    :param is_written_in_place: Whether tensors are written while others are still read, so that none may share memory.
+    :param needs_memory_of_its_own: Whether tensors are written while others are still read, so that none may share
+        memory.
     """
 
     def __init__(
@@ -55,9 +57,9 @@ class Layout:
         axes: Sequence[Sequence[int]],
         at: Coordinates,
         *,
-        is_written_in_place: bool = False,
+        needs_memory_of_its_own: bool = False,
     ) -> None:
-        self._is_written_in_place = is_written_in_place
+        self._needs_memory_of_its_own = needs_memory_of_its_own
         self._entries = tuple(entries)
         # A module's parameters and buffers, once each: taken together they cost less than one by one.
         self._dicts = list({id(entry.held): entry.held for entry in entries if entry is not None}.values())
@@ -76,7 +78,7 @@ class Layout:
         self._views: list[torch.Tensor] = []
         # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
         self._of_bucket: dict[int, Places] = {}
-        self._cuts: dict[int, tuple[int, list[memoryview]]] = {}
+        self._cuts: dict[int, tuple[torch.Tensor, list[memoryview]]] = {}
 
     def name(self, item: int) -> str:
         """Return a tensor's name.
@@ -115,7 +117,7 @@ class Layout:
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
                     "Aggregator was made; make a new Aggregator after sharding the model"
                 )
-        if self._is_written_in_place:
+        if self._needs_memory_of_its_own:
             self._check_apart(views)
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
@@ -134,8 +136,8 @@ class Layout:
         for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(sorted(found)):
             if device == other_device and start < end:
                 raise ConfigError(
-                    f"tensors {self.name(one)!r} and {self.name(other)!r} share memory, which atomic=False cannot "
-                    "average; make them one parameter, or take atomic=True"
+                    f"tensors {self.name(one)!r} and {self.name(other)!r} share memory, which atomic=False and "
+                    "overlap=True cannot average; make them one parameter, or leave these options out"
                 )
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
@@ -193,10 +195,10 @@ class Layout:
     def _cut(self, bucket: Bucket, buffer: torch.Tensor, like: Sequence[memoryview]) -> list[memoryview]:
         """Return a buffer's bytes view by view; kept, since a bucket is often packed into the same buffer."""
         kept = self._cuts.get(id(bucket))
-        if kept is None or kept[0] != buffer.data_ptr():
+        if kept is None or kept[0].data_ptr() != buffer.data_ptr():
             whole, ends = _bytes_of(buffer), itertools.accumulate(part.nbytes for part in like)
             parts = [whole[end - part.nbytes : end] for part, end in zip(like, ends, strict=True)]
-            kept = self._cuts[id(bucket)] = (buffer.data_ptr(), parts)
+            kept = self._cuts[id(bucket)] = (buffer, parts)
         return kept[1]
 
     def _places_of(self, bucket: Bucket) -> Places:
@@ -240,13 +242,16 @@ def _flat(view: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a flat tensor on the CPU, to be read and written."""
-    return values.view(torch.uint8).numpy().data
+    """Return the bytes of a flat tensor on the CPU, to be read and written while somebody keeps the tensor.
+
+    Not by way of numpy, after which nobody could resize the tensor's storage any more.
+    """
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
     """Copy memory run by run, without a step of Python or a call into torch for each."""
-    write: Callable[[memoryview, slice, memoryview], None] = operator.setitem
+    write: Callable[[memoryview, slice, memoryview], None] = memoryview.__setitem__
     collections.deque(map(write, targets, itertools.repeat(slice(None)), sources), maxlen=0)
 
 

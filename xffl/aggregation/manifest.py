@@ -132,10 +132,10 @@ class Manifest:
         if now == self._places:
             self._tensors, self._trains = tensors, trains
             return
-        changed = sorted({leaf for _, leaf, _ in set(now) ^ set(self._places)})
+        changed = sorted({leaf for _, leaf, *_ in set(now) ^ set(self._places)})
         raise ConfigError(
             f"the model's tensors have changed since the Aggregator was made (look at {', '.join(changed[:5])}: "
-            "replaced, added, removed, frozen or unfrozen); make a new Aggregator"
+            "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
         )
 
     def _look(self, at: Callable[[nn.Module], Sequence[T]]) -> list[T]:

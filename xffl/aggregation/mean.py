@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["CHUNK", "arithmetic_of", "combined", "weighted_mean"]
+__all__ = ["CHUNK", "arithmetic_of", "combined", "weighted_mean", "wide_type"]
 
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
@@ -123,11 +123,16 @@ def combined(
     :param values: Real 1-D tensors of one length and data type; ``out`` may be one of them.
     :param out: Tensor of the same length and data type.
     """
-    wide = torch.promote_types(out.dtype, torch.float32)
+    wide = wide_type(out.dtype)
     for into, *chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
         result = torch.empty(into.shape, dtype=wide, device=into.device)
         combine(torch.stack([value.to(wide) for value in chunk]), result)
         into.copy_(result)
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that values are computed in: fp32, or fp64 for fp64. torch promotes no 8-bit floats."""
+    return dtype if dtype.itemsize > 4 else torch.float32
 
 
 def arithmetic_of(device: torch.device) -> float:

@@ -48,6 +48,7 @@ class Outcome:
     :param is_empty: Whether no cell had anything for this part of the model, so that nothing moved.
     :param is_skipped: Whether the cells' models were so close that nothing moved.
     :param nonfinite: Of the cells that were left out, the tensors with such values.
+    :param unfit: All cells with values that are not finite, those of weight 0, too.
     :param step_seconds: Seconds of a local step in each cell.
     """
 
@@ -57,6 +58,7 @@ class Outcome:
     is_empty: bool = False
     is_skipped: bool = False
     nonfinite: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    unfit: frozenset[int] = frozenset()
     step_seconds: tuple[float, ...] = ()
 
 
@@ -89,7 +91,7 @@ class Protocol:
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         self.is_over = False
-        self.is_cut_off = False
+        self.is_cut_off = self.is_interrupted = False
 
     def confer(self, opening: Opening, fragment: int, least_divergence: float | None = None) -> Outcome | None:
         """Vote, exchange, and vote on what came of it.
@@ -124,7 +126,14 @@ class Protocol:
             return Outcome(turnout, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
         self._check_turnout(turnout, ballots)
         self._close(turnout, fragment)
-        return Outcome(self._exchange.turnout, dropped, self.is_over, nonfinite=nonfinite, step_seconds=seconds)
+        return Outcome(
+            self._exchange.turnout,
+            dropped,
+            self.is_over,
+            nonfinite=nonfinite,
+            unfit=frozenset(bad),
+            step_seconds=seconds,
+        )
 
     def _count(self, ballots: list[Ballot], weights: tuple[float, ...], dropped: tuple[int, ...]) -> Turnout:
         """Return whose values count, and what the combiner is told about them."""
@@ -164,6 +173,12 @@ class Protocol:
     def _open(self, ballot: Ballot, error: XfflError | None) -> list[Ballot]:
         """Vote on whether there is a round, and with what weights."""
         number = int(ballot.round)
+        if self.is_interrupted:  # what was posted then would take the next attempt's messages
+            ballot = ballot._replace(is_failed=True)
+            error = RoundError(
+                "an exchange was interrupted here, and its messages may still be under way; start the processes anew, "
+                "or end the process group on all ranks and join again"
+            )
         try:
             with self._exchange.journal.phase("vote"):
                 ballots = cast(ballot, self._device, self._topology, self._group, self._first)
@@ -211,6 +226,7 @@ class Protocol:
         except BaseException as stop:
             if not self._atomic:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
+            self.is_interrupted = True
             raise
         try:
             with self._exchange.journal.phase("vote"):

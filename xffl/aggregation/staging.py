@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from xffl.aggregation.layout import Layout
+from xffl.aggregation.mean import wide_type
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool
 from xffl.aggregation.tracks import Track
@@ -131,13 +132,14 @@ class Staging:
         lent = self._packs.take(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
+        wide = wide_type(mean.dtype)  # rounded once
         if alpha is not None:
-            torch.lerp(mean, local, alpha, out=local)
+            local.copy_(torch.lerp(mean.to(wide), local.to(wide), alpha))
         else:
-            copy = self._snapshots[track.number][bucket.start : bucket.stop]
-            wide = torch.promote_types(mean.dtype, torch.float32)  # rounded once
-            moved = torch.sub(local.to(wide), copy).add_(mean)
-            local.copy_(torch.where(local == copy, mean.to(wide), moved))  # what has not moved keeps the sign of a zero
+            copy = self._snapshots[track.number][bucket.start : bucket.stop].to(wide)
+            now, agreed = local.to(wide), mean.to(wide)
+            moved = torch.sub(now, copy).add_(agreed)
+            local.copy_(torch.where(now == copy, agreed, moved))  # what has not moved keeps the sign of a zero
         self._layout.unpack(bucket, local)
         self._packs.give(lent)
 

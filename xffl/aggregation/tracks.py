@@ -94,6 +94,11 @@ class Track:
         """
         return self.depth // 2
 
+    @property
+    def pace(self) -> tuple[object, ...]:
+        """What lanes have in common whose buckets follow each other without a pause: who takes part, how far ahead."""
+        return self.lane.participants, self.ahead
+
     def parts(self, bucket: Bucket) -> list[slice]:
         """Return what each cell combines of a bucket, counted in it."""
         cells = len(self.lane.owners)

@@ -1,0 +1,251 @@
+"""Rare models and moments in which rounds once went wrong: odd types, shared and untied tensors, interrupts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xffl
+from tests.ranks.test_round import make_state
+from tests.ranks.test_round_edges import everyones, linear, shaken
+from tests.worlds import run_world
+from xffl.aggregation import pool
+
+
+def constant(value: float, dtype: torch.dtype, size: int = 16) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.full((size,), value).to(dtype))])
+
+
+def narrow_steps(rank: int, world_size: int, dtype: torch.dtype, codec: str) -> None:
+    """What a codec leaves out is known, and sent later, in types that could not hold the step itself."""
+    state = make_state(rank, (1, 1), None)
+    model = constant(1.0, dtype)
+    aggregator = xffl.Aggregator(model, state, codec=codec)
+    aggregator.aggregate()
+    with torch.no_grad():
+        model[0].copy_(torch.full((16,), 0.0123))
+    wanted = model[0].detach().clone()
+    for _ in range(3):
+        report = aggregator.aggregate()
+        is_there = torch.equal(model[0], wanted)
+        assert is_there == (report.codec_error == 0.0)
+        assert is_there or codec != "topk:1.0"
+    assert is_there
+
+
+def huge_steps(rank: int, world_size: int, codec: str) -> None:
+    """The way from one value to another may be longer than the type reaches."""
+    state = make_state(rank, (1, 1), None)
+    model = constant(-40_000.0, torch.float16)
+    aggregator = xffl.Aggregator(model, state, codec=codec)
+    aggregator.aggregate()
+    with torch.no_grad():
+        model[0].fill_(40_000.0)
+    for _ in range(2):  # fp16 as a code reaches 65504, so it takes two steps
+        aggregator.aggregate()
+    assert ((model[0].float() - 40_000.0).abs() < 400.0).all()
+
+
+def eight_bits(rank: int, world_size: int) -> None:
+    """Types that torch computes nothing in take part in all kinds of rounds."""
+    state = make_state(rank, (1, 1), None)
+    kinds: list[dict[str, Any]] = [{}, {"overlap": True}, {"overlap": True, "norms": True}, {"codec": "int8"}]
+    for options in (*kinds, {"combine": "median"}, {"server": "fedadam:lr=0.1"}):
+        model = nn.ParameterList([*constant(0.0, torch.float8_e4m3fn), *constant(0.0, torch.float32)])
+        aggregator = xffl.Aggregator(model, state, **options)
+        for number, alpha in enumerate((None, 0.5), 1):
+            for tensor in model:
+                tensor.data.copy_(torch.full((16,), float(rank)))
+            if "overlap" in options:
+                report = aggregator.aggregate_async(alpha=alpha).merge()
+                own = 0.0 if alpha is None else alpha * rank
+                wanted = own + (1.0 if alpha is None else 1.0 - alpha) * 0.5
+            else:
+                report, wanted = aggregator.aggregate(), 0.5
+            assert report.round == number
+            if "server" not in options:
+                assert all((tensor.float() - wanted).abs().max() < 0.01 for tensor in model), (options, model)
+        assert "overlap" in options or torch.equal(*everyones(model[0].detach().view(torch.uint8).clone()))
+
+
+def default_type(rank: int, world_size: int) -> None:
+    """Scratch of a codec does not follow torch's default."""
+    state = make_state(rank, (1, 1), None)
+    for dtype in (torch.bfloat16, torch.float64):
+        model = constant(float(rank), torch.float32)
+        torch.set_default_dtype(dtype)
+        try:
+            aggregator = xffl.Aggregator(model, state, codec="int8")
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for _ in range(2):
+            with torch.no_grad():
+                model[0].fill_(float(rank))
+            aggregator.aggregate()
+        assert (model[0] - 0.5).abs().max() < 1e-3
+
+
+def shared_in_a_delay(rank: int, world_size: int) -> None:
+    """A merge of tensors that share memory would count local steps twice."""
+    state = make_state(rank, (1, 1), None)
+    first = linear(4)
+    second = linear(4)
+    second.weight = nn.Parameter(first.weight.data)
+    aggregator = xffl.Aggregator(nn.Sequential(first, second), state, overlap=True, bucket_bytes=64)
+    with pytest.raises(xffl.ConfigError, match=r"'0\.weight' and '1\.weight' share memory"):
+        aggregator.aggregate_async().merge()
+
+
+def untied(rank: int, world_size: int) -> None:
+    """Loaded from a file without shared storage, a tied weight becomes two, of which the plan knows one."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ModuleDict({"one": linear(4), "two": linear(4)})
+    model["two"].weight = model["one"].weight
+    aggregator = xffl.Aggregator(model, state)
+    copies = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+    with pytest.raises(xffl.ConfigError, match="untied"):
+        aggregator.aggregate()
+    # The other way round: two that become one.
+    model = nn.ModuleDict({"one": linear(4), "two": linear(4)})
+    aggregator = xffl.Aggregator(model, state)
+    model["two"].weight = model["one"].weight
+    with pytest.raises(xffl.ConfigError, match="tied"):
+        aggregator.aggregate()
+
+
+def served_in_inference(rank: int, world_size: int) -> None:
+    """What a round or a load inside inference mode has made can be written by later rounds."""
+    state = make_state(rank, (1, 1), None)
+    for options in ({"server": "fedadam:lr=0.1"}, {"codec": "int4"}):
+        model = linear(4)
+        aggregator = xffl.Aggregator(model, state, **options)  # type: ignore[arg-type]
+        with torch.inference_mode():
+            assert aggregator.aggregate().round == 1
+        shaken(model)
+        assert aggregator.aggregate().round == 2
+        with torch.inference_mode():
+            aggregator.load_state_dict(aggregator.state_dict())
+        for number in (3, 4):
+            shaken(model)
+            assert aggregator.aggregate().round == number
+
+
+def unfit_without_weight(rank: int, world_size: int) -> None:
+    """What is not finite does not stay, though its cell has nothing to say in the round."""
+    state = make_state(rank, (1, 1), None)
+    for alpha in (None, 0.5):
+        model = constant(1.0 if rank == 0 else float("nan"), torch.float32)
+        aggregator = xffl.Aggregator(model, state, overlap=True)
+        report = aggregator.aggregate_async(1.0 - rank, alpha=alpha).merge()
+        assert report.dropped == () and (model[0] == 1.0).all()
+
+
+def other_combiner(rank: int, world_size: int) -> None:
+    """A codec's memory goes with the parts that the form makes, and the form with the combiner."""
+    state = make_state(rank, (1, 1, 1), None)
+    model = linear(256, seed=rank)
+    first = xffl.Aggregator(model, state, codec="int8")
+    first.aggregate()
+    with pytest.raises(xffl.CheckpointError, match="form=two_hop|form=auto"):
+        xffl.Aggregator(model, state, codec="int8", combine="median").load_state_dict(first.state_dict())
+    again = xffl.Aggregator(model, state, codec="int8")
+    again.load_state_dict(first.state_dict())
+    shaken(model)
+    assert again.aggregate().round == 2
+
+
+def interrupted_halfway(rank: int, world_size: int) -> None:
+    """Nothing of the model has changed, but messages are under way that a next round would take for its own."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(64, seed=rank)
+    before = model.weight.detach().clone()
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
+    crossing, calls = aggregator._made.exchange._crossing, 0
+    combine = crossing._combine
+
+    def interrupted(*args: Any, **named: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        combine(*args, **named)
+
+    crossing._combine = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        aggregator.aggregate()
+    assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
+    with pytest.raises(xffl.RoundError, match="an exchange was interrupted here"):
+        aggregator.aggregate()
+    assert torch.equal(model.weight, before) and not aggregator.is_torn
+
+
+def buffers_are_there(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """All memory is there before the first vote, where lanes of several types follow each other, too."""
+    state = make_state(rank, (1, 1), None)
+    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    model = nn.ParameterList([nn.Parameter(torch.randn(2000).to(kind)) for kind in kinds])
+    model.register_buffer("mean", torch.randn(2000))
+    model.register_buffer("count", torch.arange(2000))
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=2**16, **options)
+    exchange, take = aggregator._made.exchange, pool.Pool.take
+    run, made = exchange.run, 0
+
+    def counted(self: pool.Pool, nbytes: int = 0) -> torch.Tensor:
+        nonlocal made
+        made += not self._free or nbytes > self._nbytes
+        return take(self, nbytes)
+
+    def watched(*args: Any) -> None:
+        pool.Pool.take = counted  # type: ignore[method-assign]
+        run(*args)
+        pool.Pool.take = take  # type: ignore[method-assign]
+
+    exchange.run = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        aggregator.aggregate()
+    assert made == 0
+
+
+def resizable(rank: int, world_size: int) -> None:
+    """A round leaves storages what they were: others free and fill them again."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Sequential(linear(), linear())
+    xffl.Aggregator(model, state).aggregate()
+    storage = model[0].weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    assert storage.nbytes() == size
+
+
+@pytest.mark.parametrize(
+    "ranks, case, args",
+    [
+        *(
+            (2, narrow_steps, (dtype, codec))
+            for dtype in (torch.bfloat16, torch.float16)
+            for codec in ("topk:1.0", "fp16")
+        ),
+        *((2, huge_steps, (codec,)) for codec in ("int8", "topk:1.0", "fp16", "bf16")),
+        (2, eight_bits, ()),
+        (2, default_type, ()),
+        (2, shared_in_a_delay, ()),
+        (2, untied, ()),
+        (2, served_in_inference, ()),
+        (2, unfit_without_weight, ()),
+        (3, other_combiner, ()),
+        (2, interrupted_halfway, ()),
+        (2, buffers_are_there, ({},)),
+        (2, buffers_are_there, ({"atomic": False},)),
+        (2, buffers_are_there, ({"form": "two_hop", "codec": "int8"},)),
+        (2, resizable, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
+)
+def test_rare(ranks: int, case: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_world(ranks, case, *args, timeout_s=60.0)
