@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from xffl.aggregation.layout import Layout
-from xffl.aggregation.mean import wide_type
+from xffl.aggregation.mean import CHUNK, wide_type
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool
 from xffl.aggregation.tracks import Track
@@ -132,14 +132,16 @@ class Staging:
         lent = self._packs.take(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
-        wide = wide_type(mean.dtype)  # rounded once
-        if alpha is not None:
-            local.copy_(torch.lerp(mean.to(wide), local.to(wide), alpha))
-        else:
-            copy = self._snapshots[track.number][bucket.start : bucket.stop].to(wide)
-            now, agreed = local.to(wide), mean.to(wide)
-            moved = torch.sub(now, copy).add_(agreed)
-            local.copy_(torch.where(now == copy, agreed, moved))  # what has not moved keeps the sign of a zero
+        copy = mean if alpha is not None else self._snapshots[track.number][bucket.start : bucket.stop]
+        # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
+        length = CHUNK if local.device.type == "cpu" else max(1, local.numel())
+        for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
+            now, before, agreed = (piece.to(wide_type(mean.dtype)) for piece in pieces)  # rounded once
+            if alpha is not None:
+                merged = torch.lerp(agreed, now, alpha)
+            else:  # what has not moved keeps the sign of a zero
+                merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
+            pieces[0].copy_(merged)
         self._layout.unpack(bucket, local)
         self._packs.give(lent)
 
