@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.axes import gather_axes
@@ -193,15 +192,11 @@ def _assemble(
     topology, rank = place.topology, place.rank
     holders = () if spread is None else spread.holders
     routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
-    for group in routes.across if device.type != "cpu" else ():
-        # NCCL connects a group at its first call, in which all its ranks must take part; in a round some may not.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
     tracks = _tracks(manifest, items, options, place, routes)
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
-    # Merged bucket by bucket, a tensor is read after another one has been written.
-    is_apart = options.overlap or not options.atomic
-    layout = Layout(_entries(manifest, spread), items, axes, at, needs_memory_of_its_own=is_apart)
+    reads_late = options.overlap or not options.atomic
+    layout = Layout(_entries(manifest, spread), items, axes, at, needs_memory_of_its_own=reads_late)
     exchange = Exchange(
         layout,
         tracks,
@@ -219,14 +214,7 @@ def _assemble(
         agree_start(
             manifest.moving if spread is None else spread.moving, exchange, topology, rank, device, routes.world
         )
-    protocol = Protocol(
-        exchange,
-        topology=topology,
-        rank=rank,
-        device=device,
-        routes=routes,
-        options=options,
-    )
+    protocol = Protocol(exchange, topology=topology, rank=rank, device=device, routes=routes, options=options)
     return Assembly(
         topology,
         device,

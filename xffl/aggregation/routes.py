@@ -105,7 +105,7 @@ def make_place(state: DistributedState, topology: Topology, first: int) -> Place
 
 
 def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()) -> Routes:
-    """Pick the groups of a round; groups of one rank are left out.
+    """Pick the groups of a round; groups of one rank are left out. Collective over the world.
 
     :param place: Where rounds take place.
     :param is_railed: Whether replicas take turns: then any rank may meet any other.
@@ -134,6 +134,10 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
+    device = communication_device(state)
+    for group in across if device.type != "cpu" else ():
+        # NCCL connects a group at its first call, in which all its ranks must take part; in a round some may not.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     shared = _holder_groups(_recorded(state, made, place.first), place, holders)
     return Routes(world, (world,) if is_railed else across, replica, cell, is_railed, tuple(made), place.first, shared)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,23 +240,10 @@ class LoggerMixin(TrainerMixin):
             "time": time.time(),
             "step": self.global_step,
             "epoch": self.current_epoch,
-            "round": report.round,
-            "weights": list(report.weights),
+            **{one.name: getattr(report, one.name) for one in fields(report)},
+            # What is counted and measured by rank, over the cell.
             "bytes_across": across,
             "bytes_home": home,
-            "seconds": report.seconds,
-            "phases": dict(report.phases),
-            "hidden": report.hidden,
-            "dropped": list(report.dropped),
-            "nonfinite": {str(cell): list(names) for cell, names in report.nonfinite.items()},
-            "shares": list(report.shares),
-            "scale": report.scale,
-            "is_skipped": report.is_skipped,
-            "is_last": report.is_last,
-            "update_norms": None if report.update_norms is None else list(report.update_norms),
-            "fragment": report.fragment,
-            "steps": list(report.steps),
-            "step_seconds": list(report.step_seconds),
             "codec_error": codec_error,
         }
         if divergence is not None:
