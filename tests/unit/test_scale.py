@@ -80,6 +80,7 @@ def test_scale_compares_with_measurements(tmp_path: Path) -> None:
     model = 12 * 4 * 1024 * 1025
     rows = {"tcp": {"seconds": model * 8 / 200e6 + 0.01}, "round": {"seconds": 2.0}, "hsdp_step": {"seconds": 5.0}}
     record = {
+        "benchmark": "wan",
         "date": "2026-11-21",
         "machine": "none",
         "link": {"rate_mbit": 200.0, "delay_ms": 10.0},
@@ -97,3 +98,38 @@ def test_scale_compares_with_measurements(tmp_path: Path) -> None:
     assert (name, measured) == ("round", "2.000s")
     assert float(found[:-1]) == pytest.approx(expected, rel=0.02)
     assert float(ratio) == pytest.approx(float(found[:-1]) / 2, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "record", sorted((ROOT / "benchmarks" / "results").glob("wan*.json")), ids=lambda path: path.stem
+)
+def test_forecasts_are_within_a_tenth_of_what_was_measured(record: Path) -> None:
+    """All records that are kept; codes are left out, since they wait for cores that ranks and link share (the docs)."""
+    rows = [line.split() for line in scale("--validate", str(record)).splitlines()[2:]]
+    ratios = {name: float(ratio) for name, _, _, ratio in rows}
+    exact = {name: ratio for name, ratio in ratios.items() if name not in ("bf16", "int8", "int4")}
+    assert {"round", "in_place"} <= set(exact)
+    assert all(0.9 <= ratio <= 1.1 for ratio in exact.values()), exact
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--validate", "nowhere.json"), "cannot be read"),
+        (("--validate", str(ROOT / "setup.cfg")), "cannot be read as JSON"),
+        (("--validate", str(ROOT / "tests" / "reference" / "distributed_state.json")), "is no record of wan.py"),
+        (("--every", "3"), "--every 3 is below 4"),
+        (("--points", "0"), "--points 0 is below 1"),
+    ],
+)
+def test_scale_says_what_it_cannot_read(words: tuple[str, ...], told: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "scale.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode != 0 and "Traceback" not in ran.stderr
+    assert told in ran.stderr
