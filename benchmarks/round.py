@@ -36,6 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import xffl
+from xffl.aggregation.routes import start_moves
 from xffl.cluster.hardware import resident_bytes
 
 KINDS = {"atomic": True, "in-place": False}
@@ -117,11 +118,7 @@ class Messages:
         return self.buffers[number % len(self.buffers)][: len(like)]
 
     def swap(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
-        works = [
-            dist.irecv(arriving, self.peer, self.group, tag),
-            dist.isend(leaving, self.peer, self.group, tag),
-        ]
-        return [work for work in works if work is not None]
+        return start_moves([(dist.irecv, arriving, self.peer), (dist.isend, leaving, self.peer)], self.group, tag)
 
     def wait(self, works: list[dist.Work]) -> None:
         for work in works:

@@ -202,7 +202,10 @@ class Topology:
         """Return the ranks that exchange a shard: its sender in each cell, or all ranks where cells are cut unlike."""
         if not self.is_cut_alike:
             return tuple(range(self.world_size))
-        return tuple(self.sender(cell, shard) for cell in range(self.cells))
+        # A sender's place in its cell follows from the cell's size, which is fast for very many cells.
+        cells = dict(zip(self.sizes, range(self.cells), strict=True))
+        places = {size: self.sender(cell, shard) - self.offsets[cell] for size, cell in cells.items()}
+        return tuple(map(operator.add, self.offsets, map(places.__getitem__, self.sizes)))
 
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
         """Return the process groups that a rank makes, in creation order: the same kinds on every rank.
@@ -281,7 +284,7 @@ def _cell_sizes(world: int, sizes: object) -> tuple[int, ...]:
     if not given:
         raise TopologyError(f"federated sizes () name no cell; {knob}")
     # The common case is checked at once, which is fast for very many cells.
-    is_plain = all(type(size) is int for size in given) and min(given) > 0
+    is_plain = set(map(type, given)) == {int} and min(given) > 0
     cells = given if is_plain else tuple(_size("federated size", size, knob) for size in given)
     if len(cells) == 1:
         if world % cells[0]:

@@ -215,12 +215,18 @@ def resizable(rank: int, world_size: int) -> None:
     """A round leaves storages what they were: others free and fill them again."""
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(linear(), linear())
-    xffl.Aggregator(model, state).aggregate()
+    aggregator = xffl.Aggregator(model, state)
+    aggregator.aggregate()
     storage = model[0].weight.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
+    with pytest.raises(xffl.ConfigError, match=r"'0\.weight' has no memory"):
+        aggregator.aggregate()
     storage.resize_(size)
-    assert storage.nbytes() == size
+    with torch.no_grad():
+        model[0].weight.fill_(float(rank))
+    assert aggregator.aggregate().round == 2
+    assert (model[0].weight == 0.5).all()
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,13 @@ def test_plain_cell_shape_is_hsdp() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes, replica_size", [((10,), 2), (tuple([6, 14] * 5_000), 2), (tuple([1, 3] * 25_000), None)]
+    "sizes, replica_size",
+    [
+        ((10,), 2),
+        (tuple([6, 14] * 5_000), 2),
+        (tuple([1, 3] * 25_000), None),
+        ((50_000, *[2] * 25_000), 2),
+    ],
 )
 def test_a_large_world_costs_one_rank_little(sizes: tuple[int, ...], replica_size: int | None) -> None:
     seconds = []

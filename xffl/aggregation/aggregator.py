@@ -157,8 +157,7 @@ class Aggregator:
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        is_out = self._protocol.is_cut_off or self._protocol.is_interrupted
-        return not (self.is_torn or self._protocol.is_over or is_out)
+        return not (self.is_torn or self._protocol.is_over or self._protocol.is_out_of_step)
 
     @property
     def under_way(self) -> PendingRound | None:

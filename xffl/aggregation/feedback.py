@@ -78,13 +78,13 @@ class Feedback:
         :param values: Its values, flat.
         :param out: Flat fp32 values, overwritten.
         """
-        reference = self.reference[bucket.start : bucket.stop]
+        reference = self._agreed(bucket)
         if values.dtype == out.dtype:
             torch.sub(values, reference, out=out)
         elif values.dtype.itemsize > out.itemsize:  # the difference first: rounded before, it would be lost
             out.copy_(torch.sub(values, reference))
         else:  # a narrow type would round it, or have no room for it
-            out.copy_(values).sub_(reference.float())
+            out.copy_(values).sub_(reference)
 
     def advance(self, bucket: Bucket, way: torch.Tensor, out: torch.Tensor) -> None:
         """Write a bucket's agreed values moved by what all cells go on by, rounded once.
@@ -93,11 +93,15 @@ class Feedback:
         :param way: How far, fp32.
         :param out: Flat values of the model's type, overwritten.
         """
-        reference = self.reference[bucket.start : bucket.stop]
-        if out.dtype.itemsize == 1:  # torch adds no 8-bit floats up
-            out.copy_(reference.float().add_(way))
+        if out.dtype.itemsize == 1:
+            out.copy_(self._agreed(bucket).add_(way))
         else:
-            torch.add(reference, way, out=out)
+            torch.add(self._agreed(bucket), way, out=out)
+
+    def _agreed(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's agreed values; of 8-bit floats, which torch adds not up, a copy in fp32."""
+        reference = self.reference[bucket.start : bucket.stop]
+        return reference.float() if reference.itemsize == 1 else reference
 
     def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
         """Read values back.

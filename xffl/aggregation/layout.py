@@ -112,6 +112,8 @@ class Layout:
             for entry, axis in zip(self._entries, self._axis, strict=True)
         ]
         for entry, view, held in zip(self._entries, views, self._held, strict=True):
+            if entry is not None and view.numel() and not view.data_ptr():
+                raise ConfigError(f"tensor {entry.name!r} has no memory now; give it back before the round")
             if entry is not None and view.numel() != held:
                 raise ConfigError(
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "

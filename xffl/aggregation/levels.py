@@ -153,8 +153,8 @@ class Levels(Aggregator):
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and somebody is still there."""
-        is_out = any(p.is_cut_off or p.is_interrupted for p in (stage.aggregator._protocol for stage in self._stages))
-        return not (self.is_torn or self._has_ended or is_out)
+        is_out_of_step = any(stage.aggregator._protocol.is_out_of_step for stage in self._stages)
+        return not (self.is_torn or self._has_ended or is_out_of_step)
 
     def take_part(self, given: Contribution, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run a round of the lowest level, and of each level above that is due then.

@@ -93,6 +93,11 @@ class Protocol:
         self.is_over = False
         self.is_cut_off = self.is_interrupted = False
 
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether messages of this rank may be under way that nobody waits for, so that no round can follow."""
+        return self.is_cut_off or self.is_interrupted
+
     def confer(self, opening: Opening, fragment: int, least_divergence: float | None = None) -> Outcome | None:
         """Vote, exchange, and vote on what came of it.
 

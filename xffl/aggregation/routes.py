@@ -105,7 +105,9 @@ def make_place(state: DistributedState, topology: Topology, first: int) -> Place
 
 
 def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()) -> Routes:
-    """Pick the groups of a round; groups of one rank are left out. Collective over the world.
+    """Pick the groups of a round; groups of one rank are left out.
+
+    Collective over the world. Over NCCL each group between cells is connected, by an all-reduce of 4 bytes.
 
     :param place: Where rounds take place.
     :param is_railed: Whether replicas take turns: then any rank may meet any other.

@@ -27,7 +27,7 @@ STREAMS = 4
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for."""
 BALLOT_BYTES = 120
-"""A vote gathers eleven 64-bit floats of every rank."""
+"""A vote gathers fifteen 64-bit floats of every rank."""
 CODING = 4
 """Passes over values that writing or reading a code is worth."""
 ROUNDING = 1e-9
