@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -207,6 +208,29 @@ def rejected(rank: int, world_size: int) -> None:
     assert (model.weight == 1.0).all()
 
 
+def interrupted(rank: int, world_size: int) -> None:
+    """A signal that comes when the result is there, but not yet written, leaves the round to be merged."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    pending = aggregator.aggregate_async()
+    done = pending._background._done
+
+    def wait_and_be_stopped() -> None:
+        threading.Event.wait(done)
+        del done.wait  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    done.wait = wait_and_be_stopped  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pending.merge()
+    assert pending.is_done() and aggregator.under_way is pending and (model.weight == rank).all()
+    assert pending.merge().round == 1
+    assert (model.weight == 0.5).all() and aggregator.under_way is None
+
+
 def wrong(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = net()
@@ -229,7 +253,7 @@ def wrong(rank: int, world_size: int) -> None:
             xffl.FederatedScaling(model, optimizer, state, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("case", [at_once, rejected, wrong], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [at_once, rejected, interrupted, wrong], ids=lambda case: case.__name__)
 def test_in_the_background(case: object) -> None:
     run_world(2, case)  # type: ignore[arg-type]
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import xffl
@@ -184,6 +189,33 @@ def interrupted_halfway(rank: int, world_size: int) -> None:
     assert torch.equal(model.weight, before) and not aggregator.is_torn
 
 
+def cut_off(rank: int, world_size: int, folder: str) -> None:
+    """After a vote for which somebody came too late only new connections help, as the error says."""
+
+    def join(name: str) -> tuple[nn.Module, xffl.Aggregator]:
+        store = dist.FileStore(os.path.join(folder, name), world_size)
+        wait = timedelta(seconds=3.0)
+        dist.init_process_group("gloo", store=store, timeout=wait, world_size=world_size, rank=rank)
+        model = linear(seed=rank)
+        return model, xffl.Aggregator(model, make_state(rank, (1, 1), None))
+
+    model, aggregator = join("first")
+    before = model.weight.detach().clone()
+    if rank == 1:
+        time.sleep(4.0)
+    with pytest.raises(xffl.RoundError, match="round 1 could not be opened, this rank keeps its weights"):
+        aggregator.aggregate()
+    assert not aggregator.can_go_on
+    with pytest.raises(xffl.StateError, match="end the process group on all ranks and join again"):
+        aggregator.aggregate()
+    assert torch.equal(model.weight, before)
+    dist.destroy_process_group()
+    model, aggregator = join("second")
+    assert aggregator.aggregate().round == 1
+    assert not torch.equal(model.weight, before)
+    dist.destroy_process_group()
+
+
 def buffers_are_there(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """All memory is there before the first vote, where lanes of several types follow each other, too."""
     state = make_state(rank, (1, 1), None)
@@ -255,3 +287,7 @@ def resizable(rank: int, world_size: int) -> None:
 )
 def test_rare(ranks: int, case: Callable[..., None], args: tuple[Any, ...]) -> None:
     run_world(ranks, case, *args, timeout_s=60.0)
+
+
+def test_a_vote_that_was_cut_off(tmp_path: Path) -> None:
+    run_world(2, cut_off, str(tmp_path), timeout_s=60.0, init=False)

@@ -20,7 +20,7 @@ from xffl.aggregation.opening import Contribution, open_round
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.protocol import Outcome, report_of
+from xffl.aggregation.protocol import AFRESH, Outcome, report_of
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.secure import SecureSum
 from xffl.aggregation.server import ServerOptimizer
@@ -250,18 +250,19 @@ class Aggregator:
         given = Contribution(weight, steps=steps, seconds=seconds)
         merging = NO_ALPHA if alpha is None else alpha
         opening = open_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
-        background = Background(lambda: self._protocol.confer(opening, fragment), self._made.device)
+        background = Background(lambda: self._protocol.confer(opening, fragment), self._made.stream)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
             if self._pending is not pending:
                 raise StateError("this round was merged already")
             asked = time.perf_counter()
-            try:
-                with self._tearing():
+            with self._tearing():
+                try:
                     outcome = background.result()
-            finally:
-                if background.is_done():  # else this was interrupted, and the round is still under way
-                    self._pending = None
+                except BaseException as error:
+                    if background.has_raised(error):  # else this was interrupted, and the round is still to be merged
+                        self._pending = None
+                    raise
             self.check()
             assert outcome is not None, "a rank that has not finished always gets a round"
             self._exchange.journal.phases["wait"] = time.perf_counter() - asked
@@ -297,7 +298,7 @@ class Aggregator:
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it first")
         if self._protocol.is_cut_off:
-            raise StateError("a vote of this aggregator was cut off, so the ranks are out of step; make another one")
+            raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
 
     def check(self) -> None:
         """Raise while the model is torn; local.
@@ -369,6 +370,7 @@ class Aggregator:
         if not outcome.is_skipped:
             with self._tearing():
                 try:
+                    self._pending = None  # from here on, an interrupt tears the model
                     # A cell with values that are not finite has nothing that could stay.
                     is_merged = is_merged and self._made.cell not in outcome.unfit
                     reshard(self._model)

@@ -51,6 +51,7 @@ class Assembly:
     :param layout: Where this rank's elements lie.
     :param tracks: Its lanes.
     :param feedback: What lossy codecs remember of them, by number.
+    :param stream: What a round under way works on, of the state's; ``None`` where there is none.
     """
 
     topology: Topology
@@ -67,6 +68,7 @@ class Assembly:
     layout: Layout
     tracks: tuple[Track, ...]
     feedback: Mapping[int, Feedback]
+    stream: torch.cuda.Stream | None
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -230,7 +232,14 @@ def _assemble(
         layout=layout,
         tracks=tracks,
         feedback=crossing.feedback,
+        stream=_stream(place.state, device),
     )
+
+
+def _stream(state: DistributedState, device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return state.streams[0] if state.streams else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _entries(manifest: Manifest, spread: Spread | None) -> list[Entry | None]:

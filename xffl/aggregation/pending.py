@@ -18,20 +18,18 @@ T = TypeVar("T")
 class Background(Generic[T]):
     """A call on a thread of its own, which raises where its result is asked for.
 
-    On a GPU the thread works on a stream of its own, which starts from what the caller's stream has been given so far.
-
     :param call: What to do.
-    :param device: The device that it works on.
+    :param stream: On a GPU, the stream that the thread works on; it starts from what the caller's stream has been given
+        so far.
     """
 
-    def __init__(self, call: Callable[[], T], device: torch.device) -> None:
+    def __init__(self, call: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
         self._call = call
-        self._device = device
         self._result: list[T] = []
         self._error: BaseException | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream = stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         # Not the thread itself is waited for: Python takes a thread for ended whose join was interrupted (3.11).
         self._done = threading.Event()
         # A daemon: a peer that does not answer must not keep a process that has failed elsewhere from ending.
@@ -41,15 +39,19 @@ class Background(Generic[T]):
         """Tell whether the result is there."""
         return self._done.is_set()
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Tell whether the call has raised just this, and not a signal that has met who waits for it."""
+        return self._error is error
+
     def result(self) -> T:
-        """Wait for the result.
+        """Wait for the result; if that is interrupted, it can be asked for again.
 
         :return: What the call returned.
         :raises BaseException: what the call raised.
         """
         self._done.wait()
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         if self._error is not None:
             raise self._error
         return self._result[0]

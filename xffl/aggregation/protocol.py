@@ -21,7 +21,10 @@ from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["Opening", "Outcome", "Protocol", "report_of"]
+__all__ = ["AFRESH", "Opening", "Outcome", "Protocol", "report_of"]
+
+AFRESH = "start the processes anew, or end the process group on all ranks and join again"
+"""What helps where messages may be under way that nobody waits for: another aggregator would get them."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +183,7 @@ class Protocol:
         number = int(ballot.round)
         if self.is_interrupted:  # what was posted then would take the next attempt's messages
             ballot = ballot._replace(is_failed=True)
-            error = RoundError(
-                "an exchange was interrupted here, and its messages may still be under way; start the processes anew, "
-                "or end the process group on all ranks and join again"
-            )
+            error = RoundError(f"an exchange was interrupted here, and its messages may still be under way; {AFRESH}")
         try:
             with self._exchange.journal.phase("vote"):
                 ballots = cast(ballot, self._device, self._topology, self._group, self._first)
