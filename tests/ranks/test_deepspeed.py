@@ -23,7 +23,7 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
 from xffl.parallel.engine import ZeroModel
-from xffl.parallel.zero import find_masters, round_view
+from xffl.parallel.zero import find_masters, mark, round_view
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install xffl[deepspeed]")
 
@@ -496,6 +496,11 @@ def misuse(rank: int, world_size: int) -> None:
         wrapped.state_dict()
     with pytest.raises(ConfigError, match="takes no closure"):
         wrapped.step(lambda: 0.0)
+    masters = find_masters(model)
+    mark(model.module, None)  # as if somebody else had made the engine
+    with pytest.raises(ConfigError, match=r"parameter '\S*embedding.weight' is cut by a DeepSpeed engine"):
+        xffl.Aggregator(model, strategy.state)
+    mark(model.module, masters)
     with pytest.raises(ConfigError, match="max_norm 0"):
         strategy.clip_grad_norm(model, 0)
     with (

@@ -341,8 +341,10 @@ def find_masters(model: nn.Module) -> Masters | None:
             return found
     if "deepspeed" not in sys.modules:
         return None
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_tensor"):
+    # Asked in each round, so names are put together only for one that is to be told.
+    for parameter in (held for module in model.modules() for held in module._parameters.values()):
+        if parameter is not None and "ds_tensor" in parameter.__dict__:
+            name = next(name for name, other in model.named_parameters() if other is parameter)
             raise ConfigError(
                 f"parameter {name!r} is cut by a DeepSpeed engine that this package knows nothing of; make it with "
                 "xffl.parallel.DeepSpeedStrategy"
