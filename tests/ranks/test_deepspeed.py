@@ -498,7 +498,7 @@ def misuse(rank: int, world_size: int) -> None:
         wrapped.step(lambda: 0.0)
     masters = find_masters(model)
     mark(model.module, None)  # as if somebody else had made the engine
-    with pytest.raises(ConfigError, match=r"parameter '\S*embedding.weight' is cut by a DeepSpeed engine"):
+    with pytest.raises(ConfigError, match="parameter 'module.frozen' is cut by a DeepSpeed engine"):
         xffl.Aggregator(model, strategy.state)
     mark(model.module, masters)
     with pytest.raises(ConfigError, match="max_norm 0"):

@@ -239,7 +239,7 @@ def wrong(rank: int, world_size: int) -> None:
     with pytest.raises(xffl.StateError, match="overlap=True"):
         plain.aggregate_async()
     with pytest.raises(xffl.ConfigError, match=r"alpha 1\.0 is no number from 0 to below 1"):
-        overlapping.aggregate_async(alpha=1.0)
+        overlapping.aggregate_async(alpha=1.0).merge()
     with pytest.raises(xffl.ConfigError, match="needs atomic=True"):
         xffl.Aggregator(model, state, overlap=True, atomic=False)
     for options, told in (

@@ -24,7 +24,7 @@ from xffl.aggregation.protocol import AFRESH, Outcome, report_of
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.secure import SecureSum
 from xffl.aggregation.server import ServerOptimizer
-from xffl.aggregation.torn import TornError, find_tear, tearing
+from xffl.aggregation.torn import TornError, find_tear, tearing, tears_of
 from xffl.aggregation.vote import NO_ALPHA
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
@@ -120,6 +120,7 @@ class Aggregator:
         self._rounds = 0
         self._pending: PendingRound | None = None
         self._is_closed = False
+        self._tears = tears_of(model)
 
         def read() -> tuple[Options, Manifest]:
             options = Options.of(
@@ -237,17 +238,15 @@ class Aggregator:
             replaced. The same on all ranks.
         :param steps: As in :meth:`aggregate`.
         :param seconds: Seconds of a local step here; 0 where nobody has measured.
-        :return: The round under way.
+        :return: The round under way. An argument that cannot be meant raises when it is merged, on all ranks.
         :raises StateError: if the aggregator was made without ``overlap``, or a round is under way.
-        :raises ConfigError: if ``alpha`` is outside its range.
         """
-        check_merge(alpha)
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self._check_free()
         start = time.perf_counter()
         fragment = self.next_fragment
-        given = Contribution(weight, steps=steps, seconds=seconds)
+        given = Contribution(weight, steps=steps, seconds=seconds, prepare=lambda: check_merge(alpha))
         merging = NO_ALPHA if alpha is None else alpha
         opening = open_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
         background = Background(lambda: self._protocol.confer(opening, fragment), self._made.stream)
@@ -293,6 +292,7 @@ class Aggregator:
 
     def _check_free(self) -> None:
         self.check()
+        self._forget_torn()
         if self._is_closed:
             raise StateError("this aggregator is closed; make another one")
         if self._pending is not None:
@@ -319,7 +319,8 @@ class Aggregator:
         """
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
-        state: dict[str, Any] = {"rounds": self._rounds}
+        self._forget_torn()
+        state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
         if self._made.has_codecs:
             state["codecs"] = self._exchange.memory.state_dict(self._made.plan)
         if self.accountant is not None:
@@ -336,6 +337,7 @@ class Aggregator:
         """
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before loading")
+        self._made.check_saved(state)
         if self._made.has_codecs:
             if "codecs" not in state:
                 raise CheckpointError("the state has no memory of codecs; it was saved without them")
@@ -349,18 +351,24 @@ class Aggregator:
                 )
             self._exchange.agreed.load_state_dict(state["agreed"])
         self._rounds = int(state["rounds"])
+        self._tears = tears_of(self._model)
 
     @contextmanager
     def _tearing(self) -> Iterator[None]:
-        """Mark the model where the ranks may hold different weights, and forget what lossy codecs start from."""
+        """Mark the model where the ranks may hold different weights."""
         try:
             with tearing(self._model):
                 yield
         finally:
-            if self.is_torn:
-                self._exchange.memory.forget()
-                if self._exchange.agreed is not None:
-                    self._exchange.agreed.forget()
+            self._forget_torn()
+
+    def _forget_torn(self) -> None:
+        """Forget what codecs and servers start from where the model was torn since, by whichever aggregator."""
+        if (tears := tears_of(self._model)) != self._tears:
+            self._tears = tears
+            self._exchange.memory.forget()
+            if self._exchange.agreed is not None:
+                self._exchange.agreed.forget()
 
     def _conclude(
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from xffl.aggregation.starting import agree_start
 from xffl.aggregation.tracks import Track, make_tracks
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError, XfflError
+from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["Assembly", "assemble"]
@@ -69,6 +70,29 @@ class Assembly:
     tracks: tuple[Track, ...]
     feedback: Mapping[int, Feedback]
     stream: torch.cuda.Stream | None
+
+    def check_saved(self, state: Mapping[str, Any]) -> None:
+        """Raise where an aggregator's state has parts that this one would lose without a word; local.
+
+        :param state: What :meth:`xffl.Aggregator.state_dict` returned.
+        :raises CheckpointError: if it is that of another set-up.
+        """
+        fragments = state.get("fragments", self.options.fragments)
+        if fragments != self.options.fragments:
+            raise CheckpointError(
+                f"the state is that of {fragments} fragments, and this aggregator has {self.options.fragments}; resume "
+                "with the same"
+            )
+        for part, what, is_here in (
+            ("codecs", "what lossy codecs remember", self.has_codecs),
+            ("privacy", "what privacy has cost", self.exchange.accountant is not None),
+            ("agreed", "the last agreed model of server, norms or privacy", self.exchange.agreed is not None),
+            ("above", "levels above the lowest", False),
+        ):
+            if part in state and not is_here:
+                raise CheckpointError(
+                    f"the state holds {what}, which this aggregator was made without; resume with the same options"
+                )
 
     @torch.no_grad()
     def restart(self) -> None:

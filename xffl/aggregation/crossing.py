@@ -86,8 +86,6 @@ class Crossing:
         :param journal: Where bytes and seconds are noted.
         """
         self._turnout, self._journal = turnout, journal
-        for feedback in self.feedback.values():
-            feedback.begin()
 
     def carry(
         self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor, *, is_encoded: bool

@@ -132,6 +132,7 @@ class Exchange:
         :return: What was found.
         """
         self.journal = Journal()
+        self.memory.begin()
         self._staging.begin(is_snapshot=is_snapshot or self._protection is not None, keeps_snapshot=keeps_snapshot)
         with self.journal.phase("pack"):
             self._layout.look_up()
@@ -160,6 +161,18 @@ class Exchange:
             names, all(map(math.isfinite, energies)), total_of(torch.stack(norms).tolist() if norms else ())
         )
 
+    def check(self, turnout: Turnout) -> None:
+        """Raise where these cells cannot be combined as was asked; pure, the same on all ranks.
+
+        :param turnout: Whose values count.
+        :raises Exception: whatever the combiner or the secure sum has against it.
+        """
+        self.combiner.check(len(turnout.cells))
+        if self.masker is not None:
+            self.masker.check(turnout.cells)
+        if not self._is_gathering:
+            weighed(turnout, self.combiner)
+
     @torch.no_grad()
     def run(self, turnout: Turnout, fragment: int) -> None:
         """Swap, combine and hand round every bucket of every lane, once :meth:`look` has read them.
@@ -170,7 +183,6 @@ class Exchange:
         :param turnout: Whose values count; the same on all ranks.
         :param fragment: As in :meth:`look`.
         """
-        # What a combiner cannot weigh is found out by all ranks alike, before anything moves.
         self.turnout = turnout if self._is_gathering else weighed(turnout, self.combiner)
         if self.masker is not None:
             self.masker.begin(turnout.attempt, turnout.cells)

@@ -15,6 +15,9 @@ from xffl.errors import CheckpointError
 
 __all__ = ["Feedback", "Memory"]
 
+HUGE = 1e30
+"""A type whose largest number is below this has less range than fp32, in which codes are read."""
+
 
 class Feedback:
     """One lane's memory on one carrier: as large as the lane, sharded as it is.
@@ -90,11 +93,13 @@ class Feedback:
         """Write a bucket's agreed values moved by what all cells go on by, rounded once.
 
         :param bucket: The bucket.
-        :param way: How far, fp32.
-        :param out: Flat values of the model's type, overwritten.
+        :param way: How far, fp32; may be overwritten.
+        :param out: Flat values of the model's type, overwritten; what a code's error takes beyond its largest number
+            stops there.
         """
-        if out.dtype.itemsize == 1:
-            out.copy_(self._agreed(bucket).add_(way))
+        limit = torch.finfo(out.dtype).max
+        if limit < HUGE:
+            out.copy_(way.add_(self._agreed(bucket)).clamp_(-limit, limit))
         else:
             torch.add(self._agreed(bucket), way, out=out)
 
@@ -182,6 +187,11 @@ class Memory:
             return None
         whole = sum(norm[0] for norm in norms)
         return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
+
+    def begin(self) -> None:
+        """Forget what the last round has sent, and what one that was not taken has left behind."""
+        for feedback in self._feedback.values():
+            feedback.begin()
 
     def is_encoding(self, fragment: int) -> bool:
         """Tell whether a round has made the agreed state that lossy codecs start from."""

@@ -276,7 +276,12 @@ class Levels(Aggregator):
         :return: Numbers, texts and copies of tensors.
         """
         above = [
-            {"aggregator": stage.aggregator.state_dict(), "since": stage.since, "count": stage.count}
+            {
+                "aggregator": stage.aggregator.state_dict(),
+                "every": stage.every,
+                "since": stage.since,
+                "count": stage.count,
+            }
             for stage in self._stages[1:]
         ]
         return {**super().state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
@@ -292,7 +297,13 @@ class Levels(Aggregator):
             raise CheckpointError(
                 f"the state is that of {len(above) + 1} levels, and there are {len(self._stages)}; resume with the same"
             )
-        super().load_state_dict(state)
+        for number, (stage, saved) in enumerate(zip(self._stages[1:], above, strict=True), 1):
+            if saved["every"] != stage.every:
+                raise CheckpointError(
+                    f"the state is that of a level {number} which meets every {saved['every']} rounds of the level "
+                    f"below, and this one meets every {stage.every}; resume with the same levels"
+                )
+        super().load_state_dict({part: value for part, value in state.items() if part != "above"})
         for stage, saved in zip(self._stages[1:], above, strict=True):
             stage.aggregator.load_state_dict(saved["aggregator"])
             stage.since, stage.count = int(saved["since"]), float(saved["count"])

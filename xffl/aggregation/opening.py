@@ -11,7 +11,7 @@ from xffl.aggregation.assembly import Assembly
 from xffl.aggregation.entries import reshard
 from xffl.aggregation.exchange import Findings
 from xffl.aggregation.protocol import Opening
-from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_weight
+from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_number, checked_weight
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.parallel.zero import refresh_view
 
@@ -53,15 +53,18 @@ def open_round(
     :return: The ballot, and what belongs to it.
     """
     error: XfflError | None = None
-    count, findings = 0.0, Findings([], False)
+    count = steps = seconds = 0.0
+    findings = Findings([], False)
     try:
         reshard(model)
         refresh_view(model)
         made.manifest.check()
         if made.exchange.agreed is not None:
-            made.exchange.agreed.check()
+            made.exchange.agreed.begin(fragment)
         if given.prepare is not None:
             given.prepare()
+        steps = checked_number("steps", given.steps, "give the effective number of local steps")
+        seconds = checked_number("seconds", given.seconds, "give those of a local step, or 0")
         if made.options.privacy is not None and given.weight is not None:
             raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
         if not given.is_absent:
@@ -84,10 +87,10 @@ def open_round(
         is_encoding=made.has_codecs and made.exchange.memory.is_encoding(fragment),
         is_moderate=findings.is_moderate,
         arithmetic=made.arithmetic,
-        merging=merging,
+        merging=merging if error is None else AT_ONCE,
         norm=findings.norm,
-        steps=given.steps,
-        seconds=given.seconds,
+        steps=steps,
+        seconds=seconds,
         attempt=0.0 if masker is None else masker.next_attempt,
     )
     return Opening(ballot, findings.nonfinite, error)

@@ -30,8 +30,8 @@ class Protection:
 
     def __init__(self, privacy: Privacy, rank: int, masker: Masker | None) -> None:
         self._privacy = privacy
+        self._rank = rank
         self._masker = masker
-        self._noise = privacy.noise_of(rank)
         self.accountant = Accountant(privacy)
 
     def apply(
@@ -80,8 +80,9 @@ class Protection:
         with journal.noting("protect"):
             scale = self._privacy.scale_of(math.sqrt(total.item()))
             deviation = self._privacy.deviation(len(cells))
+            noise = self._privacy.noise_of(self._rank, self.accountant.rounds)
             for track, bucket in carried:
-                privatize(staging.stage(track, bucket), agreed.written(track, bucket), scale, deviation, self._noise)
+                privatize(staging.stage(track, bucket), agreed.written(track, bucket), scale, deviation, noise)
                 protected += 1
         if journal.failure is None:
             return

@@ -164,11 +164,12 @@ class Protocol:
     def _check_turnout(self, turnout: Turnout, ballots: list[Ballot]) -> None:
         """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
         try:
-            self._exchange.combiner.check(len(turnout.cells))
-        except ConfigError as few:
+            self._exchange.check(turnout)
+        except Exception as wrong:
+            why = wrong if isinstance(wrong, XfflError) else f"{type(wrong).__name__}: {wrong}"
             raise RoundError(
-                f"round {turnout.number} has values of cells {turnout.cells}: {few}; all ranks keep their weights"
-            ) from few
+                f"round {turnout.number} has values of cells {turnout.cells}: {why}; all ranks keep their weights"
+            ) from wrong
         if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(ballots):
             kinds: dict[float, list[int]] = {}
             for rank, ballot in enumerate(ballots):

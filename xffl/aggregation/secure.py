@@ -116,7 +116,7 @@ class Masker:
         :param attempt: A number that this rank has not used yet, agreed on in the opening vote: the highest
             :attr:`next_attempt`.
         :param cells: The cells that contribute, as that vote counted them.
-        :raises RoundError: if they are too few.
+        :raises RoundError: as :meth:`check`.
         :raises StateError: if the attempt may have had masks before.
         """
         if attempt < self.next_attempt:
@@ -128,12 +128,20 @@ class Masker:
         self._is_abandoned = False
         self._used.clear()
         self._cells = ()
+        self.check(cells)
+        self._cells = tuple(sorted(set(cells)))
+
+    def check(self, cells: Iterable[int]) -> None:
+        """Raise where a sum over these cells would tell what one of them has given; pure.
+
+        :param cells: The cells that contribute.
+        :raises RoundError: if they are too few.
+        """
         if len(contributing := sorted(set(cells))) < LEAST_CELLS:
             raise RoundError(
                 f"cells {contributing} contribute to this round, but a secure sum needs {LEAST_CELLS}, since of two "
                 "each would learn the other's values; wait for more cells, or average with secure=False"
             )
-        self._cells = tuple(contributing)
 
     def abandon(self) -> None:
         """Let no mask of this attempt leave: rows are zeros from now on, and the others' masks do not cancel; local.

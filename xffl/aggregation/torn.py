@@ -11,9 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import RoundError
 
-__all__ = ["Tear", "TornError", "find_tear", "tearing"]
+__all__ = ["Tear", "TornError", "find_tear", "tearing", "tears_of"]
 
 _MARK = "_xffl_tear"
+_COUNT = "_xffl_tears"
 
 
 class TornError(Exception):
@@ -37,6 +38,7 @@ class Tear:
             self._handles.append(module.register_forward_pre_hook(self._refuse))
         self._handles.append(self._model.register_load_state_dict_post_hook(self._mend))  # type: ignore[no-untyped-call]
         object.__setattr__(self._model, _MARK, self)
+        object.__setattr__(self._model, _COUNT, tears_of(model) + 1)
 
     def check(self) -> None:
         """Raise.
@@ -83,6 +85,15 @@ def find_tear(model: nn.Module) -> Tear | None:
     """
     tear = getattr(_without_wrappers(model), _MARK, None)
     return tear if isinstance(tear, Tear) else None
+
+
+def tears_of(model: nn.Module) -> int:
+    """Return how often a model was torn, also where it is mended: whoever remembers it must forget it then.
+
+    :param model: The model, wrapped or not.
+    :return: A number that only grows.
+    """
+    return int(getattr(_without_wrappers(model), _COUNT, 0))
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

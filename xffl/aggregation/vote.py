@@ -23,6 +23,7 @@ __all__ = [
     "cast",
     "cell_weights",
     "check_rounds",
+    "checked_number",
     "checked_weight",
 ]
 
@@ -158,7 +159,9 @@ def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
             "state dict on every rank or on none"
         )
     for cell in range(topology.cells):
-        if len(ways := {ballots[rank].merging for rank in topology.federation(cell)}) > 1:
+        # What a rank says that cannot take part does not count; it tells why afterwards.
+        of_cell = [ballots[rank] for rank in topology.federation(cell)]
+        if len(ways := {ballot.merging for ballot in of_cell if not ballot.is_failed}) > 1:
             raise RoundError(
                 f"the ranks of cell {cell} merge in different ways ({sorted(ways)}, where {AT_ONCE:g} is aggregate and "
                 f"{NO_ALPHA:g} no alpha); call the same on all of them"
@@ -183,15 +186,25 @@ def checked_weight(weight: object) -> float:
     :return: The count.
     :raises ConfigError: if it is none, negative or not finite.
     """
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise ConfigError(f"weight {weight!r} is no number; give this rank's count of samples or tokens, or None")
-    if not math.isfinite(weight) or weight < 0:
-        raise ConfigError(
-            f"weight {weight} is negative or not finite; give this rank's count of samples or tokens, or None"
-        )
-    return float(weight)
+    return checked_number("weight", weight, "give this rank's count of samples or tokens, or None")
+
+
+def checked_number(what: str, value: object, knob: str) -> float:
+    """Return what a rank says of itself as a float.
+
+    :param what: What it is, for the message.
+    :param value: A real number or a tensor of one element.
+    :param knob: What to do about a wrong one.
+    :return: The number.
+    :raises ConfigError: if it is none, negative or not finite.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(f"{what} {value!r} is no number; {knob}")
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{what} {value} is negative or not finite; {knob}")
+    return float(value)
 
 
 def cell_weights(ballots: Sequence[Ballot], topology: Topology) -> tuple[float, ...]:

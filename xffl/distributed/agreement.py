@@ -54,7 +54,7 @@ def agree(
         if error is not None:
             raise error
         return
-    gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size()
+    gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size(group)
     dist.all_gather_object(gathered, told, group=group)
     raise _difference(gathered, describe)
 

@@ -1,0 +1,289 @@
+"""What comes between rounds and once went wrong: tears that others do not hear of, states, ends, wrong arguments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xffl
+from tests.ranks.test_round import make_state
+from tests.ranks.test_round_edges import linear
+from tests.ranks.test_round_votes import raised
+from tests.worlds import run_world
+from xffl.aggregation.combine import Mean, Seen, Weighed
+from xffl.aggregation.levels import Levels
+from xffl.aggregation.opening import Contribution
+from xffl.aggregation.torn import TornError
+from xffl.aggregation.units import Level
+
+NONE = "nothing was raised"
+PRIVACY = {"name": "dp_fedavg", "clip": 1.0, "noise": 0.5, "seed": 7}
+
+
+def moved(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+
+
+def torn_level(rank: int, world_size: int, number: int, options: dict[str, Any]) -> str:
+    """After a tear of one level, no level remembers the model of before."""
+    state = make_state(rank, (1, 1, 1, 1), None)
+    model = linear(16)
+    levels = Levels(model, state, [Level(**options), Level(every=3, groups=(2, 2), **options)])
+    saved = {name: values.clone() for name, values in model.state_dict().items()}
+    for _ in range(2 if number else 4):
+        moved(model, 1.0)
+        levels.aggregate()
+    protocol = levels._stages[number].aggregator._protocol
+    close = protocol._close
+
+    def fail(*args: Any) -> None:
+        raise TornError("planted")
+
+    protocol._close = fail  # type: ignore[method-assign]
+    with pytest.raises(xffl.RoundError, match="planted"):
+        levels.aggregate()
+    protocol._close = close  # type: ignore[method-assign]
+    assert levels.is_torn
+    model.load_state_dict(saved)
+    for _ in range(3):
+        told = raised(levels.aggregate)
+        assert torch.equal(model.weight, saved["weight"])
+    return told
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_tear_is_forgotten_by_all_levels(number: int) -> None:
+    assert set(run_world(4, torn_level, number, {"codec": "topk:0.05"})) == {NONE}
+    for told in run_world(4, torn_level, number, {"options": {"server": "sgd:lr=0.5"}}):
+        assert "load the aggregator's state of the same checkpoint" in told
+
+
+def two_aggregators(rank: int, world_size: int) -> None:
+    """Two aggregators of one model: what tears it for one is heard of by the other, also where it saves first."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(16)
+    torn, other = (xffl.Aggregator(model, state, codec="int8") for _ in range(2))
+    other.aggregate()
+    saved, known = {name: values.clone() for name, values in model.state_dict().items()}, other.state_dict()
+    assert known["codecs"]["seeded"] == [0]
+
+    def fail(*args: Any) -> None:
+        raise TornError("planted")
+
+    torn._protocol._close = fail  # type: ignore[method-assign]
+    with pytest.raises(xffl.RoundError, match="planted"):
+        torn.aggregate()
+    model.load_state_dict(saved)
+    assert other.state_dict()["codecs"]["seeded"] == []
+    other.load_state_dict(known)
+    assert other.state_dict()["codecs"]["seeded"] == [0]
+
+
+def few_secure_cells(rank: int, world_size: int, atomic: bool) -> None:
+    """Too few cells for a secure sum: nothing was sent, so nothing is torn."""
+    state = make_state(rank, (1, 1, 1), None)
+    model = linear(8, seed=rank)
+    aggregator = xffl.Aggregator(model, state, secure=True, atomic=atomic)
+    aggregator.aggregate(1.0)
+    moved(model, rank)
+    before = model.weight.detach().clone()
+    with pytest.raises(xffl.RoundError, match="secure sum needs 3") as caught:
+        aggregator.aggregate(0.0 if rank == 2 else 1.0)
+    assert str(caught.value).count("secure sum needs") == 1
+    assert torch.equal(model.weight, before) and not aggregator.is_torn
+    assert aggregator.aggregate(1.0).round == 2
+
+
+@dataclass(frozen=True)
+class Choosy(Mean):
+    """A mean of three cells, or of none."""
+
+    def weigh(self, seen: Seen) -> Weighed:
+        if len(seen.weights) < 3:
+            raise ValueError("not enough for me")
+        return super().weigh(seen)
+
+
+def choosy_combiner(rank: int, world_size: int) -> None:
+    """What a combiner will not weigh is rejected before anything moves, also with nothing beside the model."""
+    state = make_state(rank, (1, 1, 1), None)
+    model = linear(8, seed=rank)
+    before = model.weight.detach().clone()
+    aggregator = xffl.Aggregator(model, state, combine=Choosy(), atomic=False)
+    with pytest.raises(xffl.RoundError, match=r"values of cells \(0, 1\): ValueError: not enough for me"):
+        aggregator.aggregate(0.0 if rank == 2 else 1.0)
+    assert torch.equal(model.weight, before) and not aggregator.is_torn
+    assert aggregator.aggregate(1.0).round == 1
+
+
+def other_states(rank: int, world_size: int) -> None:
+    """A state with parts that an aggregator has no use for is refused."""
+    state = make_state(rank, (1, 1, 1, 1), None)
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+    def saved(**options: Any) -> dict[str, Any]:
+        model = layers()
+        aggregator = xffl.Aggregator(model, state, **options)
+        for _ in range(2):
+            moved(model, 0.01 * rank)
+            aggregator.aggregate()
+        return aggregator.state_dict()
+
+    def climbing(every: int) -> Levels:
+        return Levels(layers(), state, [Level(), Level(every=every, groups=(2, 2))])
+
+    levels = climbing(2)
+    levels.aggregate()
+    plain = xffl.Aggregator(layers(), state)
+    for found, into, told in (
+        (saved(codec="int8"), plain, "what lossy codecs remember"),
+        (saved(server="fedadam:lr=0.1"), plain, "the last agreed model"),
+        (saved(privacy=PRIVACY, server="fedadam"), xffl.Aggregator(layers(), state, server="fedadam"), "privacy"),
+        (saved(fragments=3), xffl.Aggregator(layers(), state, fragments=2), "3 fragments, and this aggregator has 2"),
+        (levels.state_dict(), plain, "levels above"),
+        (levels.state_dict(), climbing(3), "every 2 rounds of the level below, and this one meets every 3"),
+    ):
+        with pytest.raises(xffl.CheckpointError, match=told):
+            into.load_state_dict(found)
+        assert into.rounds == 0
+    again = climbing(2)
+    again.load_state_dict(levels.state_dict())
+    assert again.rounds == 1
+
+
+def ending_schedule(rank: int, world_size: int) -> list[str]:
+    """A schedule that has come to its end rejects rounds and leaves the model whole."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(4)
+    schedule = {"name": "OneCycleLR", "max_lr": 1.0, "total_steps": 6}
+    aggregator = xffl.Aggregator(model, state, server={"name": "sgd", "lr": 1.0, "schedule": schedule})
+    told = []
+    for _ in range(9):
+        moved(model, 1.0 + rank)
+        before = model.weight.detach().clone()
+        told.append(raised(aggregator.aggregate))
+        assert not aggregator.is_torn and torch.equal(model.weight, before) == (told[-1] != NONE)
+    return told
+
+
+def wrong_words(rank: int, world_size: int) -> None:
+    """What cannot be meant on one rank is told to all, at once, and the next round takes place."""
+    state = make_state(rank, (2,), 1)
+    model = linear(8)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("steps None is no number", lambda: aggregator.aggregate(1.0, steps=None if rank else 2.0)),  # type: ignore[arg-type]
+        ("steps nan is negative or not finite", lambda: aggregator.aggregate(1.0, steps=float("nan") if rank else 2.0)),
+        ("alpha 1.0 is no number", lambda: aggregator.aggregate_async(1.0, alpha=1.0 if rank else 0.5).merge()),
+        ("alpha 'x' is no number", lambda: aggregator.aggregate_async(1.0, alpha="x" if rank else 0.5).merge()),  # type: ignore[arg-type]
+        ("seconds -1.0 is neg", lambda: aggregator.aggregate_async(1.0, seconds=-1.0 if rank else 0.5).merge()),
+    ]
+    for told, call in calls:
+        start = time.monotonic()
+        with pytest.raises(xffl.ConfigError, match=told):
+            call()
+        assert time.monotonic() - start < 10.0 and aggregator.rounds == 0 and aggregator.under_way is None
+    assert aggregator.aggregate_async(1.0, alpha=0.5).merge().round == 1
+
+
+def seeded_noise(rank: int, world_size: int) -> None:
+    """Resumed, seeded noise goes on where it was: no round gets that of another."""
+    state = make_state(rank, (1, 1), None)
+
+    def train(stops: bool) -> list[torch.Tensor]:
+        model = linear(8)
+        aggregator = xffl.Aggregator(model, state, privacy=PRIVACY)
+        seen = []
+        for number in range(4):
+            if stops and number == 2:
+                kept = aggregator.state_dict()
+                aggregator = xffl.Aggregator(model, state, privacy=PRIVACY)
+                aggregator.load_state_dict(kept)
+            before = model.weight.detach().clone()
+            aggregator.aggregate()
+            seen.append(model.weight.detach() - before)
+        return seen
+
+    whole, resumed = train(False), train(True)
+    assert all(map(torch.equal, whole, resumed))
+    for one, other in ((0, 1), (0, 2), (1, 3)):
+        pair = torch.stack([whole[one].flatten(), whole[other].flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.5
+
+
+def skipped(rank: int, world_size: int) -> None:
+    """A round in which nothing moved reports no error of a codec."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(8)
+    aggregator = xffl.Aggregator(model, state, codec="int4", norms=True)
+    aggregator.aggregate()
+    moved(model, 0.01 * (1 + rank))
+    assert (aggregator.aggregate().codec_error or 0.0) > 0.0
+    report = aggregator.take_part(Contribution(1.0), least_divergence=1e9)
+    assert report is not None and report.is_skipped and report.codec_error is None
+
+
+def part_of_the_world(rank: int, world_size: int) -> None:
+    """Ranks of a part are counted in it, as the message says."""
+    state = make_state(rank, (1, 1, 1, 1), None)
+    levels = Levels(linear(8), state, [Level(), Level(every=99, groups=(2, 2))])
+    if rank < 2:
+        levels.aggregate(1.0)
+        return
+    with pytest.raises(xffl.ConfigError, match=r"rank 1 of 2\b.*ranks 2 to 3 of the world"):
+        levels.aggregate(-1.0 if rank == 3 else 1.0)
+
+
+def edge_of_a_type(rank: int, world_size: int, dtype: torch.dtype, codec: str) -> None:
+    """Finite values stay finite, whatever a code adds to them."""
+    state = make_state(rank, (1, 1), None)
+    limit = torch.finfo(dtype).max
+    model = nn.ParameterList([nn.Parameter(torch.zeros(64).to(dtype))])
+    aggregator = xffl.Aggregator(model, state, codec=codec)
+    aggregator.aggregate()
+    with torch.no_grad():
+        model[0].copy_(torch.linspace(-limit, limit, 64))
+    for value in (None, 1.0, 1.0):
+        if value is not None:
+            with torch.no_grad():
+                model[0].fill_(value)
+        aggregator.aggregate()
+        assert model[0].float().isfinite().all() and (model[0].float().abs() <= limit).all()
+
+
+@pytest.mark.parametrize(
+    "ranks, case, args",
+    [
+        (2, two_aggregators, ()),
+        (3, few_secure_cells, (True,)),
+        (3, few_secure_cells, (False,)),
+        (3, choosy_combiner, ()),
+        (4, other_states, ()),
+        (2, wrong_words, ()),
+        (2, seeded_noise, ()),
+        (2, skipped, ()),
+        (4, part_of_the_world, ()),
+        *((2, edge_of_a_type, (torch.float16, codec)) for codec in ("bf16", "int8", "int4")),
+        (2, edge_of_a_type, (torch.float8_e4m3fn, "int8")),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
+)
+def test_after(ranks: int, case: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_world(ranks, case, *args, timeout_s=60.0)
+
+
+def test_a_schedule_that_ends_tears_nothing() -> None:
+    first, second = run_world(2, ending_schedule)
+    assert first == second and first[:7] == [NONE] * 7
+    assert all(told.startswith("RoundError") and "times. The specified number of" in told for told in first[7:]), first
