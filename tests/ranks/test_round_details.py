@@ -1,0 +1,346 @@
+"""Details of rounds that a change could lose without any other test noticing, each found by losing it on purpose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xffl
+from tests.ranks.test_round import digests, make_state
+from tests.ranks.test_round_edges import everyones, linear
+from tests.worlds import run_world
+from xffl.aggregation import crossing, protocol
+from xffl.aggregation.levels import Levels
+from xffl.aggregation.opening import Contribution
+from xffl.aggregation.units import Level
+
+# What is averaged -----------------------------------------------------------------------------------------------------
+
+
+def shaken(model: nn.Module, rank: int, number: int) -> None:
+    """Move a model by random numbers of a rank and a round."""
+    torch.manual_seed(100 * number + rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def failed_round(rank: int, world_size: int) -> None:
+    """What a codec was to send in a round that failed is not lost, and not sent twice."""
+    state = make_state(rank, (1, 1), None)
+
+    def train(fails: bool) -> dict[str, str]:
+        model = linear(32)
+        aggregator = xffl.Aggregator(model, state, codec="topk:0.1")
+        mean = crossing.weighted_mean
+        for number in range(4):
+            shaken(model, rank, number)
+            if number == 2 and fails:
+
+                def fail(*args: Any, **named: Any) -> None:
+                    raise MemoryError("planted")
+
+                crossing.weighted_mean = mean if rank else fail  # type: ignore[assignment]
+                with pytest.raises(xffl.RoundError, match="planted"):
+                    aggregator.aggregate(1.0)
+                crossing.weighted_mean = mean
+            aggregator.aggregate(0.0 if number == 2 and rank == 1 else 1.0)
+        return digests(model)
+
+    assert train(False) == train(True)
+
+
+def listening_cell(rank: int, world_size: int) -> None:
+    """A cell that gives nothing to a round keeps what its codec is still to send."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(32)
+    aggregator = xffl.Aggregator(model, state, codec="topk:0.1")
+    for number in range(2):
+        shaken(model, rank, number)
+        aggregator.aggregate(1.0)
+    shaken(model, rank, 2)
+    before, after = {}, {}
+    for kept, weight in ((before, None), (after, 1.0 - rank)):
+        if weight is not None:
+            aggregator.aggregate(weight)
+        for lane in aggregator.state_dict()["codecs"]["lanes"].values():
+            kept |= {name: values for name, values in lane.items() if name.startswith("left")}
+    assert before
+    assert all(torch.equal(before[name], after[name]) == (rank == 1) for name in before)
+
+
+def dropped_cell(rank: int, world_size: int) -> None:
+    """NaN of a cell that is left out does not come back with what its codec is still to send."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(32)
+    aggregator = xffl.Aggregator(model, state, codec="topk:0.1", nonfinite="drop_cell")
+    for number in range(4):
+        shaken(model, rank, number)
+        if number == 2 and rank == 1:
+            with torch.no_grad():
+                model.weight[0, 0] = float("nan")
+        assert aggregator.aggregate().dropped == ((1,) if number == 2 else ())
+        assert model.weight.isfinite().all()
+
+
+def far_apart(rank: int, world_size: int) -> None:
+    """Values whose difference leaves fp32 have a mean that does not, and codes that do not."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ParameterList([nn.Parameter(torch.full((8,), 3e38 * (1 - 2 * rank)))])
+    xffl.Aggregator(model, state).aggregate()
+    assert (model[0] == 0.0).all()
+    model = nn.ParameterList([nn.Parameter(torch.full((64,), -3e38))])
+    aggregator = xffl.Aggregator(model, state, codec="topk:1.0")
+    aggregator.aggregate()
+    with torch.no_grad():
+        model[0].fill_(3e38)
+    for _ in range(2):
+        aggregator.aggregate()
+        assert model[0].isfinite().all()
+
+
+def exact_buffers(rank: int, world_size: int) -> None:
+    """No codec writes buffers."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.BatchNorm1d(64)
+    aggregator = xffl.Aggregator(model, state, codec="int4")
+    aggregator.aggregate()
+    torch.manual_seed(rank)
+    model.running_mean.copy_(torch.randn(64))
+    one, other = everyones(model.running_mean.clone())
+    aggregator.aggregate()
+    torch.testing.assert_close(model.running_mean, (one + other) / 2)
+
+
+def seeds(rank: int, world_size: int) -> None:
+    """No two codes of a run are rounded by the same random numbers."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(linear(), state, codec="int4:rounding=stochastic")
+    carried, track = aggregator._made.exchange._crossing, aggregator._made.tracks[0]
+    found = []
+    for _ in range(3):
+        aggregator.aggregate()
+        found += [carried._seed(track, track.buckets[0], part) for part in (-1, 0, 1)]
+    everywhere = [*itertools.chain.from_iterable(everyones(found))]
+    assert len(set(everywhere)) == len(everywhere) == 18
+
+
+# Delays ---------------------------------------------------------------------------------------------------------------
+
+
+def moved_meanwhile(rank: int, world_size: int) -> None:
+    """A merge finds tensors that were put elsewhere while the round was under way."""
+    state = make_state(rank, (1, 1), None)
+    model = linear()
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    for alpha, keeps, expected in (
+        (None, True, 0.5),
+        (None, False, 0.5),
+        (0.0, True, 0.5),
+        (0.5, True, 0.5 * rank + 0.25),
+    ):
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        pending = aggregator.aggregate_async(alpha=alpha)
+        model.weight.data = model.weight.data.clone()  # as model.to() does
+        pending.merge(keeps_steps=keeps)
+        assert (model.weight == expected).all(), (alpha, keeps)
+
+
+def counters(rank: int, world_size: int) -> None:
+    """A merge replaces what is taken from the first cell, whatever has been counted meanwhile."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.BatchNorm1d(4)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    for alpha in (None, 0.5):
+        model.num_batches_tracked.fill_(10 + rank)
+        pending = aggregator.aggregate_async(alpha=alpha)
+        model.num_batches_tracked.add_(4 + rank)
+        pending.merge()
+        assert model.num_batches_tracked == 10
+
+
+def rounded_once(rank: int, world_size: int) -> None:
+    """A merge of narrow values adds in fp32 and rounds once."""
+    state = make_state(rank, (1, 1), None)
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(rank)
+        start, step = torch.randn(500).to(dtype), (0.1 * torch.randn(500)).to(dtype)
+        model = nn.ParameterList([nn.Parameter(start.clone())])
+        pending = xffl.Aggregator(model, state, overlap=True).aggregate_async()
+        with torch.no_grad():
+            model[0].add_(step)
+        now = model[0].detach().clone()
+        pending.merge()
+        one, other = everyones(start)
+        mean = ((one.float() + other.float()) / 2).to(dtype)
+        expected = mean.double() + (now.double() - start.double())
+        assert torch.equal(model[0].detach(), expected.float().to(dtype))
+
+
+def told_of_a_delay(rank: int, world_size: int) -> None:
+    """A round in the background hears of steps and of how long they take."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(linear(), state, overlap=True, combine="fednova")
+    report = aggregator.aggregate_async(steps=2.0 + 4 * rank, seconds=0.5 + rank).merge()
+    assert report.steps == (2.0, 6.0) and report.step_seconds == (0.5, 1.5)
+
+
+# Votes ----------------------------------------------------------------------------------------------------------------
+
+
+def unlike_processors(rank: int, world_size: int) -> None:
+    """Where ranks compute otherwise, the mean is not fused, and what they compute by themselves is refused."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(linear(seed=rank), state)
+    served = xffl.Aggregator(linear(), state, server="fedadam")
+    aggregator.aggregate()
+    assert aggregator._exchange.turnout.is_fused
+    for one in (aggregator, served):
+        object.__setattr__(one._made, "arithmetic", float(rank))
+    aggregator.aggregate()
+    assert not aggregator._exchange.turnout.is_fused
+    with pytest.raises(xffl.RoundError, match="different kinds of processors"):
+        served.aggregate()
+
+
+def broken_vote(rank: int, world_size: int) -> None:
+    """A vote that breaks off is remembered."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(linear(), state)
+    cast = protocol.cast
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the link is down")
+
+    protocol.cast = fail  # type: ignore[assignment]
+    with pytest.raises(xffl.RoundError, match="could not be opened.*the link is down"):
+        aggregator.aggregate()
+    protocol.cast = cast
+    assert not aggregator.can_go_on
+    with pytest.raises(xffl.StateError, match="cut off"):
+        aggregator.aggregate()
+
+
+def interrupted_in_place(rank: int, world_size: int) -> None:
+    """What is interrupted while it writes into the model has torn it."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(64, seed=rank)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024, atomic=False)
+    carried, calls = aggregator._made.exchange._crossing, 0
+    combine = carried._combine
+
+    def interrupted(*args: Any, **named: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        combine(*args, **named)
+
+    carried._combine = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        aggregator.aggregate()
+    assert aggregator.is_torn
+
+
+def other_start(rank: int, world_size: int) -> None:
+    """A model with the same values in other places is another model to start from."""
+    state = make_state(rank, (1, 1), None)
+    model = linear()
+    if rank:
+        model.weight.data = model.weight.data.flip(0)
+    with pytest.raises(xffl.ConfigError, match="start from other values"):
+        xffl.Aggregator(model, state, server="fedadam")
+
+
+def masks_apart(rank: int, world_size: int) -> None:
+    """Ranks that have used more masks than others go on with the highest number."""
+    state = make_state(rank, (1, 1, 1), None)
+    aggregator = xffl.Aggregator(linear(), state, secure=True)
+    if rank == 1:
+        assert aggregator._exchange.masker is not None
+        aggregator._exchange.masker.begin(5, (0, 1, 2))
+    assert aggregator.aggregate().round == 1
+
+
+# Reports and pace -----------------------------------------------------------------------------------------------------
+
+
+def home_bytes(rank: int, world_size: int) -> None:
+    """Buffers go round at home for their mean, and once more with the result."""
+    state = make_state(rank, (2, 2), None)
+    report = xffl.Aggregator(nn.BatchNorm1d(16, affine=False), state, policies={"num*": "local"}).aggregate()
+    both = 2 * 16 * 4
+    assert sum(everyones(report.bytes_home)) == 2 * 2 * both + 2 * both
+
+
+def slowest_rank(rank: int, world_size: int) -> None:
+    """A cell's step takes as long as that of its slowest rank."""
+    state = make_state(rank, (2, 2), None)
+    report = xffl.Aggregator(linear(), state).take_part(Contribution(seconds=1.0 + rank))
+    assert report is not None and report.step_seconds == (2.0, 4.0)
+
+
+def levels_tell(rank: int, world_size: int) -> None:
+    """Levels tell of steps by the state's cells, and count the rounds below as steps."""
+    state = make_state(rank, (1, 1, 1, 1), None)
+    levels = Levels(linear(), state, [Level(), Level(groups=(3, 1))])
+    report = levels.take_part(Contribution(seconds=1.0 + rank))
+    assert report is not None
+    assert report.step_seconds == ((1.0, 2.0, 3.0, 0.0) if rank < 3 else (0.0, 0.0, 0.0, 4.0))
+    levels = Levels(linear(), state, [Level(), Level(every=3, groups=(2, 2))])
+    for _ in range(3):
+        levels.aggregate()
+    assert levels.reports[1] is not None and levels.reports[1].steps == (3.0, 3.0)
+
+
+def resting_norms(rank: int, world_size: int) -> None:
+    """Norms are measured from the model as it was written: without a step they are 0, also in bf16."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(32).bfloat16()
+    aggregator = xffl.Aggregator(model, state, server="sgd:lr=0.3", norms=True)
+    for number in range(3):
+        shaken(model, rank, number)
+        aggregator.aggregate()
+    assert aggregator.aggregate().update_norms == (0.0, 0.0)
+
+
+def under_way(rank: int, world_size: int) -> None:
+    """Several buckets are sent before the first is waited for."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(linear(64, seed=rank), state, bucket_bytes=1024)
+    carried, told = aggregator._made.exchange._crossing, []
+    post, arrive = carried._post, carried._arrive
+
+    def posted(track: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
+        told.extend(["sent"] if send else [])
+        return post(track, bucket, hop, send, receive)
+
+    def arrived(works: Any) -> None:
+        told.append("waited")
+        arrive(works)
+
+    carried._post, carried._arrive = posted, arrived  # type: ignore[method-assign]
+    aggregator.aggregate()
+    assert told.index("waited") >= 4 and told.count("sent") == 16
+
+
+@pytest.mark.parametrize(
+    "ranks, case",
+    [
+        *((2, case) for case in (failed_round, listening_cell, dropped_cell, far_apart, exact_buffers, seeds)),
+        *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
+        *((2, case) for case in (unlike_processors, broken_vote, interrupted_in_place, other_start)),
+        (3, masks_apart),
+        *((4, case) for case in (home_bytes, slowest_rank, levels_tell)),
+        *((2, case) for case in (resting_norms, under_way)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
+)
+def test_a_detail(ranks: int, case: Callable[[int, int], None]) -> None:
+    run_world(ranks, case, timeout_s=60.0)
