@@ -262,6 +262,73 @@ def edge_of_a_type(rank: int, world_size: int, dtype: torch.dtype, codec: str) -
         assert model[0].float().isfinite().all() and (model[0].float().abs() <= limit).all()
 
 
+def lasting_nan(rank: int, world_size: int) -> None:
+    """A loop with a cell whose values stay NaN ends, also where there are fragments left."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    aggregator = xffl.Aggregator(model, state, fragments=2)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=5, aggregator=aggregator)
+
+    def loop() -> None:
+        with scaling:
+            for parameter in model:
+                parameter.grad = torch.full((4,), float("nan") if rank else 1.0)
+            optimizer.step()
+
+    with pytest.raises(xffl.RoundError, match="not finite"):
+        loop()
+
+
+def interrupted_hook(rank: int, world_size: int) -> None:
+    """A loop's merge that was interrupted can be taken up again."""
+    state = make_state(rank, (1, 1), None)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1) as scaling:
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(rank))
+            optimizer.step()
+        assert scaling._under_way is not None
+        pending = scaling._under_way[0]
+        conclude = pending._conclude
+
+        def interrupted(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        pending._conclude = interrupted  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            scaling.settle()
+        pending._conclude = conclude
+        assert scaling.is_under_way
+        scaling.settle()
+        assert scaling.aggregator.rounds == 1
+
+
+def taken_below(rank: int, world_size: int) -> None:
+    """What a level has taken before one above failed is part of the state, and counts once."""
+    state = make_state(rank, (1, 1, 1, 1), None)
+    model = linear()
+    chosen = [Level(), Level(groups=(2, 2))]
+    levels = Levels(model, state, chosen)
+    above = levels._stages[1].aggregator._made.exchange
+    run = above.run
+
+    def fail(*args: Any) -> None:
+        run(*args)
+        if rank == 2:
+            raise MemoryError("no room")
+
+    above.run = fail  # type: ignore[method-assign]
+    with pytest.raises(xffl.RoundError, match="no room"):
+        levels.aggregate(rank + 1.0)
+    other = Levels(model, state, chosen)
+    other.load_state_dict(levels.state_dict())
+    other.aggregate(rank + 11.0)
+    assert other.reports[0] is not None and other.reports[0].weights == (10.0, 10.0)
+
+
 @pytest.mark.parametrize(
     "ranks, case, args",
     [
@@ -276,6 +343,9 @@ def edge_of_a_type(rank: int, world_size: int, dtype: torch.dtype, codec: str) -
         (4, part_of_the_world, ()),
         *((2, edge_of_a_type, (torch.float16, codec)) for codec in ("bf16", "int8", "int4")),
         (2, edge_of_a_type, (torch.float8_e4m3fn, "int8")),
+        (2, lasting_nan, ()),
+        (2, interrupted_hook, ()),
+        (4, taken_below, ()),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )

@@ -330,6 +330,12 @@ def under_way(rank: int, world_size: int) -> None:
     assert told.index("waited") >= 4 and told.count("sent") == 16
 
 
+def rails_of_little(rank: int, world_size: int) -> None:
+    """All replicas have some to carry, also of a shard of few buckets."""
+    state = make_state(rank, (2, 2), 1)
+    assert xffl.Aggregator(linear(64), state, rails=True).aggregate().bytes_across > 0
+
+
 @pytest.mark.parametrize(
     "ranks, case",
     [
@@ -337,7 +343,7 @@ def under_way(rank: int, world_size: int) -> None:
         *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
         *((2, case) for case in (unlike_processors, broken_vote, interrupted_in_place, other_start)),
         (3, masks_apart),
-        *((4, case) for case in (home_bytes, slowest_rank, levels_tell)),
+        *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little)),
         *((2, case) for case in (resting_norms, under_way)),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),

@@ -54,32 +54,35 @@ def refused(call: Callable[[], object], told: str) -> None:
 
 
 def fragments_end_alike(rank: int, world_size: int, delay: int) -> None:
-    """Whatever fragment comes last, all parts of the model end the same in all cells."""
+    """Whatever fragment comes last, all parts of the model end the same in all cells, and hear of every count."""
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(*(linear(seed=seed) for seed in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     aggregator = xffl.Aggregator(model, state, fragments=3, overlap=delay > 0)
-    weights: list[tuple[float, ...]] = []
-    counts = [0] * 3
-    steps = (5, 8)[rank]
-    done = 0
+    rounds, heard, steps, fresh = 0, [0.0] * 3, (5, 8)[rank], 0.0
 
-    def fresh() -> float:
-        nonlocal done
-        done += 1
-        return 1.0
+    def count(*args: Any) -> None:
+        nonlocal fresh
+        fresh += 1.0
+
+    def take() -> float:
+        nonlocal fresh
+        taken, fresh = fresh, 0.0
+        return taken
 
     def note(report: xffl.RoundReport) -> None:
-        weights.append(report.weights)
-        counts[report.fragment] += 1
+        nonlocal rounds
+        rounds += 1
+        heard[report.fragment] += report.weights[rank]
 
+    optimizer.register_step_pre_hook(count)
     with xffl.FederatedScaling(
-        model, optimizer, state, every=2, aggregator=aggregator, on_round=note, delay=delay, weight=fresh
+        model, optimizer, state, every=2, aggregator=aggregator, on_round=note, delay=delay, weight=take
     ):
         train(model, optimizer, rank, steps)
     told = everyones([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
-    assert all(counts) and aggregator.rounds >= len(weights)
+    assert heard == [steps] * 3 and aggregator.rounds == rounds
 
 
 def a_finished_cell_counts_in_every_fragment(rank: int, world_size: int) -> None:

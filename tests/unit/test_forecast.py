@@ -123,6 +123,26 @@ def test_votes_climb_a_tree_and_cross_once(sizes: tuple[int, ...], depth: int, b
     assert told == pytest.approx(2 * ((2 * depth + bool(depth)) * home + 2 * across + seconds))
 
 
+def test_votes_cost_what_they_move_at_home() -> None:
+    """A parent takes in two tables of its cell and hands out two of the world, at each level of the tree."""
+    topology = Topology(8192, 4096)
+    told = forecast(topology, link=Link(math.inf), home=Link(1.0), parameters=1.0, backend="nccl").phases["vote"]
+    assert told == pytest.approx(2 * 12 * 2 * (4096 + 8192) * BALLOT_BYTES * 8e-9)
+
+
+@pytest.mark.parametrize(("form", "passes"), [("all_gather", 8 + 2 * (1 + 4)), ("two_hop", 8 + (1 + 4 + 4) + 4)])
+def test_codecs_cost_passes_over_memory(form: str, passes: int) -> None:
+    """A code is worth four passes: a sender writes and reads its own, then reads all, or a part, the result twice."""
+    told = forecast(form=form, codec_ratio=0.25, memory_gbps=8.0)
+    assert told.busy["processor"] == pytest.approx(passes * 2e9 * 8 / 8e9)
+
+
+@pytest.mark.parametrize(("replicas", "depth"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 3)])
+def test_results_go_down_a_tree_at_home(replicas: int, depth: int) -> None:
+    told = forecast(Topology(4 * replicas, 2 * replicas, 2), home=Link(10.0))
+    assert told.busy["home"] == pytest.approx(depth * 2e9 * 8 / 10e9)
+
+
 @pytest.mark.parametrize("form", ["auto", "all_gather", "two_hop"])
 def test_nothing_crosses_in_one_cell(form: str) -> None:
     told = forecast(Topology(8, 8, 2), form=form)
@@ -266,6 +286,12 @@ def test_data_parallelism_crosses_in_every_step() -> None:
     assert told.seconds == pytest.approx(3e9 * 8 / 10e9 + 2 * 3 * 0.01)
     assert told.exposed == pytest.approx(told.seconds - BACKWARD_SHARE)
     assert told.utilization == pytest.approx(1 / (1 + told.exposed))
+
+
+def test_data_parallelism_goes_round_a_ring_at_home() -> None:
+    four = Topology(16, 8, 2)
+    told = forecast_data_parallel(four, parameters=1e9, link=Link(math.inf), home=Link(5.0, 1e-3), step_s=1.0)
+    assert told.seconds == pytest.approx(2 * 3 / 4 * 2e9 * 8 / 5e9 + 2 * 3 * 1e-3)
 
 
 def test_data_parallelism_hides_behind_the_backward_pass() -> None:

@@ -246,7 +246,7 @@ def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
     journal.posted(7)
     journal.posted(0)
     assert journal.bytes_across == 7
-    with journal.phase("combine"):
-        sum(range(10**5))
+    journal._first_post -= 100.0
+    journal.phases["across"] = 40.0  # what is waited for is not hidden
     journal.arrived()
-    assert journal.hidden > 0.0
+    assert 60.0 <= journal.hidden < 100.0

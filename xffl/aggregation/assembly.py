@@ -29,7 +29,6 @@ from xffl.aggregation.tracks import Track, make_tracks
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, XfflError
-from xffl.topology import Topology
 
 __all__ = ["Assembly", "assemble"]
 
@@ -38,7 +37,6 @@ __all__ = ["Assembly", "assemble"]
 class Assembly:
     """Everything that an aggregator works with.
 
-    :param topology: The federation.
     :param device: Where the groups' backend communicates from.
     :param options: What it was asked for.
     :param manifest: The tensors of the model.
@@ -55,7 +53,6 @@ class Assembly:
     :param stream: What a round under way works on, of the state's; ``None`` where there is none.
     """
 
-    topology: Topology
     device: torch.device
     options: Options
     manifest: Manifest
@@ -242,7 +239,6 @@ def _assemble(
         )
     protocol = Protocol(exchange, topology=topology, rank=rank, device=device, routes=routes, options=options)
     return Assembly(
-        topology,
         device,
         options,
         manifest,

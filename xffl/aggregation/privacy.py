@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from xffl.aggregation.crypto import KEY_BYTES, Keystream, derive_key
+from xffl.aggregation.mean import CHUNK
 from xffl.errors import ConfigError, RoundError
 
 __all__ = ["PLACES", "Noise", "Privacy", "privatize"]
@@ -18,9 +19,6 @@ PLACES = ("cell", "sum")
 
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
 """Beyond these, noise is nothing, or nothing is left of the update."""
-
-CHUNK = 2**16
-"""Elements taken at a time: their 64-bit copies stay in a core's cache."""
 
 FRACTION = 53
 """Bits of a uniform number, as many as a 64-bit float holds."""

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.crypto import KeyPair, Keystream, derive_key
+from xffl.aggregation.mean import CHUNK
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, StateError, XfflError
 from xffl.topology import Topology
@@ -33,9 +34,6 @@ __all__ = ["LEAST_CELLS", "Masker", "SecureSum", "make_masker"]
 
 LEAST_CELLS = 3
 """Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
-
-CHUNK = 2**16
-"""Elements taken at a time: masks and 64-bit copies stay in a core's cache."""
 
 INTEGER_BITS = 62
 """Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""

@@ -72,7 +72,7 @@ class Ballot(NamedTuple):
     is_encoding: bool = False
     is_moderate: bool = False
     arithmetic: float = 0.0
-    merging: float = -2.0
+    merging: float = AT_ONCE
     norm: float = 0.0
     steps: float = 0.0
     seconds: float = 0.0
