@@ -143,6 +143,16 @@ def test_results_go_down_a_tree_at_home(replicas: int, depth: int) -> None:
     assert told.busy["home"] == pytest.approx(depth * 2e9 * 8 / 10e9)
 
 
+@pytest.mark.parametrize(("replicas", "rails", "at_once"), [(2, True, 1), (4, True, 1), (8, True, 1), (4, False, 2)])
+def test_broadcasts_at_home_wait_for_each_other_on_rails(replicas: int, rails: bool, at_once: int) -> None:
+    """A broadcast is waited for two buckets later, which on rails are not this rank's own: no two are under way."""
+    free = {"link": NO_TIME, "home": Link(math.inf, 0.01), "memory_gbps": math.inf}
+    told = forecast(Topology(4 * replicas, 2 * replicas, 2), rails=rails, **free)
+    latency = 0.01 * math.log2(replicas)
+    waits = math.ceil(told.buckets) / at_once
+    assert told.seconds - told.phases["vote"] == pytest.approx(waits * latency, abs=latency)
+
+
 @pytest.mark.parametrize("form", ["auto", "all_gather", "two_hop"])
 def test_nothing_crosses_in_one_cell(form: str) -> None:
     told = forecast(Topology(8, 8, 2), form=form)
