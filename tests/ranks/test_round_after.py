@@ -356,4 +356,4 @@ def test_after(ranks: int, case: Callable[..., None], args: tuple[Any, ...]) -> 
 def test_a_schedule_that_ends_tears_nothing() -> None:
     first, second = run_world(2, ending_schedule)
     assert first == second and first[:7] == [NONE] * 7
-    assert all(told.startswith("RoundError") and "times. The specified number of" in told for told in first[7:]), first
+    assert all(told.startswith("StateError") and "times. The specified number of" in told for told in first[7:]), first

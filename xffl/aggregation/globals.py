@@ -48,8 +48,8 @@ class GlobalState:
         self._has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
         self._schedules: dict[int, LRScheduler] = {}
-        self._due: set[int] = set()
-        """Fragments whose schedule has not followed their optimizer's last step yet."""
+        self._ended: dict[int, str] = {}
+        """Why the schedule of a fragment goes no further."""
         for fragment in sorted({track.lane.fragment for track in self._tracks}) if server is not None else ():
             assert server is not None
             optimizer = server.make([self._values[track.number] for track in self._of(fragment)])
@@ -76,23 +76,22 @@ class GlobalState:
         """Note that ranks may hold different states: no round takes place until one has been loaded; local."""
         self._is_known = False
 
-    def begin(self, fragment: int) -> None:
-        """Get ready for a round; local, the same on all ranks that hold the same elements.
-
-        A schedule goes on here, and not after its optimizer's step, so that one which has come to its end rejects the
-        round instead of tearing the model.
+    def check(self, fragment: int) -> None:
+        """Raise where a round cannot go on from this state; local.
 
         :param fragment: The part of the model whose round it is.
-        :raises StateError: after :meth:`forget`, until a state has been loaded.
+        :raises StateError: after :meth:`forget`, until a state has been loaded; or where a schedule has ended.
         """
         if not self._is_known:
             raise StateError(
                 "the last agreed model and the server optimizer may differ between ranks since a round tore the model; "
                 "load the aggregator's state of the same checkpoint on all ranks, or make a new Aggregator"
             )
-        if fragment in self._due:
-            self._schedules[fragment].step()
-            self._due.remove(fragment)
+        if fragment in self._ended:
+            raise StateError(
+                f"the schedule of the server's learning rate goes no further ({self._ended[fragment]}); make a new "
+                "Aggregator with a longer one"
+            )
 
     def written(self, track: Track, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was written into the model: in its data type, where the backend communicates from."""
@@ -134,7 +133,10 @@ class GlobalState:
             return
         optimizer.step()
         if fragment in self._schedules:
-            self._due.add(fragment)
+            try:
+                self._schedules[fragment].step()
+            except Exception as ended:  # noqa: BLE001 - this round is agreed; the next one is told of it, on all ranks
+                self._ended[fragment] = f"{type(ended).__name__}: {ended}"
         for track in tracks:
             kept = self._values[track.number]
             kept.grad = None
@@ -172,7 +174,7 @@ class GlobalState:
                 "numbers": {key: _copied(value) for key, value in kept[0].items() if key not in of_elements},
                 "options": {key: _copied(value) for key, value in optimizer.param_groups[0].items() if key != "params"},
                 "schedule": None if schedule is None else schedule.state_dict(),
-                "is_due": fragment in self._due,
+                "ended": self._ended.get(fragment),
                 "kind": self._kind(fragment),
             }
         return {"model": self._by_name(self._values), "optimizers": optimizers}
@@ -215,7 +217,8 @@ class GlobalState:
             optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
             if fragment in self._schedules:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
-        self._due = {fragment for fragment in self._optimizers if state["optimizers"][fragment]["is_due"]}
+        told = {fragment: state["optimizers"][fragment]["ended"] for fragment in self._optimizers}
+        self._ended = {fragment: why for fragment, why in told.items() if why is not None}
 
     def _kind(self, fragment: int) -> str:
         """Tell what steps a fragment and what no state can change: classes, and options that are no numbers."""

@@ -60,7 +60,7 @@ def open_round(
         refresh_view(model)
         made.manifest.check()
         if made.exchange.agreed is not None:
-            made.exchange.agreed.begin(fragment)
+            made.exchange.agreed.check(fragment)
         if given.prepare is not None:
             given.prepare()
         steps = checked_number("steps", given.steps, "give the effective number of local steps")

@@ -87,7 +87,7 @@ class ServerOptimizer:
         """Make the schedule of an optimizer's learning rate; local.
 
         :param optimizer: What :meth:`make` returned.
-        :return: The schedule, to be stepped once between two steps of the optimizer; ``None`` where there is none.
+        :return: The schedule, to be stepped once after each step of the optimizer; ``None`` where there is none.
         :raises ConfigError: if the function returns something else.
         """
         if self.schedule is None:
