@@ -302,11 +302,8 @@ def rejected_below(rank: int, world_size: int) -> None:
     assert told(digests(model)) == [digests(model)] * 4
 
 
-def rejected_above(rank: int, world_size: int) -> None:
-    """What the level below has taken in counts once; the level above is due again with the next round."""
-    state = make_state(rank, (1,) * 4, None)
-    model = build(state)
-    levels = Levels(model, state, [Level(), Level(3, groups=(2, 2))], policies=POLICIES)
+def break_above(levels: Levels, rank: int) -> Callable[[], None]:
+    """Let the exchange of level 1 fail on rank 2; return what mends it."""
     exchange = levels._stages[1].aggregator._made.exchange
     run = exchange.run
 
@@ -316,6 +313,15 @@ def rejected_above(rank: int, world_size: int) -> None:
             raise MemoryError("no room")
 
     exchange.run = broken  # type: ignore[method-assign]
+    return lambda: setattr(exchange, "run", run)
+
+
+def rejected_above(rank: int, world_size: int) -> None:
+    """What the level below has taken in counts once; the level above is due again with the next round."""
+    state = make_state(rank, (1,) * 4, None)
+    model = build(state)
+    levels = Levels(model, state, [Level(), Level(3, groups=(2, 2))], policies=POLICIES)
+    mend = break_above(levels, rank)
     for _ in range(2):
         levels.aggregate(rank + 1.0)
     step(model, draws_of(rank, 1, len(vector(model)))[0])
@@ -325,7 +331,7 @@ def rejected_above(rank: int, world_size: int) -> None:
     assert lower is not None and lower.weights == ((1.0, 2.0), (3.0, 4.0))[rank // 2] and upper is None
     bits = told(digests(model))
     assert bits[0] == bits[1] != bits[2] == bits[3] and levels.can_go_on
-    exchange.run = run  # type: ignore[method-assign]
+    mend()
     levels.aggregate(rank + 11.0)  # what the failed call was told, and 10 since
     lower, upper = levels.reports
     assert lower is not None and lower.weights == (10.0, 10.0)

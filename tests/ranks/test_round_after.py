@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import xffl
+from tests.ranks.test_levels import break_above
 from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import linear
 from tests.ranks.test_round_votes import raised
@@ -32,6 +33,20 @@ def moved(model: nn.Module, by: float) -> None:
             parameter.add_(by)
 
 
+def tear(broken: xffl.Aggregator, called: xffl.Aggregator) -> None:
+    """Call for a round whose outcome one aggregator cannot learn."""
+    protocol = broken._protocol
+    close = protocol._close
+
+    def fail(*args: Any) -> None:
+        raise TornError("planted")
+
+    protocol._close = fail  # type: ignore[method-assign]
+    with pytest.raises(xffl.RoundError, match="planted"):
+        called.aggregate()
+    protocol._close = close  # type: ignore[method-assign]
+
+
 def torn_level(rank: int, world_size: int, number: int, options: dict[str, Any]) -> str:
     """After a tear of one level, no level remembers the model of before."""
     state = make_state(rank, (1, 1, 1, 1), None)
@@ -41,16 +56,7 @@ def torn_level(rank: int, world_size: int, number: int, options: dict[str, Any])
     for _ in range(2 if number else 4):
         moved(model, 1.0)
         levels.aggregate()
-    protocol = levels._stages[number].aggregator._protocol
-    close = protocol._close
-
-    def fail(*args: Any) -> None:
-        raise TornError("planted")
-
-    protocol._close = fail  # type: ignore[method-assign]
-    with pytest.raises(xffl.RoundError, match="planted"):
-        levels.aggregate()
-    protocol._close = close  # type: ignore[method-assign]
+    tear(levels._stages[number].aggregator, levels)
     assert levels.is_torn
     model.load_state_dict(saved)
     for _ in range(3):
@@ -74,13 +80,7 @@ def two_aggregators(rank: int, world_size: int) -> None:
     other.aggregate()
     saved, known = {name: values.clone() for name, values in model.state_dict().items()}, other.state_dict()
     assert known["codecs"]["seeded"] == [0]
-
-    def fail(*args: Any) -> None:
-        raise TornError("planted")
-
-    torn._protocol._close = fail  # type: ignore[method-assign]
-    with pytest.raises(xffl.RoundError, match="planted"):
-        torn.aggregate()
+    tear(torn, torn)
     model.load_state_dict(saved)
     assert other.state_dict()["codecs"]["seeded"] == []
     other.load_state_dict(known)
@@ -312,15 +312,7 @@ def taken_below(rank: int, world_size: int) -> None:
     model = linear()
     chosen = [Level(), Level(groups=(2, 2))]
     levels = Levels(model, state, chosen)
-    above = levels._stages[1].aggregator._made.exchange
-    run = above.run
-
-    def fail(*args: Any) -> None:
-        run(*args)
-        if rank == 2:
-            raise MemoryError("no room")
-
-    above.run = fail  # type: ignore[method-assign]
+    break_above(levels, rank)
     with pytest.raises(xffl.RoundError, match="no room"):
         levels.aggregate(rank + 1.0)
     other = Levels(model, state, chosen)

@@ -13,6 +13,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
+from tests.ranks.test_round_rare import interrupt_halfway
 from tests.worlds import run_world
 from xffl.aggregation import crossing, protocol
 from xffl.aggregation.levels import Levels
@@ -232,19 +233,7 @@ def interrupted_in_place(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = linear(64, seed=rank)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=1024, atomic=False)
-    carried, calls = aggregator._made.exchange._crossing, 0
-    combine = carried._combine
-
-    def interrupted(*args: Any, **named: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        combine(*args, **named)
-
-    carried._combine = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        aggregator.aggregate()
+    interrupt_halfway(aggregator)
     assert aggregator.is_torn
 
 

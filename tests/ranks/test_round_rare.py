@@ -164,12 +164,8 @@ def other_combiner(rank: int, world_size: int) -> None:
     assert again.aggregate().round == 2
 
 
-def interrupted_halfway(rank: int, world_size: int) -> None:
-    """Nothing of the model has changed, but messages are under way that a next round would take for its own."""
-    state = make_state(rank, (1, 1), None)
-    model = linear(64, seed=rank)
-    before = model.weight.detach().clone()
-    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
+def interrupt_halfway(aggregator: xffl.Aggregator) -> None:
+    """Run a round in which a signal comes while the third bucket is combined."""
     crossing, calls = aggregator._made.exchange._crossing, 0
     combine = crossing._combine
 
@@ -183,6 +179,15 @@ def interrupted_halfway(rank: int, world_size: int) -> None:
     crossing._combine = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
+
+
+def interrupted_halfway(rank: int, world_size: int) -> None:
+    """Nothing of the model has changed, but messages are under way that a next round would take for its own."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(64, seed=rank)
+    before = model.weight.detach().clone()
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
+    interrupt_halfway(aggregator)
     assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
     with pytest.raises(xffl.RoundError, match="an exchange was interrupted here"):
         aggregator.aggregate()

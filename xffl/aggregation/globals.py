@@ -217,7 +217,7 @@ class GlobalState:
             optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
             if fragment in self._schedules:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
-        told = {fragment: state["optimizers"][fragment]["ended"] for fragment in self._optimizers}
+        told = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
         self._ended = {fragment: why for fragment, why in told.items() if why is not None}
 
     def _kind(self, fragment: int) -> str:

@@ -298,10 +298,10 @@ class Levels(Aggregator):
                 f"the state is that of {len(above) + 1} levels, and there are {len(self._stages)}; resume with the same"
             )
         for number, (stage, saved) in enumerate(zip(self._stages[1:], above, strict=True), 1):
-            if saved["every"] != stage.every:
+            if (every := saved.get("every", stage.every)) != stage.every:
                 raise CheckpointError(
-                    f"the state is that of a level {number} which meets every {saved['every']} rounds of the level "
-                    f"below, and this one meets every {stage.every}; resume with the same levels"
+                    f"the state is that of a level {number} which meets every {every} rounds of the level below, and "
+                    f"this one meets every {stage.every}; resume with the same levels"
                 )
         super().load_state_dict({part: value for part, value in state.items() if part != "above"})
         for stage, saved in zip(self._stages[1:], above, strict=True):
