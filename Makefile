@@ -7,6 +7,8 @@ INSTALLED := .venv/.installed
 
 # Ranks share the cores: one thread for each.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes are started: none is to compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo noniid test lint format docs bench clean
