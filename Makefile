@@ -30,11 +30,15 @@ demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digi
 noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
 	$(BIN)/python examples/05_noniid/run.py
 
-# Files of tests run side by side, most of their time goes into starting processes; real launchers and links run alone.
+# Files of tests run side by side; those that measure seconds run alone.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
+ifneq ($(CLUSTER),only)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
+	$(BIN)/python -m pytest -m gpu -q tests/unit tests/ranks
+endif
 ifneq ($(CLUSTER),no)
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone' tests/cluster
+	$(BIN)/python -m pytest -m alone tests/cluster
 endif
 
 lint: $(INSTALLED) ## check style, types, imports and docstrings

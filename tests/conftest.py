@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -22,9 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # In the background of a shell: what tests start would ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks and one GPU do not go together
     for name in list(os.environ):
         if name in LAUNCHER_NAMES or (name.startswith(LAUNCHER_PREFIXES) and name not in KEPT):
             del os.environ[name]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays; to look through it again and again took most of a worker's time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.cluster.benchmark import measure
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def measured(slow_link: None, base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:

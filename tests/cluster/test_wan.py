@@ -10,6 +10,8 @@ import pytest
 
 from tests.cluster.benchmark import Benchmark, measure
 
+pytestmark = pytest.mark.alone
+
 REPEATS = 3
 CONTENDERS = ("tcp", "round", "one_replica", "every_replica", "all_reduce", "hsdp_step")
 

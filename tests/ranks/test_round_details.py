@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import xffl
@@ -15,7 +16,7 @@ from tests.ranks.test_round import digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
 from tests.worlds import run_world
-from xffl.aggregation import crossing, protocol
+from xffl.aggregation import crossing, protocol, routes
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
 from xffl.aggregation.units import Level
@@ -325,6 +326,23 @@ def rails_of_little(rank: int, world_size: int) -> None:
     assert xffl.Aggregator(linear(64), state, rails=True).aggregate().bytes_across > 0
 
 
+def connected(rank: int, world_size: int) -> None:
+    """NCCL connects groups when a round is set up, all of them, on ranks that share some in one order."""
+    state = make_state(rank, (2, 2), 1)
+    seen: list[str] = []
+    place = routes.Place(state, state.topology)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "communication_device", lambda state: torch.device("meta"))
+        patch.setattr(dist, "all_reduce", lambda values, group: seen.append(group.group_name))
+        made = routes.routes_of(place, is_railed=False, is_own=True, holders=[(0,)])
+    groups = (*made.across, made.replica, made.cell, made.world, *made.holders.values())
+    assert {group.group_name for group in groups if group is not None} == set(seen) and len(set(seen)) == len(seen)
+    told: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(told, seen)
+    for other in told:
+        assert [name for name in seen if name in other] == [name for name in other if name in seen]
+
+
 @pytest.mark.parametrize(
     "ranks, case",
     [
@@ -332,7 +350,7 @@ def rails_of_little(rank: int, world_size: int) -> None:
         *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
         *((2, case) for case in (unlike_processors, broken_vote, interrupted_in_place, other_start)),
         (3, masks_apart),
-        *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little)),
+        *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little, connected)),
         *((2, case) for case in (resting_norms, under_way)),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),

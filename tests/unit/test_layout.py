@@ -232,7 +232,7 @@ def test_rows_are_aligned() -> None:
 
 
 def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
-    journal = Journal()
+    journal = Journal(torch.device("cpu"))
     assert journal.hidden == 0.0
     for text in ("first", "second"):
         with journal.noting("combine"):
@@ -247,6 +247,6 @@ def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
     journal.posted(0)
     assert journal.bytes_across == 7
     journal._first_post -= 100.0
-    journal.phases["across"] = 40.0  # what is waited for is not hidden
+    journal.add("across", 40.0)  # what is waited for is not hidden
     journal.arrived()
     assert 60.0 <= journal.hidden < 100.0

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from xffl.aggregation.accountant import Accountant
 from xffl.aggregation.crypto import Keystream
-from xffl.aggregation.privacy import CHUNK, Noise, Privacy, privatize
+from xffl.aggregation.mean import CHUNK
+from xffl.aggregation.privacy import Noise, Privacy, privatize
 from xffl.errors import CheckpointError, ConfigError, RoundError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

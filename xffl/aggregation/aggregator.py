@@ -264,7 +264,7 @@ class Aggregator:
                     raise
             self.check()
             assert outcome is not None, "a rank that has not finished always gets a round"
-            self._exchange.journal.phases["wait"] = time.perf_counter() - asked
+            self._exchange.journal.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
         self._pending = PendingRound(background, conclude)

@@ -237,7 +237,7 @@ def _assemble(
         agree_start(
             manifest.moving if spread is None else spread.moving, exchange, topology, rank, device, routes.world
         )
-    protocol = Protocol(exchange, topology=topology, rank=rank, device=device, routes=routes, options=options)
+    protocol = Protocol(exchange, place, device=device, routes=routes, options=options)
     return Assembly(
         device,
         options,

@@ -77,7 +77,7 @@ class Crossing:
         rows = topology.cells + 2 if widest else 0
         self._scratch = torch.empty(rows, widest, dtype=torch.float32, device=device)
         self._turnout = Turnout((1.0,), 0)
-        self._journal = Journal()
+        self._journal = Journal(device)
 
     def begin(self, turnout: Turnout, journal: Journal) -> None:
         """Get ready for a round.

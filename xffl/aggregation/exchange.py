@@ -109,7 +109,7 @@ class Exchange:
         self._homes = Pool(0, device)
         self._staging = Staging(layout, device, atomic=options.atomic)
         self.memory = Memory(tracks, crossing.feedback)
-        self.journal = Journal()
+        self.journal = Journal(device)
 
     @property
     def accountant(self) -> Accountant | None:
@@ -131,7 +131,7 @@ class Exchange:
         :param keeps_snapshot: Whether that copy is to outlive the round, on every rank.
         :return: What was found.
         """
-        self.journal = Journal()
+        self.journal = Journal(self._device)
         self.memory.begin()
         self._staging.begin(is_snapshot=is_snapshot or self._protection is not None, keeps_snapshot=keeps_snapshot)
         with self.journal.phase("pack"):

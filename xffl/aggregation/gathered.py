@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xffl.aggregation.mean import CHUNK
+from xffl.aggregation.mean import piece_length
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.tracks import Track
 
@@ -54,7 +54,7 @@ def add_distances(rows: torch.Tensor, cells: Sequence[int], table: torch.Tensor)
     :param cells: The cells to compare.
     :param table: fp64, ``[cells, cells]``; both halves are added to.
     """
-    for chunk in torch.split(rows, CHUNK, dim=1):
+    for chunk in torch.split(rows, piece_length(rows.device), dim=1):
         wide = [chunk[cell].double() for cell in cells]
         for index, one in enumerate(cells):
             for other, values in zip(cells[index + 1 :], wide[index + 1 :], strict=True):

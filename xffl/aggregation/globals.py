@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.layout import Layout
-from xffl.aggregation.mean import CHUNK, wide_type
+from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.server import ServerOptimizer
 from xffl.aggregation.tracks import Track
@@ -102,7 +102,8 @@ class GlobalState:
         """Return the squared L2 distance of a bucket's values from the agreed ones, a number in fp64; local."""
         total = torch.zeros((), dtype=torch.float64, device=values.device)
         agreed = self.written(track, bucket)
-        for mine, theirs in zip(torch.split(values, CHUNK), torch.split(agreed, CHUNK), strict=True):
+        length = piece_length(values.device)
+        for mine, theirs in zip(torch.split(values, length), torch.split(agreed, length), strict=True):
             step = torch.sub(mine.double(), theirs.double())
             total += step.dot(step)
         return total
@@ -146,7 +147,8 @@ class GlobalState:
         """Return ``scale * (written - mean)``, in the mean's own memory where the type allows it."""
         kept = self._values[track.number]
         out = mean if mean.dtype == kept.dtype else torch.empty_like(kept)
-        for result, old, new in zip(*(torch.split(one, CHUNK) for one in (out, kept, mean)), strict=True):
+        length = piece_length(kept.device)
+        for result, old, new in zip(*(torch.split(one, length) for one in (out, kept, mean)), strict=True):
             torch.sub(old.to(mean.dtype).to(kept.dtype), new.to(kept.dtype), out=result)
             if scale != 1.0:
                 result.mul_(scale)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
+import torch
 from torch.autograd import profiler
 
 __all__ = ["Journal", "span"]
@@ -25,23 +25,54 @@ def span(name: str) -> AbstractContextManager[object]:
 class Journal:
     """Seconds of each phase, bytes sent, and the first local failure of one round.
 
-    ``phases`` holds the seconds by name, ``bytes_across`` and ``bytes_home`` what this rank sent to other cells and to
-    its own, ``failure`` the first exception of :meth:`noting`.
+    ``bytes_across`` and ``bytes_home`` are what this rank sent to other cells and to its own, ``failure`` is the first
+    exception of :meth:`noting`. A GPU's phases are timed on its current stream: the host only hands them over.
+
+    :param device: Where values move and are combined.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.is_on_gpu = device.type == "cuda"
         self.failure: Exception | None = None
         self.bytes_across = 0
         self.bytes_home = 0
-        self.phases: dict[str, float] = {}
-        self._first_post = self._last_arrival = math.inf
+        self._seconds: dict[str, float] = {}
+        # A GPU's phases, which it may not have come to, with the seconds that they took the host.
+        self._handed_over: list[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._first_post: float | torch.cuda.Event | None = None
+        self._last_arrival: float | torch.cuda.Event | None = None
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase. Of what a GPU has still to do, those that it took the host: nobody waits for the others."""
+        found = dict(self._seconds)
+        for name, seconds, start, end in self._handed_over:
+            found[name] = found.get(name, 0.0) + _between(start, end, seconds)
+        return found
 
     @property
     def hidden(self) -> float:
         """Seconds from the first post to the last arrival in which this rank did not wait for the slow link."""
-        if self._last_arrival == math.inf:
+        if self._first_post is None or self._last_arrival is None:
             return 0.0
-        return max(0.0, self._last_arrival - self._first_post - self.phases.get("across", 0.0))
+        return max(0.0, _between(self._first_post, self._last_arrival, 0.0) - self.phases.get("across", 0.0))
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add to the seconds of a phase.
+
+        :param phase: Its name.
+        :param seconds: How long it took.
+        """
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def hand_over(self, phase: str, seconds: float, start: torch.cuda.Event) -> None:
+        """Note a phase that a GPU has been given; it ends when the GPU has come so far.
+
+        :param phase: Its name.
+        :param seconds: How long that took the host.
+        :param start: Where it begins on the GPU's current stream.
+        """
+        self._handed_over.append((phase, seconds, start, _mark()))
 
     def posted(self, nbytes: int) -> None:
         """Note that something has been given to the slow link, or asked for.
@@ -49,12 +80,12 @@ class Journal:
         :param nbytes: Bytes that leave.
         """
         self.bytes_across += nbytes
-        if self._first_post == math.inf:
-            self._first_post = time.perf_counter()
+        if self._first_post is None:
+            self._first_post = _mark() if self.is_on_gpu else time.perf_counter()
 
     def arrived(self) -> None:
         """Note that something has come over the slow link."""
-        self._last_arrival = time.perf_counter()
+        self._last_arrival = _mark() if self.is_on_gpu else time.perf_counter()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
@@ -68,13 +99,14 @@ class Journal:
 class _Phase:
     """A phase while it lasts. A bucket goes through six of them, and a generator would cost several times as much."""
 
-    __slots__ = ("_is_noting", "_journal", "_name", "_span", "_start")
+    __slots__ = ("_from", "_is_noting", "_journal", "_name", "_span", "_start")
 
     def __init__(self, journal: Journal, name: str, *, is_noting: bool) -> None:
         self._journal, self._name, self._is_noting = journal, name, is_noting
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
+        self._from = _mark() if self._journal.is_on_gpu else None
         self._span = span(self._name) if profiler._is_profiler_enabled else None
         if self._span is not None:
             self._span.__enter__()
@@ -84,9 +116,29 @@ class _Phase:
     ) -> bool:
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
-        phases = self._journal.phases
-        phases[self._name] = phases.get(self._name, 0.0) + time.perf_counter() - self._start
+        journal, seconds = self._journal, time.perf_counter() - self._start
+        if self._from is None:
+            journal.add(self._name, seconds)
+        else:
+            journal.hand_over(self._name, seconds, self._from)
         if not self._is_noting or not isinstance(error, Exception):
             return False
-        self._journal.failure = self._journal.failure or error  # told to all ranks by the vote
+        journal.failure = journal.failure or error  # told to all ranks by the vote
         return True
+
+
+def _mark() -> torch.cuda.Event:
+    """Mark where the GPU's current stream is."""
+    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    mark.record()
+    return mark
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event, otherwise: float) -> float:
+    """Return the seconds between two moments; ``otherwise`` before a GPU has come to the second one."""
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]
+    if not end.query():  # type: ignore[no-untyped-call]
+        return otherwise
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3

@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["CHUNK", "arithmetic_of", "combined", "weighted_mean", "wide_type"]
+__all__ = ["CHUNK", "arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
 
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
 
+GPU_CHUNK = 2**22
+"""The same on a GPU, where each call has a price of its own, and the copies are only not to take much memory."""
 
 TINY = 1e-30
 """Ratio of two weights below which 32 bits cannot hold their share."""
-
 
 LEAST_SHARE = 1 / 16
 """Share of a value in the mean of it and those before above which one fp32 factor holds it well enough."""
@@ -52,7 +53,8 @@ def weighted_mean(
     if steps is not None and len(steps) == 1:  # nothing comes between the values and their mean
         _walk(values, heaviest, steps, out)
         return
-    for chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
+    length = piece_length(out.device)
+    for chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
         if steps is None:
             _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
         else:
@@ -105,7 +107,8 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
             shift = term if shift is None else shift.add_(term)
         assert shift is not None, "there is at least one other value"
         mean = torch.sub(origin, shift.div_(math.fsum(weights)), out=shift)
-        if out.dtype == torch.float64 and not mean.isfinite().all():
+        # A GPU is not asked, since its answer would be waited for.
+        if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
             # Differences that leave 64 bits: half as large they do not.
             halves = [
                 torch.sub(origin * 0.5, value * 0.5).mul_(weight / math.fsum(weights)) for value, weight in others
@@ -124,10 +127,20 @@ def combined(
     :param out: Tensor of the same length and data type.
     """
     wide = wide_type(out.dtype)
-    for into, *chunk in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *values)), strict=True):
+    length = piece_length(out.device)
+    for into, *chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
         result = torch.empty(into.shape, dtype=wide, device=into.device)
         combine(torch.stack([value.to(wide) for value in chunk]), result)
         into.copy_(result)
+
+
+def piece_length(device: torch.device) -> int:
+    """Return how many elements to combine at a time.
+
+    :param device: Where they lie.
+    :return: The number.
+    """
+    return CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:

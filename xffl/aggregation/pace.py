@@ -42,7 +42,7 @@ class Pace:
     def paused(self) -> Iterator[None]:
         """Stop the clock for what is no local step."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # not that of a round under way
         self._seconds += time.perf_counter() - self._since
         try:
             yield

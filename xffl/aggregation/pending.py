@@ -61,6 +61,8 @@ class Background(Generic[T]):
             if self._stream is None:
                 self._result.append(self._call())
                 return
+            # A thread begins on the first GPU, and leaving the stream would take up memory there.
+            torch.cuda.set_device(self._stream.device)
             with torch.cuda.stream(self._stream):
                 self._result.append(self._call())
         except BaseException as error:  # noqa: BLE001 - raised in result()

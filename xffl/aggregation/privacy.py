@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from xffl.aggregation.crypto import KEY_BYTES, Keystream, derive_key
-from xffl.aggregation.mean import CHUNK
+from xffl.aggregation.mean import piece_length
 from xffl.errors import ConfigError, RoundError
 
 __all__ = ["PLACES", "Noise", "Privacy", "privatize"]
@@ -168,7 +168,8 @@ def privatize(values: torch.Tensor, anchor: torch.Tensor, scale: float, deviatio
     :param deviation: See :meth:`Privacy.deviation`; 0 for no noise.
     :param noise: The rank's source.
     """
-    for value, origin in zip(torch.split(values, CHUNK), torch.split(anchor, CHUNK), strict=True):
+    length = piece_length(values.device)
+    for value, origin in zip(torch.split(values, length), torch.split(anchor, length), strict=True):
         origin = origin.double()
         wide = torch.sub(value.double(), origin).mul_(scale).add_(origin)
         if deviation:

@@ -13,18 +13,20 @@ from xffl.aggregation.combine import total_of
 from xffl.aggregation.exchange import Exchange
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.routes import Routes
+from xffl.aggregation.routes import Place, Routes
 from xffl.aggregation.torn import TornError
 from xffl.aggregation.tracks import Turnout
 from xffl.aggregation.vote import CLOSING, Ballot, by_cell, cast, cell_weights, check_rounds
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, XfflError
-from xffl.topology import Topology
 
 __all__ = ["AFRESH", "Opening", "Outcome", "Protocol", "report_of"]
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
 """What helps where messages may be under way that nobody waits for: another aggregator would get them."""
+
+HASTE = 0.95
+"""How much of a timeout a vote over NCCL may take: at the end of it NCCL ends the process."""
 
 
 @dataclass(frozen=True)
@@ -69,30 +71,23 @@ class Protocol:
     """The votes around an exchange.
 
     :param exchange: What moves.
-    :param topology: The federation.
-    :param rank: This rank.
+    :param place: Where the round takes place.
     :param device: Where the groups' backend communicates from.
     :param routes: The process groups; votes go over the group of all ranks.
     :param options: What the aggregator was asked for.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        topology: Topology,
-        rank: int,
-        device: torch.device,
-        routes: Routes,
-        options: Options,
+        self, exchange: Exchange, place: Place, *, device: torch.device, routes: Routes, options: Options
     ) -> None:
         self._exchange = exchange
-        self._topology = topology
-        self._rank = rank
+        self._topology, self._rank = place.topology, place.rank
         self._device = device
         self._group, self._first = routes.world, routes.first
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
+        limits = place.state._timeouts
+        self._opens_within_s, self._closes_within_s = HASTE * limits.session_s, HASTE * limits.across_s
         self.is_over = False
         self.is_cut_off = self.is_interrupted = False
 
@@ -186,8 +181,7 @@ class Protocol:
             ballot = ballot._replace(is_failed=True)
             error = RoundError(f"an exchange was interrupted here, and its messages may still be under way; {AFRESH}")
         try:
-            with self._exchange.journal.phase("vote"):
-                ballots = cast(ballot, self._device, self._topology, self._group, self._first)
+            ballots = self._cast(ballot, self._opens_within_s)
         except RuntimeError as broken:
             self.is_cut_off = True
             raise RoundError(
@@ -199,6 +193,10 @@ class Protocol:
         if any(other.is_failed for other in ballots):
             agree(f"opening of round {number}", "", error=error, group=self._group)
         return ballots
+
+    def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
+        with self._exchange.journal.phase("vote"):
+            return cast(ballot, self._device, self._topology, self._group, self._first, within_s)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
@@ -235,9 +233,7 @@ class Protocol:
             self.is_interrupted = True
             raise
         try:
-            with self._exchange.journal.phase("vote"):
-                ballot = Ballot(number + CLOSING, is_failed=failure is not None)
-                ballots = cast(ballot, self._device, self._topology, self._group, self._first)
+            ballots = self._cast(Ballot(number + CLOSING, is_failed=failure is not None), self._closes_within_s)
             check_rounds(ballots, self._topology)
             is_agreed = not any(other.is_failed for other in ballots)
             reasons = [] if is_agreed else self._gather_reasons(failure)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from xffl.aggregation.combine import Coordinatewise, Seen, Weighed, Weighting, reduced, total_of
-from xffl.aggregation.mean import CHUNK, weighted_mean
+from xffl.aggregation.mean import piece_length, weighted_mean
 from xffl.errors import ConfigError
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "Krum", "MultiKrum", "NormClipping", "TrimmedMean"]
@@ -289,7 +289,7 @@ def _middle_mean(values: torch.Tensor, cut: int, out: torch.Tensor) -> None:
     """
     cells, numel = values.shape
     comparisons = _network(cells)
-    length = max(CHUNK if values.device.type == "cpu" else numel, 1)
+    length = piece_length(values.device)
     scratch = values.new_empty(min(length, numel))
     for chunk, part in zip(torch.split(values, length, dim=1), torch.split(out, length), strict=True):
         rows = list(chunk.unbind())

@@ -107,7 +107,7 @@ def make_place(state: DistributedState, topology: Topology, first: int) -> Place
 def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()) -> Routes:
     """Pick the groups of a round; groups of one rank are left out.
 
-    Collective over the world. Over NCCL each group between cells is connected, by an all-reduce of 4 bytes.
+    Collective over the world. Over NCCL each group is connected, by an all-reduce of 4 bytes.
 
     :param place: Where rounds take place.
     :param is_railed: Whether replicas take turns: then any rank may meet any other.
@@ -136,11 +136,14 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    device = communication_device(state)
-    for group in across if device.type != "cpu" else ():
-        # NCCL connects a group at its first call, in which all its ranks must take part; in a round some may not.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
     shared = _holder_groups(_recorded(state, made, place.first), place, holders)
+    device = communication_device(state)
+    # In one order of kinds on all ranks, so that none waits for another in a circle.
+    for group in dict.fromkeys((*across, replica, cell, *shared.values(), world)) if device.type != "cpu" else ():
+        # NCCL connects a group at its first call, in which all its ranks must take part; in a round some may not, and
+        # a round behind local steps would connect its groups beside what these send.
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     return Routes(world, (world,) if is_railed else across, replica, cell, is_railed, tuple(made), place.first, shared)
 
 

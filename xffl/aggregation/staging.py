@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from xffl.aggregation.layout import Layout
-from xffl.aggregation.mean import CHUNK, wide_type
+from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool
 from xffl.aggregation.tracks import Track
@@ -134,7 +134,7 @@ class Staging:
         self._layout.pack(bucket, local)
         copy = mean if alpha is not None else self._snapshots[track.number][bucket.start : bucket.stop]
         # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
-        length = CHUNK if local.device.type == "cpu" else max(1, local.numel())
+        length = piece_length(local.device)
         for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
             now, before, agreed = (piece.to(wide_type(mean.dtype)) for piece in pieces)  # rounded once
             if alpha is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,10 @@ TAG = 7_001
 
 CLOSING = 0.5
 """What the number of a round is raised by in the vote on its outcome."""
+
+
+POLL_S = 1e-4
+"""How often a GPU is asked whether a vote has come in."""
 
 
 class Ballot(NamedTuple):
@@ -85,6 +90,7 @@ def cast(
     topology: Topology,
     group: dist.ProcessGroup | None = None,
     first: int = 0,
+    within_s: float = math.inf,
 ) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
@@ -97,7 +103,9 @@ def cast(
     :param topology: The federation.
     :param group: A group of all ranks; by default the world.
     :param first: The rank of the world that the topology's ranks are counted from.
+    :param within_s: Seconds that the ballots, and what a GPU was given before, may take over NCCL; gloo has its own.
     :return: The ballots, by rank.
+    :raises RuntimeError: if they do not come.
     """
     rank = dist.get_rank() - first
     cell = topology.cell_of(rank)
@@ -120,6 +128,8 @@ def cast(
         _swap({parent: home}, {}, group)
         _swap({}, {parent: table}, group)
     _swap(dict.fromkeys(children, table), {}, group)
+    if device.type == "cuda":
+        _wait(device, within_s)
     return [_ballot(*row) for row in table.tolist()]
 
 
@@ -136,6 +146,21 @@ def _swap(
     moves += [(dist.isend, values, rank) for rank, values in send.items()]
     for work in start_moves(moves, group, TAG):
         work.wait()
+
+
+def _wait(device: torch.device, within_s: float) -> None:
+    """Wait until a GPU has done what it was given.
+
+    Over NCCL a work's ``wait`` holds only the stream up. Of a rank that does not answer the host would learn from
+    NCCL's watchdog, which ends the process without a word about the round.
+    """
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + within_s
+    while not done.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a rank did not answer within {within_s:g} s")
+        time.sleep(POLL_S)
 
 
 def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:

@@ -149,7 +149,8 @@ def cleanup_distributed_process_group(
     """Leave the process group and release what the state made; its set-ups are gone afterwards.
 
     Collective over the world with ``synchronize``: the ranks wait for each other first, since a process that ends while
-    another still talks to it may abort. After an exception give ``synchronize=False``: nothing is communicated.
+    another still talks to it may abort. After an exception give ``synchronize=False``: nothing is communicated, and a
+    world over NCCL, which could not be left without that, lasts as long as the process.
 
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
@@ -160,16 +161,18 @@ def cleanup_distributed_process_group(
     del del_obj
     gc.collect()
     is_cuda = state.device_type is not None and state.device_type.type == "cuda"
-    if is_cuda:
-        torch.cuda.empty_cache()
+    is_together = False
     try:
         if synchronize and dist.is_initialized():
             if is_cuda:
+                torch.cuda.empty_cache()
                 torch.cuda.synchronize()
             dist.barrier()
+            is_together = True
     finally:
-        # The groups go with the world, whose store may be gone with rank 0 already.
-        if dist.is_initialized():
+        # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
+        # way, and so for ranks that may wait for this one: what it holds goes with the process.
+        if dist.is_initialized() and (is_together or "nccl" not in str(state.backend)):
             dist.destroy_process_group()
         state._forget()
 

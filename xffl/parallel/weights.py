@@ -35,11 +35,12 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
     for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         if rank == 0:
-            for work in [dist.isend(flat, peer, group=across) for peer in heads[1:]]:
-                assert work is not None, "rank 0 belongs to every group it sends through"
-                work.wait()
-        elif rank == head:
-            dist.recv(flat, src=0, group=across)
+            moves = [dist.P2POp(dist.isend, flat, peer, across) for peer in heads[1:]]
+        else:
+            moves = [dist.P2POp(dist.irecv, flat, 0, across)] if rank == head else []
+        # Together: for a single message NCCL would connect its two ranks anew, and keep that.
+        for work in dist.batch_isend_irecv(moves) if moves else ():
+            work.wait()
         dist.broadcast(flat, src=head, group=home)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -96,7 +96,8 @@ class ProfilerCallback(Callback):
         if self._profile is None:
             return
         if trainer.device.type == "cuda":
-            torch.cuda.synchronize(trainer.device)  # so that each batch's kernels are among its own
+            # So that each batch's kernels are among its own; a delayed round goes on behind them.
+            torch.cuda.current_stream(trainer.device).synchronize()
         self._profile.step()
         cycle = self.wait + self.warmup + self.active
         if self.repeat and self._profile.step_num >= cycle * self.repeat:

@@ -1,0 +1,214 @@
+"""What is asked of a GPU and of NCCL, seen without either."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from tests.worlds import fake_world
+from xffl.aggregation import vote
+from xffl.aggregation.journal import Journal
+from xffl.aggregation.mean import combined, weighted_mean
+from xffl.aggregation.pace import Pace
+from xffl.aggregation.pending import Background
+from xffl.distributed import process_group
+from xffl.distributed.checks import check_device
+
+GPU = torch.device("cuda", 3)
+
+
+class Stream:
+    """Stands for a GPU's stream, and counts how often the host waits for it."""
+
+    def __init__(self) -> None:
+        self.device, self.waits = GPU, 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other is not self
+
+
+class Event:
+    """Comes to pass when it has been asked for often enough."""
+
+    left = 0.0
+
+    def record(self, stream: Stream) -> None:
+        assert stream.device == GPU
+
+    def query(self) -> bool:
+        Event.left -= 1
+        return Event.left <= 0
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Give the stream that is everybody's current one on the GPU; to wait for all of the GPU fails."""
+    current = Stream()
+
+    def current_stream(device: torch.device) -> Stream:
+        assert device == GPU
+        return current
+
+    def refuse(device: object = None) -> None:
+        raise AssertionError("a round under way would be waited for, too")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return current
+
+
+def test_a_vote_is_waited_for_by_the_host(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "left", 3)
+    vote._wait(GPU, 60.0)
+    assert Event.left == 0
+    monkeypatch.setattr(Event, "left", math.inf)
+    with pytest.raises(RuntimeError, match="a rank did not answer within 0.01 s"):
+        vote._wait(GPU, 0.01)
+
+
+def test_steps_end_without_the_round_behind_them(stream: Stream) -> None:
+    with Pace(GPU).paused():
+        assert stream.waits == 1
+
+
+def test_a_background_thread_works_on_its_gpu(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, object, bool]] = []
+
+    def note(what: str, value: object) -> None:
+        seen.append((what, value, threading.current_thread() is threading.main_thread()))
+
+    @contextmanager
+    def entered(value: object) -> Iterator[None]:
+        note("stream", value)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", device))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    other: Any = Stream()
+    assert Background(lambda: 7, other).result() == 7
+    assert seen == [("device", GPU, False), ("stream", other, False)]
+
+
+def test_a_device_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert check_device("device", torch.device("cuda")) == check_device("device", "cuda") == GPU
+    assert check_device("device", 1) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    "backend, synchronize, is_late, expected",
+    [
+        ("nccl", False, False, []),
+        ("cpu:gloo,cuda:nccl", False, False, []),
+        ("nccl", True, True, ["barrier"]),
+        ("nccl", True, False, ["barrier", "destroy"]),
+        ("gloo", False, False, ["destroy"]),
+        ("gloo", True, True, ["barrier", "destroy"]),
+    ],
+)
+def test_who_leaves_alone_waits_for_nobody(
+    backend: str, synchronize: bool, is_late: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def barrier() -> None:
+        calls.append("barrier")
+        if is_late:
+            raise RuntimeError("somebody is missing")
+
+    state: Any = SimpleNamespace(backend=backend, device_type=torch.device("cpu"), _forget=lambda: calls.append("left"))
+    with fake_world(2, 0), monkeypatch.context() as patch:
+        patch.setattr(dist, "barrier", barrier)
+        patch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+        if is_late:
+            with pytest.raises(RuntimeError, match="missing"):
+                process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
+        else:
+            process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
+    assert calls == [*expected, "left"]
+
+
+class Mark:
+    """A mark on a stream of which a test says when the GPU comes to it."""
+
+    made: ClassVar[list[Mark]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.milliseconds: float | None = None
+        self.is_recorded = False
+        Mark.made.append(self)
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+    def query(self) -> bool:
+        assert self.is_recorded
+        return self.milliseconds is not None
+
+    def elapsed_time(self, end: Mark) -> float:
+        assert self.milliseconds is not None and end.milliseconds is not None
+        return end.milliseconds - self.milliseconds
+
+
+def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(Mark, "made", [])
+    journal = Journal(GPU)
+    with journal.phase("across"):
+        journal.posted(8)
+    with journal.phase("across"):
+        journal.arrived()
+    with journal.noting("combine"):
+        raise ValueError("planted")
+    assert str(journal.failure) == "planted" and journal.hidden == 0.0
+    *come, last = Mark.made
+    for mark, moment in zip(come, (1000.0, 1200.0, 2500.0, 8000.0, 9000.0, 9000.0, 9500.0), strict=True):
+        mark.milliseconds = moment
+    # The GPU has not come to the last mark, so the time that the host took has to do: next to none.
+    assert last.is_recorded
+    assert journal.hidden == pytest.approx(9.0 - 1.2 - (1.5 + 1.0))
+    phases = journal.phases
+    assert phases["across"] == pytest.approx(1.5 + 1.0) and 0.0 <= phases["combine"] < 0.1
+    assert journal.phases == phases and journal.bytes_across == 8
+    journal.add("wait", 2.0)
+    assert journal.phases == phases | {"wait": 2.0}
+
+
+class Calls(TorchFunctionMode):
+    """Count what is asked of tensors."""
+
+    number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("cells", [2, 5])
+def test_a_bucket_is_combined_in_few_calls_beside_a_cpu(cells: int, dtype: torch.dtype) -> None:
+    """The meta device has no values, so to ask for one, as the host would wait for one of a GPU, fails."""
+    values = [torch.empty(2**22, dtype=dtype, device="meta") for _ in range(cells)]
+    out = torch.empty_like(values[0])
+    for call in (
+        lambda: weighted_mean(values, [1.0 + cell for cell in range(cells)], out),
+        lambda: combined(lambda rows, into: torch.mean(rows, 0, out=into), values, out),
+    ):
+        with Calls() as calls:
+            call()
+        assert 0 < calls.number <= 20 * cells  # piece by piece as on a CPU: hundreds
