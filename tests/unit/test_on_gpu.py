@@ -20,8 +20,10 @@ from xffl.aggregation.journal import Journal
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pace import Pace
 from xffl.aggregation.pending import Background
+from xffl.cluster.environment import detect_environment
+from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
-from xffl.distributed.checks import check_device
+from xffl.distributed.distributed_state import DistributedState
 
 GPU = torch.device("cuda", 3)
 
@@ -102,26 +104,66 @@ def test_a_background_thread_works_on_its_gpu(stream: Stream, monkeypatch: pytes
     assert seen == [("device", GPU, False), ("stream", other, False)]
 
 
-def test_a_device_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Pretend that torch sees four GPUs and works on the last; give those that it is then told to work on."""
+    chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert check_device("device", torch.device("cuda")) == check_device("device", "cuda") == GPU
-    assert check_device("device", 1) == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    return chosen
+
+
+@pytest.mark.parametrize("asked, expected", [("cuda", GPU), (torch.device("cuda"), GPU), (1, torch.device("cuda", 1))])
+def test_a_state_works_on_the_current_gpu(asked: Any, expected: torch.device, four_gpus: list[torch.device]) -> None:
+    state = DistributedState()
+    state.set_exec_device(asked, streams=2)
+    assert four_gpus == [expected] and state.current_device == expected and state.streams == (expected, expected)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda", torch.device("cuda")])
+def test_ranks_of_a_node_get_a_gpu_each(asked: Any, four_gpus: list[torch.device]) -> None:
+    node = {
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "a1",
+        "MASTER_PORT": "9",
+    }
+    requests = []
+    for rank in map(str, range(4)):
+        place = detect_environment({"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, **node})
+        requests.append(
+            process_group._request(
+                place,
+                backend="gloo",  # NCCL is in no build of torch for CPUs
+                device=asked,
+                federated=None,
+                hsdp=None,
+                streams=None,
+                timeouts=Timeouts.within(60.0),
+                parameters=None,
+            )
+        )
+    assert [request.device for request in requests] == [torch.device("cuda", rank) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
-    "backend, synchronize, is_late, expected",
+    "ranks, backend, synchronize, is_late, expected",
     [
-        ("nccl", False, False, []),
-        ("cpu:gloo,cuda:nccl", False, False, []),
-        ("nccl", True, True, ["barrier"]),
-        ("nccl", True, False, ["barrier", "destroy"]),
-        ("gloo", False, False, ["destroy"]),
-        ("gloo", True, True, ["barrier", "destroy"]),
+        (2, "nccl", False, False, []),
+        (2, "cpu:gloo,cuda:nccl", False, False, []),
+        (2, "nccl", True, True, ["barrier"]),
+        (2, "nccl", True, False, ["barrier", "destroy"]),
+        (1, "nccl", False, False, ["destroy"]),
+        (2, "gloo", False, False, ["destroy"]),
+        (2, "gloo", True, True, ["barrier", "destroy"]),
     ],
 )
 def test_who_leaves_alone_waits_for_nobody(
-    backend: str, synchronize: bool, is_late: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    ranks: int, backend: str, synchronize: bool, is_late: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
@@ -131,7 +173,7 @@ def test_who_leaves_alone_waits_for_nobody(
             raise RuntimeError("somebody is missing")
 
     state: Any = SimpleNamespace(backend=backend, device_type=torch.device("cpu"), _forget=lambda: calls.append("left"))
-    with fake_world(2, 0), monkeypatch.context() as patch:
+    with fake_world(ranks, 0), monkeypatch.context() as patch:
         patch.setattr(dist, "barrier", barrier)
         patch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
         if is_late:

@@ -138,8 +138,6 @@ def check_device(what: str, device: object, kind: str | None = None, *, may_be_m
         count = torch.cuda.device_count()
         if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
             raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 

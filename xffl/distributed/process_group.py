@@ -150,7 +150,7 @@ def cleanup_distributed_process_group(
 
     Collective over the world with ``synchronize``: the ranks wait for each other first, since a process that ends while
     another still talks to it may abort. After an exception give ``synchronize=False``: nothing is communicated, and a
-    world over NCCL, which could not be left without that, lasts as long as the process.
+    world of several ranks over NCCL, which could not be left without that, lasts as long as the process.
 
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
@@ -172,8 +172,10 @@ def cleanup_distributed_process_group(
     finally:
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
-        if dist.is_initialized() and (is_together or "nccl" not in str(state.backend)):
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            is_waiting = "nccl" in str(state.backend) and dist.get_world_size() > 1 and not is_together
+            if not is_waiting:
+                dist.destroy_process_group()
         state._forget()
 
 

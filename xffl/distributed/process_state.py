@@ -95,6 +95,8 @@ class ProcessState(StateFields):
         def check() -> tuple[torch.device, int | None]:
             kind = None if self.device_type is None else self.device_type.type
             device = checks.check_device("current_device", current_device, kind)
+            if device == torch.device("cuda"):  # without an index
+                device = torch.device("cuda", torch.cuda.current_device())
             count = checks.check_streams(streams, device)
             if self._layers and (count or 1) != self._handles():
                 raise StateError(
