@@ -7,11 +7,10 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,12 @@ import pytest
 
 from tests.cluster.exec_jobs import finish, start
 from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
+from tests.ports import WORKER, WORKERS, free_ports
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 120
+JOBS = 750  # with ports of their own, see xffl.cluster.launchers
 MINISLURM = HERE / "slurm" / "minislurm.sh"
 TUN = Path("/dev/net/tun")
 
@@ -109,15 +110,16 @@ def slurm_up(cells: str, base_environ: dict[str, str], folder: Path, **more: str
     munge's socket has a path limit of 108 characters, so the folder's name must be short.
     """
     require_slurm()
-    with ExitStack() as probes:
-        daemons = 1 + sum(int(nodes) for nodes in re.findall(r":(\d+)", cells))
-        sockets = [probes.enter_context(socket.socket()) for _ in range(daemons)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        ports = " ".join(str(probe.getsockname()[1]) for probe in sockets)
-    environ = {**base_environ, "MS_DIR": str(folder), "MS_CELLS": cells, "MS_PORTS": ports, **more}
+    ports = free_ports(1 + sum(int(nodes) for nodes in re.findall(r":(\d+)", cells)))
+    names = {"MS_DIR": str(folder), "MS_CELLS": cells, "MS_PORTS": " ".join(map(str, ports))}
+    # A job's number gives the port where its ranks meet, and all these clusters are one host.
+    environ = {**base_environ, **names, "MS_FIRST_JOB": str(1 + WORKER * (JOBS // WORKERS)), **more}
     try:
-        subprocess.run([str(MINISLURM), "up"], env=environ, check=True, timeout=DEADLINE_S)
+        up = subprocess.run(
+            [str(MINISLURM), "up"], env=environ, stderr=subprocess.PIPE, timeout=DEADLINE_S, check=False
+        )
+        if up.returncode:
+            pytest.fail(f"{MINISLURM.name} up: {os.fsdecode(up.stderr)}", pytrace=False)
         yield {**base_environ, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
         subprocess.run([str(MINISLURM), "down"], env=environ, check=False, timeout=DEADLINE_S)

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.ranks.test_session import be_rank, free_port
+from tests.ports import free_port
+from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.cli import execute
 from xffl.cli.main import main

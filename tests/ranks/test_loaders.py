@@ -22,8 +22,9 @@ from torch import nn
 
 import xffl
 from tests.decoder import VOCABULARY, Block, Decoder, loss_of, text_batch
+from tests.ports import free_port
 from tests.ranks.test_round import make_state
-from tests.ranks.test_session import be_rank, free_port
+from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.distributed import DistributedState
 from xffl.training.loaders import CellLoader, validation_loader

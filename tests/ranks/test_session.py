@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,18 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
+from tests.ports import free_port
 from tests.worlds import run_world
 from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.errors import XfflError
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def be_rank(rank: int, world_size: int, port: int, **more: str) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import xffl
-from tests.ranks.test_session import be_rank, free_port
+from tests.ports import free_port
+from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.distributed import DistributedState
 from xffl.distributed.parameters import DeviceParameters

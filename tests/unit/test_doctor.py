@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from xffl.cluster.doctor.examine import examine
 from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, Report, merge
 from xffl.cluster.doctor.folder import Folder, compare_folders, find_file_system, visit
@@ -454,11 +455,6 @@ def spoke(port: int, number: int, world_size: int, handlers: dict[str, Callable[
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_ranks_meet_answer_and_leave() -> None:

@@ -6,6 +6,7 @@
 #   MS_LEAF   nodes on each leaf switch (a_s1, a_s2, ... below cell_a); by default the cell's switch is the only one
 #   MS_GPUS   devices that stand for the GPUs of each node, such as "/dev/null /dev/zero"; by default none
 #   MS_PORTS  free ports: one for the controller, then one for each node
+#   MS_FIRST_JOB  number of the first job, 1 by default
 #   MS_NET    1: the nodes are the hosts of ../net/cells.sh (up with NET_HEAD=1 before; NET_DIR and NET_PREFIX as there),
 #             its head runs the controller, and SLURM's commands, too, have to run there; no ports are needed
 # After "up": export SLURM_CONF=$MS_DIR/slurm.conf
@@ -42,6 +43,7 @@ write_configuration() {
 ClusterName=mini
 SlurmctldHost=$host($controller)
 SlurmctldPort=$1
+FirstJobId=${MS_FIRST_JOB:-1}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -130,7 +132,7 @@ up() {
         [ "$(on head sinfo -h -N -p all -t idle -o %N 2>/dev/null | sort -u | wc -l)" = "$want" ] && return 0
         sleep 0.2
     done
-    tail -n 5 "$dir"/log/*.log >&2
+    grep -E 'error|fatal' "$dir"/log/*.log | tail -n 20 >&2 || true
     echo "the nodes did not come up" >&2
     exit 1
 }
@@ -157,4 +159,4 @@ down() {
     rm -rf "$dir"
 }
 
-case ${1:-} in up) up ;; down) down ;; *) sed -n 2,11p "$0"; exit 2 ;; esac
+case ${1:-} in up) up ;; down) down ;; *) sed -n 2,12p "$0"; exit 2 ;; esac
