@@ -88,37 +88,40 @@ def local_parts(model: nn.Module) -> list[torch.Tensor]:
 
 
 class Messages:
-    """Swap halves of large tensors with one peer, take the mean, and swap the means: a round without all else."""
+    """Send every other large tensor to one peer, take the mean of the others, swap the means: a round without more."""
 
     DEPTH = 8
 
     def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self.peer = group, dist.get_global_rank(group, 1 - dist.get_rank(group))
-        halves = [part.reshape(-1).tensor_split(2) for part in parts]
-        # Of each tensor this rank's half, and that of the other, which is sent first.
-        self.halves = [pair[:: 1 - 2 * dist.get_rank(group)] for pair in halves]
-        self.buffers = [torch.zeros(max(len(pair[0]) for pair in halves)) for _ in range(self.DEPTH + 1)]
+        self.group, self.me = group, dist.get_rank(group)
+        self.peer = dist.get_global_rank(group, 1 - self.me)
+        self.parts = [part.reshape(-1) for part in parts]
+        self.buffers = [torch.zeros(max(map(len, self.parts))) for _ in range(self.DEPTH // 2 + 1)]
 
     def __call__(self) -> None:
-        torch.stack([half.dot(half) for pair in self.halves for half in pair]).tolist()
+        torch.stack([part.dot(part) for part in self.parts]).tolist()
         first, second = deque[list[dist.Work]](), deque[list[dist.Work]]()
-        for number in range(len(self.halves) + 2 * self.DEPTH):
-            if number < len(self.halves):
-                mine, other = self.halves[number]
-                first.append(self.swap(other, self.arriving(number, mine), 1))
+        for number in range(len(self.parts) + 2 * self.DEPTH):
+            if number < len(self.parts):
+                first.append(self.move(number, self.parts[number], self.arriving(number), 1))
             if number >= self.DEPTH and first:
                 self.wait(first.popleft())
-                mine, other = self.halves[number - self.DEPTH]
-                torch.lerp(self.arriving(number - self.DEPTH, mine), mine, 0.5, out=mine)
-                second.append(self.swap(mine, other, 2))
+                earlier = number - self.DEPTH
+                mean = self.parts[earlier]
+                if earlier % 2 == self.me:
+                    torch.lerp(self.arriving(earlier), mean, 0.5, out=mean)
+                second.append(self.move(earlier + 1, mean, mean, 2))
             if number >= 2 * self.DEPTH and second:
                 self.wait(second.popleft())
 
-    def arriving(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        return self.buffers[number % len(self.buffers)][: len(like)]
+    def arriving(self, number: int) -> torch.Tensor:
+        return self.buffers[number // 2 % len(self.buffers)][: len(self.parts[number])]
 
-    def swap(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
-        return start_moves([(dist.irecv, arriving, self.peer), (dist.isend, leaving, self.peer)], self.group, tag)
+    def move(self, turn: int, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
+        """Receive in one's turn, else send."""
+        if turn % 2 == self.me:
+            return start_moves([(arriving, self.peer)], [], self.group, tag)
+        return start_moves([], [(leaving, self.peer)], self.group, tag)
 
     def wait(self, works: list[dist.Work]) -> None:
         for work in works:

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import require
 from tests.cluster.exec_jobs import DEADLINE_S, FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL, finish, start, told
+from tests.ports import free_ports
 from tests.processes import still_there
 
 MINISSH = Path(__file__).parent / "ssh" / "minissh.sh"
@@ -32,12 +32,7 @@ def ssh(base_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
     for program in ("sshd", "ssh", "ssh-keygen"):
         require(shutil.which(program, path=path), f"{program} (openssh-server)")
     folder = tmp_path_factory.mktemp("ssh") / "s"
-    with ExitStack() as probes:
-        pairs = []
-        for address in (A, B):
-            probe = probes.enter_context(socket.socket())
-            probe.bind((address, 0))
-            pairs.append(f"{address}:{probe.getsockname()[1]}")
+    pairs = [f"{address}:{port}" for address, port in zip((A, B), free_ports(2), strict=True)]
     environ = {**base_environ, "SS_DIR": str(folder), "SS_HOSTS": " ".join(pairs)}
     try:
         subprocess.run([str(MINISSH), "up"], env=environ, check=True, timeout=60)

@@ -95,7 +95,7 @@ def test_a_secure_mean_is_the_mean(sizes: tuple[int, ...], hsdp: int | None) -> 
 def overheard(rank: int, world_size: int) -> tuple[int, float]:
     """Return how many rows this rank sent masked, and how like its values the most telling one looks."""
     state = make_state(rank, (1, 1, 1), None)
-    model = build(state)
+    model = nn.Linear(99, 50)
     aggregator = xffl.Aggregator(model, state, secure=True, form="all_gather")
     sent: list[torch.Tensor] = []
     post = Crossing._post
@@ -116,7 +116,7 @@ def overheard(rank: int, world_size: int) -> tuple[int, float]:
 
 def test_what_leaves_a_rank_tells_nothing_about_its_values() -> None:
     for rows, likeness in run_world(3, overheard):
-        assert rows == 2 and likeness < 0.45  # 55 random numbers; its own values have 1
+        assert rows == 2 and likeness < 0.1  # 7 standard deviations for 5,000 random numbers; its own values have 1
 
 
 def fewer_cells(rank: int, world_size: int) -> tuple[str, str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
 from xffl.aggregation import crossing
+from xffl.aggregation.routes import Move, start_moves
 
 LAYOUTS = [((1, 1), None), ((2, 2), 1), ((4, 2), 2), ((2, 4, 2), 2), ((4, 2), None), ((1, 2, 3), None)]
 
@@ -60,18 +62,12 @@ def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[in
     aggregator = xffl.Aggregator(model, state, bucket_bytes=100, **options)
     counts: collections.Counter[object] = collections.Counter()
 
-    class Counted:
-        """torch.distributed, with what is sent counted by group."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(dist, name)
-
-        def isend(self, values: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Any:
-            counts[group] += 1
-            return dist.isend(values, peer, group, tag)
+    def counted(receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+        counts[group] += len(send)
+        return start_moves(receive, send, group, tag)
 
     weight, weights = weightings((2, 2), rank, state.federated_rank)[1]
-    with mock.patch.object(crossing, "dist", Counted()):
+    with mock.patch.object(crossing, "start_moves", counted):
         for _ in range(2):
             fill(model, rank, state.federated_rank)
             before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
@@ -199,3 +195,44 @@ def test_phases_are_spans_of_a_profile() -> None:
     common = {"xffl.vote", "xffl.pack", "xffl.home", "xffl.commit", "xffl.combine"}
     assert receives == {frozenset(common)}
     assert sends == {frozenset(common | {"xffl.encode", "xffl.across", "xffl.post"})}
+
+
+def in_turn(
+    rank: int, world_size: int, elements: list[int], options: dict[str, Any]
+) -> tuple[list[int], int, int, int]:
+    """Return the elements of each message, the buffers that a round set aside, all that it has made, and its bytes."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ParameterList([nn.Parameter(torch.full((count,), float(rank))) for count in elements])
+    aggregator = xffl.Aggregator(model, state, form="two_hop", bucket_bytes=4000, **options)
+    exchange = aggregator._exchange
+    sent: list[int] = []
+
+    def counted(receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+        sent.extend(values.numel() for values, _ in send)
+        return start_moves(receive, send, group, tag)
+
+    with torch.no_grad():
+        exchange.look(0)
+    ready = len(exchange._crossing._slots._free)
+    with mock.patch.object(crossing, "start_moves", counted):
+        report = aggregator.aggregate(1.0 + 2.0 * rank)
+    assert all(bool((parameter == 0.75).all()) for parameter in model)
+    return sent, ready, len(exchange._crossing._slots._free), report.bytes_across
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=str)
+@pytest.mark.parametrize(
+    "elements, messages",
+    [
+        ([1000] * 30, [[1000] * 30] * 2),  # of two buckets, each cell combines one
+        ([1000] * 3, [[1000, 1000, 500, 500]] * 2),  # the odd one by halves, so that both directions are in use
+        ([1000, 700], [[500, 350, 500, 350]] * 2),  # unlike ones, too
+    ],
+    ids=["even", "odd", "unlike"],
+)
+def test_two_cells_combine_buckets_in_turn(
+    elements: list[int], messages: list[list[int]], options: dict[str, Any]
+) -> None:
+    for (sent, ready, made, nbytes), wanted in zip(run_world(2, in_turn, elements, options), messages, strict=True):
+        assert sorted(sent) == sorted(wanted) and nbytes == 4 * sum(elements)
+        assert made == ready > 0  # what a round needs is there before it begins, and no more

@@ -126,7 +126,7 @@ def untied(rank: int, world_size: int) -> None:
 def served_in_inference(rank: int, world_size: int) -> None:
     """What a round or a load inside inference mode has made can be written by later rounds."""
     state = make_state(rank, (1, 1), None)
-    for options in ({"server": "fedadam:lr=0.1"}, {"codec": "int4"}):
+    for options in ({"server": "fedadam:lr=0.1"}, {"codec": "int4"}, {"atomic": False}, {"form": "two_hop"}):
         model = linear(4)
         aggregator = xffl.Aggregator(model, state, **options)  # type: ignore[arg-type]
         with torch.inference_mode():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +53,12 @@ def test_buckets_under_way_keep_within_their_bytes(nbytes: int, count: int, cell
 
 
 def track_of(
-    elements: list[int], topology: Topology, rule: str = "average", codec: str = "none", rails: bool = False
+    elements: list[int],
+    topology: Topology,
+    rule: str = "average",
+    codec: str = "none",
+    rails: bool = False,
+    device: str = "cpu",
 ) -> Track:
     pieces = tuple(Piece(item, 0, count) for item, count in enumerate(elements))
     cells = topology.cells
@@ -62,6 +71,7 @@ def track_of(
         bucket_bytes=4 * MIB,
         form="auto",
         codecs={"none": None, "int8": codec_of("int8")},
+        device=torch.device(device),
     )
     return track
 
@@ -84,6 +94,34 @@ def test_a_lane_has_the_form_and_depth_of_its_bytes(
 ) -> None:
     track = track_of(elements, Topology(cells, 1), rule)
     assert (track.is_two_hop, track.depth, track.ahead) == (is_two_hop, depth, depth // 2)
+
+
+@pytest.mark.parametrize(
+    "elements, cells, options, combiners",
+    [
+        ([12 * MIB], 2, {}, (0, 1) * 6),
+        ([13 * MIB], 2, {}, (0, 1) * 6 + (None,)),
+        ([MIB] * 8 + [MIB // 2] * 2 + [MIB, MIB // 2], 2, {}, (0, 1) * 5 + (None, None)),
+        ([12 * MIB], 3, {}, ()),
+        ([12 * MIB], 2, {"rails": True}, ()),
+        ([12 * MIB], 2, {"device": "cuda"}, ()),  # NCCL would use one direction at a time
+        ([12 * MIB], 2, {"rule": "first"}, ()),
+    ],
+)
+def test_two_cells_take_turns_over_gloo(
+    elements: list[int], cells: int, options: dict[str, Any], combiners: tuple[int | None, ...]
+) -> None:
+    track = track_of(elements, Topology(cells, 1), **options)
+    assert track.combiners == combiners
+    for bucket in track.buckets:
+        numel, parts = bucket.stop - bucket.start, track.parts(bucket)
+        sizes = [part.stop - part.start for part in parts]
+        if not track.is_two_hop:
+            assert sizes == [numel] * cells
+            continue
+        assert sum(sizes) == numel and all(one.stop == two.start for one, two in itertools.pairwise(parts))
+        combiner = combiners[bucket.number] if combiners else None
+        assert combiner is None or sizes[combiner] == numel
 
 
 def test_codes_of_two_cells_go_in_one_hop() -> None:

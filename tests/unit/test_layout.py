@@ -16,7 +16,7 @@ from xffl.aggregation.journal import Journal
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.plan import plan_lanes
-from xffl.aggregation.pool import Pool, aligned, rows_of
+from xffl.aggregation.pool import Pool, aligned
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track, make_tracks
@@ -61,6 +61,7 @@ def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[Track, .
         bucket_bytes=bucket_bytes,
         form="auto",
         codecs={},
+        device=torch.device("cpu"),
     )
     return Layout(manifest.moving, items, axes, at), tracks
 
@@ -224,11 +225,17 @@ def test_a_pool_lends_and_takes_back() -> None:
     assert pool.take().numel() == 101
 
 
-def test_rows_are_aligned() -> None:
+def test_rows_are_aligned_and_kept() -> None:
     assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
-    rows = rows_of(torch.zeros(256, dtype=torch.uint8), 24, 3)
-    assert [row.storage_offset() for row in rows] == [0, 64, 128] and all(row.numel() == 24 for row in rows)
-    assert rows[1].view(torch.float64).numel() == 3
+    pool = Pool(3 * 64 + 63, CPU)
+    buffer = pool.take()
+    rows = pool.rows(buffer, torch.float64, 3)
+    assert [row.data_ptr() - buffer.data_ptr() for row in rows] == [0, 64, 128]
+    assert all(row.numel() == 8 and row.dtype == torch.float64 for row in rows)
+    assert pool.rows(buffer, torch.float64, 3) is rows and pool.rows(buffer, torch.uint8, 0) == []
+    assert [row.numel() for row in pool.rows(buffer, torch.uint8, 2)] == [64, 64]
+    larger = pool.take(2 * aligned(1000))
+    assert all(row.numel() >= 1000 for row in pool.rows(larger, torch.uint8, 2))
 
 
 def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:

@@ -39,7 +39,7 @@ class Aggregator:
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
     moves each shard once from its sender to each peer in the other cells, and from there to the replicas at home; the
-    number of replicas does not change what crosses. Memory: on a sender 48 MiB for what arrives, or six buckets of each
+    number of replicas does not change what crosses. Memory: on a sender 52 MiB for what arrives, or six buckets of each
     other cell if that is more, a few for what has to be packed, and with ``atomic`` one copy of this rank's shard.
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
@@ -62,7 +62,8 @@ class Aggregator:
         failed exchange tears the model: it cannot be used until a checkpoint is loaded.
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
-        bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency.
+        bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
+        two cells combine buckets in turn.
         ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB.
     :param rails: Let the replicas of a shard take turns in carrying its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.

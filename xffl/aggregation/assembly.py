@@ -215,7 +215,7 @@ def _assemble(
     topology, rank = place.topology, place.rank
     holders = () if spread is None else spread.holders
     routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
-    tracks = _tracks(manifest, items, options, place, routes)
+    tracks = _tracks(manifest, items, options, place, routes, device)
     crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
     at = topology.coordinates(rank)
     reads_late = options.overlap or not options.atomic
@@ -270,7 +270,7 @@ def _entries(manifest: Manifest, spread: Spread | None) -> list[Entry | None]:
 
 
 def _tracks(
-    manifest: Manifest, items: Sequence[Item], options: Options, place: Place, routes: Routes
+    manifest: Manifest, items: Sequence[Item], options: Options, place: Place, routes: Routes, device: torch.device
 ) -> tuple[Track, ...]:
     return make_tracks(
         plan_lanes(items, place.topology, place.rank),
@@ -280,4 +280,5 @@ def _tracks(
         bucket_bytes=options.bucket_bytes,
         form=options.form_of_lanes,
         codecs=manifest.codecs,
+        device=device,
     )

@@ -212,7 +212,7 @@ def _ring(topology: Topology, values: torch.Tensor, calls: int) -> _Probe:
     arrived = torch.empty_like(values)
 
     def exchange() -> None:
-        for work in start_moves([(dist.irecv, arrived, left), (dist.isend, values, right)], None, 0):
+        for work in start_moves([(arrived, left)], [(values, right)], None, 0):
             work.wait()
 
     is_across = topology.cell_of(rank) != topology.cell_of(right)

@@ -17,8 +17,8 @@ from xffl.aggregation.gathered import Gathered
 from xffl.aggregation.journal import Journal, span
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
-from xffl.aggregation.pool import Pool, aligned, rows_of
-from xffl.aggregation.routes import Move, Routes, start_moves
+from xffl.aggregation.pool import Pool, aligned
+from xffl.aggregation.routes import Routes, start_moves
 from xffl.aggregation.secure import Masker
 from xffl.aggregation.tracks import Track, Turnout
 from xffl.topology import Topology
@@ -63,8 +63,9 @@ class Crossing:
         # After so many buckets, every cell's carriers come round again.
         self._turns = math.lcm(*topology.replica_counts) if routes.is_railed else 1
         self._carriers: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self._needed: dict[tuple[int, ...], int] = {}
         # NCCL matches what is sent and received by order alone, so there both are posted together.
-        self._is_ahead = device.type == "cpu"
+        self._is_on_cpu = device.type == "cpu"
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._slots = Pool(max((self._slot_bytes(t, b) for t in tracks for b in t.buckets), default=0), device)
         self.feedback = {
@@ -161,7 +162,6 @@ class Crossing:
         return self._carriers_of(lane, bucket)[self._cell if cell is None else cell]
 
     def _carriers_of(self, lane: Lane, bucket: Bucket) -> tuple[int, ...]:
-        """Return the rank that carries a bucket for each cell."""
         # What is taken from one cell is taken from one rank.
         turn = bucket.number % self._turns if lane.rule == "average" else 0
         carriers = self._carriers.get((lane.owners, turn))
@@ -176,33 +176,39 @@ class Crossing:
 
     def reserve(self, tracks: Sequence[Track]) -> None:
         """Make the buffers that a round over some lanes needs; local."""
-        needed = 0
-        turns = self._topology.replicas(self._cell) if self._routes.is_railed else 1
-        for _, group in itertools.groupby(tracks, key=lambda track: track.pace):  # these go on one behind the other
-            lanes = list(group)
-            carried = sum(self.is_carrier(track.lane, bucket) for track in lanes for bucket in track.buckets)
-            hops = (2 if track.is_two_hop and track.codec is not None else 1 for track in lanes)
-            under_way = max(self._ahead(t) + t.depth * n for t, n in zip(lanes, hops, strict=True))
-            needed = max(needed, min(carried, -(-under_way // turns) + (turns > 1)))
-        self._slots.reserve(needed)
+        key = tuple(track.number for track in tracks)
+        if key not in self._needed:
+            groups = itertools.groupby(tracks, key=lambda track: track.pace)  # these go on one behind the other
+            self._needed[key] = max((self._at_a_time(list(lanes)) for _, lanes in groups), default=0)
+        self._slots.reserve(self._needed[key])
+
+    def _at_a_time(self, lanes: Sequence[Track]) -> int:
+        """Return how many buffers lanes that follow each other take at a time."""
+        under_way = max(self._ahead(t) + t.depth * (2 if t.is_two_hop and t.codec is not None else 1) for t in lanes)
+        sums = [0, *itertools.accumulate(self._takes_slot(lane, bucket) for lane in lanes for bucket in lane.buckets)]
+        return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
+
+    def _takes_slot(self, track: Track, bucket: Bucket) -> bool:
+        here = track.parts(bucket)[self._cell]
+        is_needed = here.stop > here.start or track.codec is not None or self._is_masked(track)
+        return is_needed and self.is_carrier(track.lane, bucket)
 
     def pause(self, track: Track) -> int:
         """Return for how many buckets :meth:`carry` pauses in all."""
         return self._ahead(track) + track.depth * (2 if track.is_two_hop else 1)
 
     def _ahead(self, track: Track) -> int:
-        return track.ahead if self._is_ahead else 0
+        return track.ahead if self._is_on_cpu else 0
 
     def _slot_bytes(self, track: Track, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
-        numel = -(-(bucket.stop - bucket.start) // (self._topology.cells if track.is_two_hop else 1))
-        exact = aligned(numel * track.dtype.itemsize) * len(self._others)
-        leaving = self._topology.cells if track.is_two_hop else 1
+        numel = max(part.stop - part.start for part in track.parts(bucket))
+        arriving = len(self._others)
+        rows = arriving + (self._topology.cells if track.is_two_hop else 1)
         if self._is_masked(track):
-            return aligned(numel * torch.int64.itemsize) * (len(self._others) + leaving)
-        if track.codec is None:
-            return exact
-        return max(exact, aligned(track.codec.nbytes(numel)) * (len(self._others) + leaving))
+            return aligned(numel * torch.int64.itemsize) * rows
+        exact = aligned(numel * track.dtype.itemsize) * arriving
+        return exact if track.codec is None else max(exact, aligned(track.codec.nbytes(numel)) * rows)
 
     def _is_masked(self, track: Track) -> bool:
         return self._masker is not None and track.lane.rule == "average"
@@ -211,38 +217,40 @@ class Crossing:
         """Exchange a bucket as it is or masked: all of it with every cell, or a part with each and then the results."""
         here, others = self._cell, self._others
         senders = self._turnout.senders(track.lane)
-        parts = track.parts(bucket)
         leaving_for = (range(self._topology.cells) if track.is_two_hop else [here]) if self._is_masked(track) else []
+        parts = leaving = track.cut(bucket, values)
+        results = parts if out is values else track.cut(bucket, out)
+        numel, held = parts[here].numel(), {here: parts[here]}
+        coming = [cell for cell in others if cell in senders]
+        if coming and not leaving_for and out.data_ptr() != values.data_ptr():
+            held[coming.pop()] = results[here]  # combined where it arrives
+        slot = self._slots.take() if leaving_for or (coming and numel) else None
         dtype = torch.int64 if leaving_for else track.dtype
-        slot = self._slots.take()
-        longest = max(part.stop - part.start for part in parts) * dtype.itemsize
-        rows = [row.view(dtype) for row in rows_of(slot, longest, len(others) + len(leaving_for))]
-        numel = parts[here].stop - parts[here].start
-        held = {cell: row[:numel] for cell, row in zip(others, rows, strict=False)}
-        leaving = {cell: values[parts[cell]] for cell in range(self._topology.cells)}
+        rows = [] if slot is None else self._slots.rows(slot, dtype, len(others) + len(leaving_for))
+        held |= {cell: row[:numel] for cell, row in zip(coming, rows, strict=False)}
         write = None
         if leaving_for:
             masked = dict(zip(leaving_for, rows[len(others) :], strict=True))
-            leaving = {c: masked.get(c, masked[here])[: part.stop - part.start] for c, part in enumerate(parts)}
+            leaving = [masked.get(cell, masked[here])[: part.numel()] for cell, part in enumerate(parts)]
+            held[here] = leaving[here]
             shares = {cell: leaving[cell] for cell in leaving_for if here in senders}
             write = partial(self._mask, track, bucket, values, shares)
-        held[here] = leaving[here]
         send = {cell: leaving[cell] for cell in others if here in senders}
-        receive = {cell: held[cell] for cell in others if cell in senders}
+        receive = {cell: held[cell] for cell in others if cell in held}
         works = yield from self._swap(track, bucket, send, receive, write)
         yield track.depth
         self._arrive(works)
-        with self._journal.noting("combine"):
-            if leaving_for:
-                assert self._masker is not None
-                self._masker.decode([held[cell] for cell in senders], out[parts[here]])
-            else:
-                found = [held[cell] for cell in senders]
-                self._combine(track, found, out[parts[here]], is_fused=self._turnout.is_fused)
+        if numel:
+            found = [held[cell] for cell in senders]
+            with self._journal.noting("combine"):
+                if leaving_for:
+                    assert self._masker is not None
+                    self._masker.decode(found, results[here])
+                else:
+                    self._combine(track, found, results[here], is_fused=self._turnout.is_fused)
         self._slots.give(slot)
         if track.is_two_hop:
-            send = dict.fromkeys(others, out[parts[here]])
-            works = self._post(track, bucket, 2, send, {cell: out[parts[cell]] for cell in others})
+            works = self._post(track, bucket, 2, dict.fromkeys(others, results[here]), {c: results[c] for c in others})
             yield track.depth
             self._arrive(works)
 
@@ -273,7 +281,7 @@ class Crossing:
         sizes = [track.codec.nbytes(part.stop - part.start) for part in parts]
         slot = self._slots.take()
         leaving_for = range(self._topology.cells) if track.is_two_hop else [here]
-        rows = rows_of(slot, max(sizes), len(others) + len(leaving_for))
+        rows = self._slots.rows(slot, torch.uint8, len(others) + len(leaving_for))
         arriving = {cell: row[: sizes[here]] for cell, row in zip(others, rows, strict=False)}
         leaving = {cell: row[: sizes[cell]] for cell, row in zip(leaving_for, rows[len(others) :], strict=True)}
         write = partial(self._encode, track, bucket, values, leaving) if here in senders else None
@@ -302,8 +310,7 @@ class Crossing:
                 spare = self._scratch[-2, : mean[parts[here]].numel()]
                 place, seed = (bucket.number, -1), self._seed(track, bucket, -1)
                 feedback.encode(place, mean[parts[here]], second[here], spare, seed)
-            receive = {cell: second[cell] for cell in others}
-            works = self._post(track, bucket, 2, dict.fromkeys(others, second[here]), receive)
+            works = self._post(track, bucket, 2, dict.fromkeys(others, second[here]), {c: second[c] for c in others})
             yield track.depth
             self._arrive(works)
         with self._journal.noting("combine"):
@@ -323,8 +330,7 @@ class Crossing:
         parts = track.parts(bucket)
         for cell, code in codes.items():
             spare = self._scratch[-2, : parts[cell].stop - parts[cell].start]
-            seed = self._seed(track, bucket, cell)
-            feedback.encode((bucket.number, cell), step[parts[cell]], code, spare, seed)
+            feedback.encode((bucket.number, cell), step[parts[cell]], code, spare, self._seed(track, bucket, cell))
 
     def _combine_codes(self, track: Track, codes: list[torch.Tensor], out: torch.Tensor) -> None:
         rows = [self._scratch[row, : out.numel()] for row in range(len(codes))]
@@ -369,16 +375,12 @@ class Crossing:
         group = groups[bucket.number % len(groups)] if groups else None
         carriers = self._carriers_of(track.lane, bucket)
         # What belongs together is matched by hop and order.
-        moves: list[Move] = []
-        for operation, by_cell in ((dist.irecv, receive), (dist.isend, send)):
-            for cell, values in by_cell.items():
-                if values.numel():
-                    moves.append((operation, values.view(torch.uint8), first + carriers[cell]))
-        if not moves:
-            return []
-        self._journal.posted(sum(values.nbytes for values in send.values()))
+        arriving = [(values, first + carriers[cell]) for cell, values in receive.items() if values.numel()]
+        leaving = [(values, first + carriers[cell]) for cell, values in send.items() if values.numel()]
+        if arriving or leaving:
+            self._journal.posted(sum(values.nbytes for values, _ in leaving))
         with span("post"):
-            return start_moves(moves, group, TAG + hop)
+            return start_moves(arriving, leaving, group, TAG + hop)
 
     def _arrive(self, works: list[dist.Work]) -> None:
         with self._journal.phase("across"):

@@ -29,7 +29,7 @@ from xffl.aggregation.layout import Layout
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Bucket
-from xffl.aggregation.pool import Pool, aligned, rows_of
+from xffl.aggregation.pool import Pool, aligned
 from xffl.aggregation.protection import Protection
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.secure import Masker
@@ -375,7 +375,7 @@ class Exchange:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
         with self.journal.phase("home"):
             lent = self._homes.take(aligned(values.nbytes) * home.size())
-            rows = rows_of(lent, values.nbytes, home.size())
+            rows = [row[: values.nbytes] for row in self._homes.rows(lent, torch.uint8, home.size())]
             dist.all_gather(rows, values.view(torch.uint8), group=home)
             self.journal.bytes_home += values.nbytes * (len(rows) - 1)
         with self.journal.noting("combine"):

@@ -6,6 +6,7 @@ import hashlib
 import math
 import platform
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -45,11 +46,9 @@ def weighted_mean(
     :param is_fused: Whether fused steps may combine a few values: differences stay in their type's range, and all ranks
         that combine them have the same arithmetic. Several times as fast.
     """
-    heaviest = max(range(len(weights)), key=lambda index: weights[index])
-    # A power of two keeps the weights' digits and prevents overflow.
-    exponent = math.frexp(weights[heaviest])[1]
-    scaled = [math.ldexp(weight, -exponent) for weight in weights]
-    steps = _steps(scaled, heaviest) if is_fused and out.dtype == torch.float32 else None
+    heaviest, scaled, steps = _scaled(tuple(weights))
+    if not is_fused or out.dtype != torch.float32:
+        steps = None
     if steps is not None and len(steps) == 1:  # nothing comes between the values and their mean
         _walk(values, heaviest, steps, out)
         return
@@ -59,6 +58,16 @@ def weighted_mean(
             _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
         else:
             _walk(chunk[1:], heaviest, steps, chunk[0])
+
+
+@lru_cache(maxsize=64)
+def _scaled(weights: tuple[float, ...]) -> tuple[int, list[float], list[tuple[int, float]] | None]:
+    """Return the place of the heaviest value, the weights scaled, and the fused steps; a round asks for each bucket."""
+    heaviest = max(range(len(weights)), key=lambda index: weights[index])
+    # A power of two keeps the weights' digits and prevents overflow.
+    exponent = math.frexp(weights[heaviest])[1]
+    scaled = [math.ldexp(weight, -exponent) for weight in weights]
+    return heaviest, scaled, _steps(scaled, heaviest)
 
 
 def _steps(weights: Sequence[float], heaviest: int) -> list[tuple[int, float]] | None:

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-__all__ = ["Pool", "aligned", "rows_of"]
+__all__ = ["Pool", "aligned"]
 
 LINE = 64
 """Bytes of a cache line, at whose multiples rows start, so that values of any data type are aligned."""
@@ -23,6 +23,7 @@ class Pool:
         self._nbytes = nbytes
         self._device = device
         self._free: deque[torch.Tensor] = deque()
+        self._rows: dict[tuple[int, torch.dtype, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def reserve(self, count: int, nbytes: int = 0) -> None:
         """Make as many buffers of at least ``nbytes`` as will be lent at a time, where all are here."""
@@ -35,28 +36,32 @@ class Pool:
         if nbytes > self._nbytes:
             self._nbytes = nbytes
             self._free.clear()
+            self._rows.clear()
         if self._free:
             return self._free.popleft()  # in turn, so that a round uses each for what the round before did
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
         with torch.inference_mode(False):
             return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back."""
-        if buffer.numel() == self._nbytes:
+    def give(self, buffer: torch.Tensor | None) -> None:
+        """Take a buffer back, if there is one."""
+        if buffer is not None and buffer.numel() == self._nbytes:
             self._free.append(buffer)
 
+    def rows(self, buffer: torch.Tensor, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Cut a buffer that is lent into aligned rows, as long as there is room; kept, since to cut takes its time.
 
-def rows_of(buffer: torch.Tensor, nbytes: int, count: int) -> list[torch.Tensor]:
-    """Cut aligned rows out of a buffer.
-
-    :param buffer: Flat bytes, at least ``count * aligned(nbytes)`` of them.
-    :param nbytes: Bytes of a row.
-    :param count: Number of rows.
-    :return: The rows, without what aligns them.
-    """
-    step = aligned(nbytes)
-    return [buffer[row * step : row * step + nbytes] for row in range(count)]
+        :param buffer: The buffer, of at least ``aligned`` bytes for what each row is to hold.
+        :param dtype: Data type of the rows.
+        :param count: Number of rows.
+        :return: The rows.
+        """
+        kept = self._rows.get((id(buffer), dtype, count))
+        if kept is None:
+            step = buffer.numel() // max(1, count) // LINE * LINE
+            rows = [buffer[row * step : (row + 1) * step].view(dtype) for row in range(count)]
+            kept = self._rows[id(buffer), dtype, count] = (buffer, rows)  # what is kept keeps its id
+        return kept[1]
 
 
 def aligned(nbytes: int) -> int:

@@ -15,8 +15,8 @@ from xffl.topology import Topology
 
 __all__ = ["Move", "Place", "Routes", "communication_device", "make_place", "routes_of", "start_moves"]
 
-Move: TypeAlias = tuple[Callable[..., "dist.Work | None"], torch.Tensor, int]
-"""``dist.isend`` or ``dist.irecv``, what it moves, and the rank of the world at the other end."""
+Move: TypeAlias = tuple[torch.Tensor, int]
+"""What is sent or received, and the rank of the world at the other end."""
 
 ROUND_KINDS = ("federation", "replica", "federated")
 """Kinds of groups that a round uses."""
@@ -185,17 +185,29 @@ def _recorded(
     return create
 
 
-def start_moves(moves: Sequence[Move], group: dist.ProcessGroup | None, tag: int) -> list[dist.Work]:
-    """Start sending to some ranks and receiving from some; local, its peers do the same.
+def start_moves(
+    receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup | None, tag: int
+) -> list[dist.Work]:
+    """Start receiving from some ranks and sending to some; local, its peers do the same.
 
-    :param moves: What to start, in this order.
+    :param receive: What comes, in the order in which it is sent.
+    :param send: What leaves, in the order in which it is received.
     :param group: The group that both ends belong to; by default the world.
     :param tag: Tells these messages from others on the group.
     :return: What to wait for.
     """
-    if not moves:
+    if not receive and not send:
         return []
-    if moves[0][1].device.type != "cpu":  # NCCL matches by order alone, so both directions start at once
-        return dist.batch_isend_irecv([dist.P2POp(*move, group, tag) for move in moves])
-    works = [operation(values, peer, group, tag) for operation, values, peer in moves]
-    return [work for work in works if work is not None]
+    if (receive or send)[0][0].device.type != "cpu":
+        # NCCL matches by order alone, so both directions start at once; and it does not know all types.
+        moves = [
+            dist.P2POp(operation, values.view(torch.uint8), peer, group, tag)
+            for operation, given in ((dist.irecv, receive), (dist.isend, send))
+            for values, peer in given
+        ]
+        return dist.batch_isend_irecv(moves)
+    found = dist.group.WORLD if group is None else group
+    assert found is not None, "messages go over a world"
+    # By the group itself: irecv and isend look at much more first, some hundred times in a round.
+    works = [found.recv([values], dist.get_group_rank(found, peer), tag) for values, peer in receive]
+    return works + [found.send([values], dist.get_group_rank(found, peer), tag) for values, peer in send]

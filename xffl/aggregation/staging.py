@@ -95,8 +95,7 @@ class Staging:
 
     def give(self, lent: torch.Tensor | None) -> None:
         """Take back what :meth:`own` has lent."""
-        if lent is not None:
-            self._packs.give(lent)
+        self._packs.give(lent)
 
     def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
         """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""

@@ -18,6 +18,9 @@ from xffl.topology import Topology
 
 __all__ = ["Track", "Turnout", "make_tracks"]
 
+MOST_UNLIKE = 1.25
+"""Ratio of the sizes of two buckets up to which two cells take turns in combining them."""
+
 
 @dataclass(frozen=True)
 class Turnout:
@@ -70,10 +73,11 @@ class Track:
     :param lane: What it moves.
     :param buckets: Its pieces on the way.
     :param dtype: Data type of its values.
-    :param is_two_hop: Whether each cell combines one part of a bucket, instead of all of it.
+    :param is_two_hop: Whether each cell combines one part of what crosses, instead of all of it.
     :param codec: How values are written on the slow link; ``None`` as they are.
     :param home: Who gets the result at home; ``None`` where nobody else does.
     :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
+    :param combiners: In two hops, by bucket the cell that combines all of it; ``None`` where each cell combines a part.
     """
 
     number: int
@@ -84,6 +88,7 @@ class Track:
     codec: Codec | None
     home: dist.ProcessGroup | None
     depth: int = IN_FLIGHT
+    combiners: tuple[int | None, ...] = ()
 
     @property
     def ahead(self) -> int:
@@ -101,10 +106,24 @@ class Track:
 
     def parts(self, bucket: Bucket) -> list[slice]:
         """Return what each cell combines of a bucket, counted in it."""
-        cells = len(self.lane.owners)
-        if self.is_two_hop:
+        cells, numel = len(self.lane.owners), bucket.stop - bucket.start
+        if not self.is_two_hop:
+            return [slice(0, numel)] * cells
+        combiner = self.combiners[bucket.number] if self.combiners else None
+        if combiner is None:
             return [bucket.part(cell, cells) for cell in range(cells)]
-        return [slice(0, bucket.stop - bucket.start)] * cells
+        return [slice(numel * (cell > combiner), numel * (cell >= combiner)) for cell in range(cells)]
+
+    def cut(self, bucket: Bucket, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return what each cell combines of a bucket's values, as views."""
+        if self.is_two_hop:  # in one call, and in one of torch's that does not go through Python
+            return values.split_with_sizes(self._sizes[bucket.number])
+        return [values] * len(self.lane.owners)
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        """Elements of each part of each bucket."""
+        return [[part.stop - part.start for part in self.parts(bucket)] for bucket in self.buckets]
 
 
 def make_tracks(
@@ -116,6 +135,7 @@ def make_tracks(
     bucket_bytes: int,
     form: str,
     codecs: Mapping[str, Codec | None],
+    device: torch.device,
 ) -> tuple[Track, ...]:
     """Prepare the lanes of a rank; all participants of a lane find the same buckets and form.
 
@@ -126,6 +146,7 @@ def make_tracks(
     :param bucket_bytes: Bytes of a bucket, at most.
     :param form: One of :data:`xffl.report.forms.FORMS`.
     :param codecs: The codec of each name that lanes carry.
+    :param device: Where the groups' backend communicates from.
     :return: The tracks, in the lanes' order.
     """
     cell = topology.cell_of(rank)
@@ -155,5 +176,22 @@ def make_tracks(
         home = routes.replica if lane.held_by_part[cell] else routes.cell
         if lane.holders:
             home = routes.holders[lane.holders]
-        tracks.append(Track(number, lane, buckets, dtype, taken == "two_hop", codec, home, depth * turns))
+        is_two_hop = taken == "two_hop"
+        takes_turns = is_two_hop and topology.cells == 2 and codec is None and not routes.is_railed
+        # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
+        combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
+        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home, depth * turns, combiners))
     return tuple(tracks)
+
+
+def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:
+    """Let two cells combine buckets in turn: half as many messages as where each combines half of each bucket.
+
+    Both directions of the link stay busy, since of two buckets that follow each other one goes each way: they must be
+    about as large.
+    """
+    combiners: list[int | None] = []
+    for one, other in zip(buckets[::2], buckets[1::2], strict=False):
+        small, large = sorted(bucket.stop - bucket.start for bucket in (one, other))
+        combiners += (0, 1) if large <= MOST_UNLIKE * small else (None, None)
+    return (*combiners, None) if len(buckets) % 2 else tuple(combiners)

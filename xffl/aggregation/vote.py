@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.routes import Move, start_moves
+from xffl.aggregation.routes import start_moves
 from xffl.errors import ConfigError, RoundError
 from xffl.topology import Topology
 
@@ -142,9 +142,8 @@ def _swap(
     send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Send to some ranks of the world and receive from some, at the same time."""
-    moves: list[Move] = [(dist.irecv, values, rank) for rank, values in receive.items()]
-    moves += [(dist.isend, values, rank) for rank, values in send.items()]
-    for work in start_moves(moves, group, TAG):
+    arriving, leaving = ([(values, rank) for rank, values in by_rank.items()] for by_rank in (receive, send))
+    for work in start_moves(arriving, leaving, group, TAG):
         work.wait()
 
 
