@@ -286,7 +286,7 @@ def test_the_round_benchmark_runs(layout: str, words: str, raw_bytes: int, tmp_p
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
-def test_an_atomic_round_takes_one_copy_more(tmp_path: Path) -> None:
+def test_an_atomic_round_takes_one_copy_and_values_arrive_there(tmp_path: Path) -> None:
     out = tmp_path / "memory.json"
     script = str(ROOT / "benchmarks" / "round.py")
     words = ["--parameters", "25e6", "--memory", "--out", str(out)]
@@ -295,5 +295,5 @@ def test_an_atomic_round_takes_one_copy_more(tmp_path: Path) -> None:
     found = json.loads(out.read_text())["memory"]
     atomic, in_place = (found[kind]["peak_bytes"] for kind in ("atomic", "in-place"))
     assert found["atomic"]["shard_bytes"] == 100_000_000
-    assert 0.9e8 < atomic - in_place < 1.1e8
+    assert 0.9e8 < atomic < 1e8 + 16 * 2**20
     assert 2**20 < in_place <= 64 * 2**20  # the buckets, and no more than the issue allows
