@@ -63,7 +63,7 @@ class Aggregator:
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
         bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
-        two cells combine buckets in turn.
+        over gloo and without rails, two cells combine whole buckets in turn.
         ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB.
     :param rails: Let the replicas of a shard take turns in carrying its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
