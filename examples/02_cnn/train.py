@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset, random_split
@@ -36,6 +35,8 @@ class CNNTrainer(xt.BaseTrainer, xt.SetupMixin, xt.EvalMetricMixin, xt.Federated
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, self.config.training.epochs)
 
     def configure_metrics(self):
+        import torchmetrics  # it takes seconds, which only the ranks need to spend
+
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
 
     def configure_dataloaders(self):

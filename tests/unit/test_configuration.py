@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -697,6 +698,22 @@ def test_init_says_what_it_cannot_do(
     assert init("empty") == 0
     monkeypatch.chdir(tmp_path / "empty")
     assert init(".") == 2  # it is not empty any more
+
+
+@pytest.mark.parametrize("template", ["digits", "language_model"])
+def test_to_read_a_project_takes_no_slow_imports(template: str, tmp_path: Path) -> None:
+    """The command reads the trainer before it starts ranks, and for ``--print_config`` and ``--help`` alone."""
+    code = (
+        "import sys\n"
+        "from xffl.cli.main import main\n"
+        f"assert main(['init', 'demo', '--template', {template!r}]) == 0\n"
+        "assert main(['exec', 'demo/config.yaml', '--print_config']) == 0\n"
+        "slow = ('torch._dynamo', 'torchmetrics', 'transformers', 'matplotlib')\n"
+        "sys.exit(' '.join(name for name in slow if name in sys.modules) or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "trainer: train." in ran.stdout
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from xffl.distributed.parameters import SCHEDULES
 from xffl.errors import ConfigError, StateError
 
-__all__ = ["PipelineModel"]
+if TYPE_CHECKING:
+    from xffl.parallel.torch_pipeline import Schedule, Stage
 
-SCHEDULES: dict[str, type[ScheduleGPipe] | type[Schedule1F1B]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+__all__ = ["PipelineModel"]
 
 
 class PipelineModel(nn.Module):
@@ -88,7 +89,7 @@ class PipelineModel(nn.Module):
         self._output = output or (lambda out: out)
         self._boundary = boundary
         self._known: dict[str, list[tuple[torch.Tensor, ...]]] = {}
-        self._made: tuple[str, _Stage, ScheduleGPipe | Schedule1F1B] | None = None
+        self._made: tuple[str, Stage, Schedule] | None = None
         self._losses: list[torch.Tensor] = []
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -198,11 +199,11 @@ class PipelineModel(nn.Module):
             known = self._declare(parts) if self._boundary else self._probe(parts, aim, slices | shared, key)
             self._known[key] = known
         if self._made is None or self._made[0] != f"{mode} {key}":
-            stage = _Stage(self, self._known[key])
-            kind = SCHEDULES.get(mode, ScheduleGPipe)
-            # Torch's scale_grads would divide the gradients of earlier calls once more; the loss is divided instead.
-            loss = None if mode == "forward" else self._micro_loss
-            self._made = (f"{mode} {key}", stage, kind(stage, self.micro_batches, loss_fn=loss, scale_grads=False))
+            from xffl.parallel.torch_pipeline import Stage, make_schedule
+
+            flows, loss = self._known[key], None if mode == "forward" else self._micro_loss
+            stage = Stage(self.module, self.stage, self._device, flows=flows, group=self._group, pick=self._output)
+            self._made = (f"{mode} {key}", stage, make_schedule(stage, mode, self.micro_batches, loss))
         _, stage, schedule = self._made
         stage.shared, stage.sync = shared, sync
         self._losses.clear()
@@ -332,44 +333,6 @@ class PipelineModel(nn.Module):
                 losses[:] = told
         dist.broadcast(mean, group=self._group, group_src=self.stages - 1)
         return mean
-
-
-class _Stage(PipelineStage):
-    """Torch's stage with known sizes, arguments that are not cut, and a say in when gradients are reduced."""
-
-    def __init__(self, model: PipelineModel, flows: list[tuple[torch.Tensor, ...]]) -> None:
-        inputs, outputs = flows[model.stage], flows[model.stage + 1]
-        super().__init__(
-            model.module,
-            model.stage,
-            model.stages,
-            model._device,
-            input_args=inputs,
-            output_args=outputs,
-            group=model._group,
-        )
-        self.shared: dict[str, Any] = {}
-        self.sync = True
-        self._pick = model._output
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; what is sent on must be contiguous."""
-        output = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
-        output = self._pick(output)
-        if self.is_last:
-            return output
-        return tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        """Run a micro-batch backward; the last one makes DDP reduce."""
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and self.sync)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Make FSDP2 reduce, after the last micro-batch."""
-        if self.sync:
-            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _shape_text(value: Any) -> str:

@@ -1,0 +1,88 @@
+"""What torch runs of a pipeline: a stage, and its schedules.
+
+Imported where a pipeline runs, since torch's compiler comes with it: half a second for whoever has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+__all__ = ["Schedule", "Stage", "make_schedule"]
+
+Schedule = ScheduleGPipe | Schedule1F1B
+"""How micro-batches follow each other."""
+
+_SCHEDULES: dict[str, type[ScheduleGPipe] | type[Schedule1F1B]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class Stage(PipelineStage):
+    """Torch's stage with known sizes, arguments that are not cut, and a say in when gradients are reduced.
+
+    :param module: The stage's layers.
+    :param number: Which stage it is.
+    :param device: Where it computes.
+    :param flows: Stand-ins of what goes into each stage, and of what comes out of the last.
+    :param group: The stages' ranks, in order.
+    :param pick: Takes what the next stage gets out of what the module returns.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        device: torch.device,
+        *,
+        flows: Sequence[tuple[torch.Tensor, ...]],
+        group: dist.ProcessGroup,
+        pick: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(
+            module,
+            number,
+            len(flows) - 1,
+            device,
+            input_args=flows[number],
+            output_args=flows[number + 1],
+            group=group,
+        )
+        self.shared: dict[str, Any] = {}
+        self.sync = True
+        self._pick = pick
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; what is sent on must be contiguous."""
+        output = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
+        output = self._pick(output)
+        if self.is_last:
+            return output
+        return tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a micro-batch backward; the last one makes DDP reduce."""
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and self.sync)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Make FSDP2 reduce, after the last micro-batch."""
+        if self.sync:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def make_schedule(stage: Stage, mode: str, micro_batches: int, loss: Callable[..., torch.Tensor] | None) -> Schedule:
+    """Return a schedule of a stage; local.
+
+    :param stage: The stage.
+    :param mode: ``"1f1b"``, ``"gpipe"``, or anything else for a pass forward.
+    :param micro_batches: How many parts a batch is cut into.
+    :param loss: The loss of a micro-batch; ``None`` where there is none.
+    :return: The schedule.
+    """
+    # Torch's scale_grads would divide the gradients of earlier calls once more; the loss is divided instead.
+    return _SCHEDULES.get(mode, ScheduleGPipe)(stage, micro_batches, loss_fn=loss, scale_grads=False)
