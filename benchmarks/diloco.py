@@ -173,7 +173,6 @@ def show_rows(rows: dict[str, dict[str, Any]]) -> None:
 
 def write(options: argparse.Namespace, told: dict[str, Any]) -> None:
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(told, indent=2) + "\n")
 
 
@@ -195,6 +194,8 @@ def head(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    from emulated import add_link_options
+
     def names(text: str) -> tuple[str, ...]:
         if wrong := [name for name in text.split(",") if name not in NAMES]:
             raise argparse.ArgumentTypeError(f"{', '.join(wrong)} unknown; choose from {', '.join(NAMES)}")
@@ -206,11 +207,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--block", type=int, default=100, help="steps that are timed in one go over the link")
-    parser.add_argument("--rate-mbit", type=float, default=200.0, help="the link's rate, each way")
-    parser.add_argument("--delay-ms", type=float, default=10.0, help="the link's delay, one way")
-    parser.add_argument("--queue-ms", type=float, default=100.0, help="what its queues hold before they drop packets")
-    parser.add_argument("--congestion", help="TCP's congestion control; by default the kernel's choice")
-    parser.add_argument("--out", type=Path, help="where to write JSON")
+    add_link_options(parser)
     options = parser.parse_args(arguments)
     if options.methods is None:
         options.methods = {

@@ -176,6 +176,8 @@ def record(options: argparse.Namespace, layers: int, found: dict[str, Any]) -> d
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    from emulated import above_zero, add_link_options
+
     def names(known: Sequence[str], *always: str) -> Any:
         def chosen(text: str) -> tuple[str, ...]:
             asked = tuple(dict.fromkeys((*always, *text.split(","))))
@@ -186,11 +188,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return chosen
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=16.0, help="the model's size at least, in 10^6 bytes")
-    parser.add_argument("--rate-mbit", type=float, default=200.0, help="the link's rate, each way")
-    parser.add_argument("--delay-ms", type=float, default=10.0, help="the link's delay, one way")
-    parser.add_argument("--queue-ms", type=float, default=100.0, help="what its queues hold before they drop packets")
-    parser.add_argument("--congestion", help="TCP's congestion control; by default the kernel's choice")
+    parser.add_argument("--megabytes", type=above_zero, default=16.0, help="the model's size at least, in 10^6 bytes")
+    add_link_options(parser)
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--modes", type=names(MODES), default=MODES, help=f"of {', '.join(MODES)}")
     parser.add_argument(
@@ -199,7 +198,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=tuple(SCHEDULES),
         help=f"of {', '.join(SCHEDULES)}",
     )
-    parser.add_argument("--out", type=Path, help="where to write JSON")
     options = parser.parse_args(arguments)
     if options.blocks < 1:
         parser.error(f"--blocks {options.blocks} is below 1; give 1 or more")
@@ -218,7 +216,6 @@ def main() -> None:
     for mode, rows in found["rows"].items():
         show(mode, rows)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=2) + "\n")
 
 

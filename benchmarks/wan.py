@@ -297,6 +297,7 @@ def record(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    from emulated import above_zero, add_link_options
     from wan_rank import CONTENDERS
 
     known = (*CONTENDERS, ONE_REPLICA)
@@ -308,14 +309,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return asked
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=50.0, help="the model's size at least, in 10^6 bytes")
-    parser.add_argument("--rate-mbit", type=float, default=200.0, help="the link's rate, each way")
-    parser.add_argument("--delay-ms", type=float, default=10.0, help="the link's delay, one way")
-    parser.add_argument("--queue-ms", type=float, default=100.0, help="what its queues hold before they drop packets")
-    parser.add_argument("--congestion", help="TCP's congestion control; by default the kernel's choice")
+    parser.add_argument("--megabytes", type=above_zero, default=50.0, help="the model's size at least, in 10^6 bytes")
+    add_link_options(parser)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--contenders", type=names, default=DEFAULT_CONTENDERS, help=f"of {', '.join(known)}")
-    parser.add_argument("--out", type=Path, help="where to write JSON")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats} is below 1; give 1 or more")
@@ -340,7 +337,6 @@ def main() -> None:
     rows = summarize(options, samples)
     show(rows)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record(options, layers, samples, rows), indent=2) + "\n")
 
 

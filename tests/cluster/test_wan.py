@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.cluster.benchmark import Benchmark, measure
+from tests.cluster.benchmark import BENCHMARKS, Benchmark, measure
 
 pytestmark = pytest.mark.alone
 
@@ -62,6 +63,21 @@ def test_reports_agree_with_the_counters(measured: dict[str, Any]) -> None:
     sample = measured["samples"]["round"][0]
     cells = [sum(told["bytes_across"] for told in half) for half in (sample["told"][:4], sample["told"][4:])]
     assert cells == [measured["model_bytes"]] * 2
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["wan.py", "--rate-mbit", "0"], "argument --rate-mbit: 0 is not above 0"),
+        (["wan.py", "--out", "/proc/x/y.json"], "argument --out: /proc/x cannot be made: No such file or directory"),
+        (["overlap.py", "--megabytes", "nan"], "argument --megabytes: 'nan' is no number"),
+        (["diloco.py", "link", "--delay-ms=-1"], "argument --delay-ms: -1 is below 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_before_anything_starts(words: list[str], told: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / words[0]), *words[1:]]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and ran.stderr.endswith(f"error: {told}\n"), ran.stderr
 
 
 @pytest.mark.parametrize("number, stage", [(signal.SIGINT, "up"), (signal.SIGTERM, "ready")])

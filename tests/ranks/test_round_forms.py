@@ -197,6 +197,20 @@ def test_phases_are_spans_of_a_profile() -> None:
     assert sends == {frozenset(common | {"xffl.encode", "xffl.across", "xffl.post"})}
 
 
+def accounted(rank: int, world_size: int, options: dict[str, Any]) -> float:
+    """Return the share of a round's time that its phases account for, of the round that they account for best."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ParameterList([nn.Parameter(torch.randn(2**20)) for _ in range(8)])
+    aggregator = xffl.Aggregator(model, state, **options)
+    reports = [aggregator.aggregate() for _ in range(7)]
+    return max(sum(report.phases.values()) / report.seconds for report in reports)
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": False}, {"codec": "int8"}], ids=str)
+def test_phases_add_up_to_the_round(options: dict[str, Any]) -> None:
+    assert min(run_world(2, accounted, options)) > 0.8
+
+
 def in_turn(
     rank: int, world_size: int, elements: list[int], options: dict[str, Any]
 ) -> tuple[list[int], int, int, int]:

@@ -84,10 +84,15 @@ def test_the_forecasts_of_the_page_on_rounds_are_those_of_its_commands() -> None
 
 
 def test_plan_forecasts_as_json() -> None:
-    told = json.loads(xffl(*SIMULATE.split(), "--json", "--in-place", "--delay", "5").stdout)["forecast"]
+    in_place, delayed = (
+        json.loads(xffl(*SIMULATE.split(), "--json", *words).stdout)["forecast"]
+        for words in (["--in-place"], ["--delay", "5"])
+    )
+    assert in_place["round"]["phases"]["commit"] == 0 and in_place["round"]["exposed"] == in_place["round"]["seconds"]
+    told = delayed
     round_, plain = told["round"], told["data_parallel"]
     assert round_["bytes_across_per_cell"] == 32e9 and round_["phases"]["across"] == pytest.approx(25.6)
-    assert round_["phases"]["commit"] == 0 and round_["exposed"] < round_["seconds"]
+    assert round_["phases"]["commit"] > 0 and round_["exposed"] < round_["seconds"]
     assert 0 < plain["utilization"] < round_["utilization"] < 1
     assert told["assumptions"] and told["codec"] == "none"
 
@@ -210,7 +215,7 @@ BAD = [
     (["list", "algorithms", "--kind", "servers"], "ConfigError: kind 'servers' is unknown; choose one of algorithm"),
     (["plan", "--federated", "4,3", "--world", "8"], "TopologyError: federated sizes (4, 3) sum to 7"),
     (["plan", "--federated", "4"], "ConfigError: --federated 4 does not say how many ranks"),
-    (["plan"], "ConfigError: --federated None"),
+    (["plan"], "ConfigError: no ranks are given; give --federated 4,4, or --world"),
     (["plan", "--federated", "4,x"], "ConfigError: --federated is '4,x'"),
     (["plan", "--federated", "4,4", "--hsdp", "3"], "TopologyError: replica size (hsdp) 3 does not divide"),
     (["plan", "--federated", "4,4", "--params", "-1"], "ConfigError: --params is -1"),
@@ -248,7 +253,13 @@ BAD = [
     ([*SIMULATE.split(), "--link-ms=-1"], "ConfigError: --link-ms is -1.0; give a number of 0 or more"),
     ([*SIMULATE.split(), "--bucket-mib", "0"], "ConfigError: --bucket-mib is 0.0; give a number above 0"),
     ([*SIMULATE.split(), "--codec", "zip"], "ConfigError: codec 'zip' is unknown; give one of none"),
-    ([*SIMULATE.split(), "--delay", "101"], "ConfigError: delay 101 is more than the 100 steps"),
+    ([*SIMULATE.split(), "--codec", ""], "ConfigError: codec '' is unknown; give one of none"),
+    (
+        [*SIMULATE.split(), "--codec", "bf16:x"],
+        "ConfigError: codec 'bf16:x': option 'x' is unknown or given twice; give the codec",
+    ),
+    ([*SIMULATE.split(), "--delay", "100"], "ConfigError: delay 100 is not below the 100 steps"),
+    ([*SIMULATE.split(), "--delay", "2", "--in-place"], "ConfigError: delay 2 needs new values beside the model"),
     (["exec", "--processes", "3", "--federated", "2,2", __file__], "TopologyError: federated sizes (2, 2) sum to 4"),
     (["exec", "--processes", "0", __file__], "TopologyError: world size 0 is less than 1"),
     (["exec", "--processes", "2"], "ConfigError: no script is given"),
@@ -257,8 +268,9 @@ BAD = [
     (["bench"], "ConfigError: no launcher has started this process; give --processes N"),
     (["bench", "--federated", "2,2"], "ConfigError: no launcher has started"),
     (["bench", "--processes", "3", "--federated", "2,2"], "TopologyError: federated sizes (2, 2) sum to 4"),
-    (["bench", "--processes", "0"], "TopologyError: world size 0 is less than 1"),
     (["bench", "--processes", "1"], "ConfigError: --processes is 1; give 2 or more"),
+    (["bench", "--processes", "0"], "ConfigError: --processes is 0; give 2 or more"),
+    (["bench", "--processes=-1"], "ConfigError: --processes is -1; give 2 or more"),
     (["bench", "--processes", "2", "--repeats", "0"], "ConfigError: --repeats is 0; give a whole number of 1 or more"),
     (["bench", "--processes", "2", "--warmup", "0"], "ConfigError: --warmup is 0; give a whole number"),
     (["bench", "--processes", "2", "--megabytes", "0"], "ConfigError: --megabytes is 0.0; give a number of 0.01"),

@@ -271,7 +271,8 @@ def test_thousands_of_ranks_take_no_time() -> None:
         ({"bucket_bytes": 1.5}, "bucket_bytes 1.5"),
         ({"form": "ring"}, "form 'ring' is unknown; choose one of auto"),
         ({"backend": "mpi"}, "backend 'mpi' is unknown; choose one of gloo"),
-        ({"delay": 101}, "delay 101 is more than the 100 steps"),
+        ({"delay": 100}, "delay 100 is not below the 100 steps between two rounds; give at most 99"),
+        ({"delay": 1, "atomic": False}, "delay 1 needs new values beside the model"),
     ],
 )
 def test_numbers_that_cannot_be_meant(changed: dict[str, Any], message: str) -> None:

@@ -381,7 +381,8 @@ def _options(parts: list[str], known: tuple[str, ...]) -> dict[str, str]:
     for part in parts:
         key, equals, value = part.partition("=")
         if key not in known or not equals:
-            raise ConfigError(f"option {part!r} is unknown; give {' or '.join(f'{k}=...' for k in known) or 'none'}")
+            told = f"give {' or '.join(f'{k}=...' for k in known)}" if known else "give the codec without options"
+            raise ConfigError(f"option {part!r} is unknown; {told}")
         if key in options:
             raise ConfigError(f"option {key!r} is given twice; give it once")
         options[key] = value

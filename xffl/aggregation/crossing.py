@@ -14,7 +14,7 @@ import torch.distributed as dist
 from xffl.aggregation.combine import Combiner, Coordinatewise
 from xffl.aggregation.feedback import Feedback
 from xffl.aggregation.gathered import Gathered
-from xffl.aggregation.journal import Journal, span
+from xffl.aggregation.journal import Journal
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.plan import Bucket, Lane
 from xffl.aggregation.pool import Pool, aligned
@@ -379,7 +379,7 @@ class Crossing:
         leaving = [(values, first + carriers[cell]) for cell, values in send.items() if values.numel()]
         if arriving or leaving:
             self._journal.posted(sum(values.nbytes for values, _ in leaving))
-        with span("post"):
+        with self._journal.phase("post"):
             return start_moves(arriving, leaving, group, TAG + hop)
 
     def _arrive(self, works: list[dist.Work]) -> None:

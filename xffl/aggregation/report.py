@@ -21,9 +21,10 @@ class RoundReport:
     :param dropped: Cells whose values were left out for not being finite; the same on all ranks.
     :param is_last: Whether all ranks had finished: no round follows; the same on all ranks.
     :param fragment: Part of the model that was exchanged, from 0; the same on all ranks.
-    :param phases: Seconds that this rank spent in each phase: ``vote``, ``pack``, ``encode``, ``across`` (waiting for
-        the slow link), ``combine``, ``home`` (waiting for the cell), ``commit``; of a delayed round all but ``pack``
-        and ``commit`` in the background, and ``wait``, how long its merge had to wait for them.
+    :param phases: Seconds that this rank spent in each phase: ``vote``, ``pack``, ``encode``, ``post`` (handing
+        messages to the backend), ``across`` (waiting for the slow link), ``combine``, ``home`` (waiting for the cell),
+        ``commit``; of a delayed round all but ``pack`` and ``commit`` in the background, and ``wait``, how long its
+        merge had to wait for them.
     :param hidden: Seconds between the first post and the last arrival in which this rank did not wait for the slow
         link, but worked.
     :param shares: What each cell's values counted for, as the combiner has weighed them; they sum to 1.

@@ -25,7 +25,7 @@ examples:
   srun -N 2 --ntasks-per-node 4 xffl bench --federated 4,4 --hsdp 2 --out runs/bench
   torchrun --nproc-per-node 4 .venv/bin/xffl bench --federated 2,2
 
-With --processes it starts them here, as xffl exec does; else start it with srun, mpirun, torchrun or xffl exec. Rank 0
+With --processes it starts them here, as xffl exec does; else start it with srun, mpirun or torchrun. Rank 0
 prints; --out writes bench.json, and bench.svg and bench.png where matplotlib is installed.
 """
 
@@ -91,8 +91,10 @@ def _start(options: Namespace) -> int:
             f"--processes is {options.processes}, but {found.launcher} has started {found.world_size} processes "
             "already; leave it out"
         )
-    if options.processes == 1:
-        raise ConfigError("--processes is 1; give 2 or more, since a single process has nobody to talk to")
+    if options.processes < 2:
+        raise ConfigError(
+            f"--processes is {options.processes}; give 2 or more, since a single process has nobody to talk to"
+        )
     if options.out is not None:
         _made(options.out)
     given = {name: options[name] for name in _PASSED_ON if options[name] not in (None, False)}

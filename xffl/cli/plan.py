@@ -169,7 +169,7 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
 
     asked = {name: options[name] for name in ("fragments", "delay", "form", "backend", "memory_gbps")}
     asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
-    codec = options.codec or "none"
+    codec = "none" if options.codec is None else options.codec
     common = {
         "parameters": options.params,
         "bytes_per_parameter": options.bytes_per_param,
@@ -216,6 +216,8 @@ def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
         world = slots
     if world is None:
         if not isinstance(sizes, tuple):
+            if sizes is None:
+                raise ConfigError("no ranks are given; give --federated 4,4, or --world")
             raise ConfigError(f"--federated {sizes} does not say how many ranks there are; give --world, too")
         world = sum(sizes)
     topology = cell.lay_out(options, Topology(world, sizes), replica_size)

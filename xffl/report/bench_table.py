@@ -23,7 +23,7 @@ PHASES_NOTES = (
     "ms in each phase, on the rank that spends most in it; across: waiting for the slow link; hidden: work behind it",
     "error: what the codec leaves for later rounds, relative to what was to be sent",
 )
-PHASES = ("vote", "pack", "encode", "across", "combine", "home", "commit")
+PHASES = ("vote", "pack", "encode", "post", "across", "combine", "home", "commit")
 
 
 def bench_table(record: Mapping[str, Any], file: TextIO) -> None:

@@ -69,8 +69,8 @@ def _options(codec: str, parts: list[str], known: tuple[str, ...]) -> dict[str, 
     for part in parts:
         key, equals, value = part.partition("=")
         if key not in known or not equals or key in options:
-            told = " or ".join(f"{name}=..." for name in known) or "none"
-            raise ConfigError(f"codec {codec!r}: option {part!r} is unknown or given twice; give {told}")
+            told = "give " + " or ".join(f"{name}=..." for name in known) if known else "give the codec without options"
+            raise ConfigError(f"codec {codec!r}: option {part!r} is unknown or given twice; {told}")
         if key == "rounding" and value not in ("nearest", "stochastic"):
             raise ConfigError(f"codec {codec!r}: rounding {value!r} is not offered; give nearest or stochastic")
         options[key] = value

@@ -208,7 +208,7 @@ def forecast_round(
         ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
     :param bucket_bytes: Bytes of the model in a bucket, at least 1.
     :param fragments: Parts of the model, of which a round exchanges one; at least 1.
-    :param delay: Local steps after which the result is merged, at most ``every``; 0 waits for it.
+    :param delay: Local steps after which the result is merged, below ``every``; 0 waits for it. Needs ``atomic``.
     :param atomic: Whether new values are collected beside the model.
     :param memory_gbps: Rate at which a rank passes over values in its memory, in Gbit/s.
     :param backend: ``gloo``, which the forecast has been compared with on an emulated link, or ``nccl``.
@@ -223,8 +223,13 @@ def forecast_round(
     for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if choice not in choices:
             raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
-    if delay > every:
-        raise ConfigError(f"delay {delay} is more than the {every} steps between two rounds; give at most as many")
+    if delay >= every:
+        raise ConfigError(f"delay {delay} is not below the {every} steps between two rounds; give at most {every - 1}")
+    if delay and not atomic:
+        raise ConfigError(
+            f"delay {delay} needs new values beside the model, which trains on meanwhile; leave atomic=False "
+            "(--in-place) out"
+        )
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
