@@ -224,7 +224,8 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=41, help="rates to forecast for")
     parser.add_argument("--validate", type=Path, metavar="FILE", help="a JSON file of wan.py to compare with instead")
     options = parser.parse_args()
-    for name, least in (("every", FRAGMENTS), ("points", 1)):
+    # A fragment is merged before the next one starts.
+    for name, least in (("every", FRAGMENTS * (DELAY + 1)), ("points", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)} is below {least}; give {least} or more")
     if options.validate:

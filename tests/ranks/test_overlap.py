@@ -186,7 +186,7 @@ def at_once(rank: int, world_size: int) -> None:
     report = pending.merge()
     assert (model.weight == (6.0 if rank == 0 else 5.0)).all()
     assert report.seconds >= report.phases["wait"]
-    with pytest.raises(xffl.StateError, match="merged already"):
+    with pytest.raises(xffl.StateError, match="has ended already"):
         pending.merge()
 
 

@@ -254,7 +254,7 @@ class Aggregator:
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
             if self._pending is not pending:
-                raise StateError("this round was merged already")
+                raise StateError("this round has ended already: merge() has written or refused it")
             asked = time.perf_counter()
             with self._tearing():
                 try:

@@ -99,6 +99,6 @@ class PendingRound:
             place. The same on all ranks of a cell.
         :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
         :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
-        :raises StateError: if it was merged already.
+        :raises StateError: if it has ended already, merged or refused.
         """
         return self._conclude(self, keeps_steps)
