@@ -84,12 +84,11 @@ def test_the_forecasts_of_the_page_on_rounds_are_those_of_its_commands() -> None
 
 
 def test_plan_forecasts_as_json() -> None:
-    in_place, delayed = (
+    in_place, told = (
         json.loads(xffl(*SIMULATE.split(), "--json", *words).stdout)["forecast"]
         for words in (["--in-place"], ["--delay", "5"])
     )
     assert in_place["round"]["phases"]["commit"] == 0 and in_place["round"]["exposed"] == in_place["round"]["seconds"]
-    told = delayed
     round_, plain = told["round"], told["data_parallel"]
     assert round_["bytes_across_per_cell"] == 32e9 and round_["phases"]["across"] == pytest.approx(25.6)
     assert round_["phases"]["commit"] > 0 and round_["exposed"] < round_["seconds"]
