@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
 from torch.autograd import profiler
 
-__all__ = ["Journal", "span"]
-
-
-def span(name: str) -> AbstractContextManager[object]:
-    """Show what is done in it to a profiler, if one is looking.
-
-    :param name: How it is shown: ``xffl.NAME``.
-    :return: The context; one that does nothing where nobody looks, since torch's costs 10 us and more even then,
-        some hundred times in a round.
-    """
-    return profiler.record_function(f"xffl.{name}") if profiler._is_profiler_enabled else nullcontext()
+__all__ = ["Journal"]
 
 
 class Journal:
@@ -107,9 +97,12 @@ class _Phase:
     def __enter__(self) -> None:
         self._start = time.perf_counter()
         self._from = _mark() if self._journal.is_on_gpu else None
-        self._span = span(self._name) if profiler._is_profiler_enabled else None
-        if self._span is not None:
-            self._span.__enter__()
+        # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
+        self._span: AbstractContextManager[object] | None = None
+        if profiler._is_profiler_enabled:
+            shown: AbstractContextManager[object] = profiler.record_function(f"xffl.{self._name}")
+            shown.__enter__()
+            self._span = shown
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
