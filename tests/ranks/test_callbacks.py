@@ -502,7 +502,7 @@ def stop_together(rank: int, world_size: int, folder: Path) -> Any:
         save = CheckpointCallback(save_frequency=3, every_rounds=5, keep_last_n=9)
         trainer = run(rank, world_size, config, Planted(list(values[rank])), stopping, save, samples=48)
         saved = sorted(path.name for path in (folder / over / "checkpoints").iterdir())
-        told[over] = (trainer.global_step, trainer._stop_reason, stopping.watched.best, saved)
+        told[over] = (trainer.global_step, trainer.stop_reason, stopping.watched.best, saved)
     return told
 
 

@@ -272,8 +272,20 @@ def test_the_project_of_init_trains(tmp_path: Path) -> None:
     assert accuracies[-1] > 0.9 and len(accuracies) > 2
     origins = json.loads((run / "origins.json").read_text())
     assert origins["federation.every"] == "file config.yaml" and origins["training.max_steps"] == "default"
+    assert json.loads((run / "partition.json").read_text())["labels"] == [str(digit) for digit in range(10)]
     # What the run has kept is a configuration, too.
     kept = yaml.safe_load((run / "config.yaml").read_text())
     again = start(tmp_path / "demo", "exec", "config.yaml", "--config", "runs/demo/config.yaml", "--print_config")
     assert again.returncode == 0, again.stderr
     assert {name: value for name, value in yaml.safe_load(again.stdout).items() if name in kept} == kept
+
+
+def test_the_project_of_init_deals_out_by_label(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("torchmetrics")
+    assert start(tmp_path, "init", "demo").returncode == 0
+    words = "--launch.processes 2 --launch.federated=[1,1] --training.max_steps 20 --data.partition dirichlet:alpha=0.3"
+    ran = start(tmp_path / "demo", "exec", "config.yaml", *words.split())
+    assert ran.returncode == 0, ran.stderr
+    counts = json.loads((tmp_path / "demo" / "runs" / "demo" / "partition.json").read_text())["counts"]
+    assert sum(map(sum, counts)) == 1438 and max(abs(one - other) for one, other in zip(*counts, strict=True)) > 50

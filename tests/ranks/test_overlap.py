@@ -248,6 +248,10 @@ def wrong(rank: int, world_size: int) -> None:
         ({"every": 3, "delay": 1, "aggregator": plain}, "delay 1 needs an aggregator made with overlap=True"),
         ({"every": 3, "delay": 1, "alpha": -1}, "alpha -1"),
         ({"every": 3, "delay": 1 + rank}, "delay=2"),
+        (
+            {"every": 3, "aggregator": {"codek": "int8"}},
+            "option 'codek' is none of policies, .*; did you mean 'codec'?",
+        ),
     ):
         with pytest.raises(xffl.ConfigError, match=told):
             xffl.FederatedScaling(model, optimizer, state, **options)  # type: ignore[arg-type]

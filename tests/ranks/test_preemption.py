@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -399,6 +401,75 @@ def test_a_loop_of_ones_own(asks: int, tmp_path: Path) -> None:
     for (code, _, mine), (_, _, theirs) in zip(resumed, whole, strict=True):
         assert code == 0
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True)), left
+
+
+TASK = """
+import os
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+
+from xffl.training import listener
+
+listener.INTERVAL_S = 0.01
+
+
+def make_model():
+    torch.manual_seed(7)
+    model = torch.nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches_from(step):
+    steps = 350 - 100 * dist.get_rank()
+    data = torch.randn(steps, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    print(f"rank {dist.get_rank()} goes on at {step}", flush=True)
+    return list(enumerate(data))[step:]
+
+
+def train(model, optimizer, batch):
+    number, data = batch
+    asks = int(os.environ["ASKS"])
+    if number == asks and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    if number > asks > 0:
+        threading.Event().wait(0.02)  # else all is over before the ranks have heard
+    model(data).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_loop_of_the_page_leaves_and_goes_on(tmp_path: Path) -> None:
+    shown = re.search(r":caption: loop\.py\n\n((?:   .*\n|\n)+)", (ROOT / "docs" / "preemption.rst").read_text())
+    assert shown is not None
+    report = "\nprint(f'rank {state.rank}:', [one.tolist() for one in model.parameters()])\n"
+    (tmp_path / "loop.py").write_text(textwrap.dedent(shown[1]) + report)
+    (tmp_path / "task.py").write_text(TASK)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
+    environ["PYTHONPATH"] = str(ROOT)
+
+    def run(folder: str, asks: int) -> tuple[int, list[str], str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        ran = subprocess.run(
+            [sys.executable, "-m", "xffl", "exec", "--processes", "2", "--federated", "1,1", "../loop.py"],
+            cwd=tmp_path / folder, env=environ | {"ASKS": str(asks)},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        return ran.returncode, sorted(ran.stdout.splitlines()), ran.stderr
+
+    code, whole, told = run("whole", -1)
+    assert code == 0, told
+    for asks in (120, 260):  # while both cells train, and where cell 1 has finished after 250 steps
+        code, _, told = run(f"left at {asks}", asks)
+        assert code == 75 and "Traceback" not in told, told
+        code, resumed, told = run(f"left at {asks}", -1)
+        assert code == 0, told
+        steps = [int(line.rpartition(" ")[2]) for line in resumed if "goes on at" in line]
+        assert len(steps) == 2 and steps[0] > asks and (0 < steps[1] < 250 if asks == 120 else steps[1] == 250), steps
+        assert [line for line in resumed if "goes on" not in line] == [line for line in whole if "goes on" not in line]
 
 
 def several(rank: int, world_size: int, every: int, local_steps: int) -> list[str]:

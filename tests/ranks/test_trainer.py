@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 import xffl
 from tests.ranks.test_strategies import joined
@@ -401,8 +402,46 @@ def test_data_are_dealt_out_as_the_configuration_says(tmp_path: Path) -> None:
     _, labels = digits()
     assert [sum(pair) for pair in zip(*counts["counts"], strict=True)] == labels[:200].bincount().tolist()
     assert set(run_world(2, dealt, str(tmp_path / "b"), "iid", False)) == {100}
-    for wrong, words in (("dirichlet:alpha=0.3", "labels"), ("dirichlett", "dirichlet")):
+    unlabelled = "one for each sample; give a 1-D array); does it need labels? Give train_loader(dataset, labels=...)"
+    for wrong, words in (("dirichlet:alpha=0.3", unlabelled), ("dirichlett", "dirichlet")):
         assert all(words in told for told in run_world(2, dealt, str(tmp_path / wrong), wrong, False))
+
+
+VALIDATING: dict[str, tuple[Callable[[Any], Any], str | int]] = {
+    "plain": (lambda data: DataLoader(data, batch_size=7), 20),
+    "shuffled": (lambda data: DataLoader(data, batch_size=7, shuffle=True, drop_last=True), 20),
+    "a part": (lambda data: DataLoader(Subset(data, range(11)), batch_size=7), 11),
+    "sampler": (lambda data: DataLoader(data, sampler=SubsetRandomSampler([1, 2])), "draws by SubsetRandomSampler"),
+    "batch sampler": (
+        lambda data: DataLoader(data, batch_sampler=[[1], [2]]),
+        "choose samples with torch.utils.data.S",
+    ),
+    "no batches": (lambda data: DataLoader(data, batch_size=None), "batch_size None and batch_sampler NoneType"),
+    "small batches": (lambda data: None, 2),
+}
+
+
+def validating(rank: int, world_size: int, folder: str, name: str) -> str | int:
+    class Validating(TaskTrainer):
+        def configure_dataloaders(self) -> Any:
+            data = TensorDataset(*(one[:20] for one in digits()))
+            given = VALIDATING[name][0](data)
+            return self.train_loader(data), self.validation_loader(data) if given is None else given
+
+    config = configure(folder, training={"epochs": 1, "max_steps": 1}, data=DataConfig(validation_batch_size=2))
+    trainer = Validating(config)
+    try:
+        trainer.fit(joined(rank, world_size))
+    except ConfigError as error:
+        return str(error)
+    return trainer.val_dataloader.batch_size if name == "small batches" else trainer.val_dataloader.samples
+
+
+@pytest.mark.parametrize("name", VALIDATING)
+def test_plain_loaders_for_validation(name: str, tmp_path: Path) -> None:
+    (found,) = run_world(1, validating, str(tmp_path), name)
+    expected = VALIDATING[name][1]
+    assert expected in found if isinstance(expected, str) else found == expected, found
 
 
 def configured_apart(rank: int, world_size: int, folder: str) -> str:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_environment import recording
+from xffl.cluster import affinity
 from xffl.cluster.affinity import Binding, allowed_cpus, bind_if_asked, bind_rank, find_cores, is_bound, share_cores
 from xffl.errors import ConfigError
 
@@ -37,6 +38,16 @@ def test_hardware_threads_of_a_core_stay_together(tmp_path: Path) -> None:
     assert find_cores(range(cpus), tmp_path) == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert find_cores([6, 2, 1], tmp_path) == ((1,), (2, 6))
     assert find_cores([3, 1], tmp_path / "nowhere") == ((1,), (3,))
+
+
+def test_sockets_whose_numbers_alternate_are_kept_apart(tmp_path: Path) -> None:
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 2}\n")
+        (topology / "core_id").write_text(f"{cpu // 2}\n")
+    cores = find_cores(range(8), tmp_path)
+    assert [share_cores(cores, rank, 2).cpus for rank in range(2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_a_rank_gets_whole_cores_of_one_socket(tmp_path: Path) -> None:
@@ -147,6 +158,7 @@ def test_the_place_on_the_node_is_read_from_the_launcher(monkeypatch: pytest.Mon
     for name, places in (
         ("torchrun_uneven_nodes", [(0, 2), (1, 2), (0, 1)]),
         ("srun_even", [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ("srun_uneven_3_1", [(0, 3), (1, 3), (2, 3), (0, 1)]),
     ):
         for environ in recording(name):
             bind_if_asked({**environ, "XFFL_BIND": "cores"})
@@ -155,6 +167,26 @@ def test_the_place_on_the_node_is_read_from_the_launcher(monkeypatch: pytest.Mon
     assert bind_if_asked({"XFFL_BIND": "cores"}) is None and bind_if_asked({**environ}) is None and not seen
     with pytest.raises(ConfigError, match="XFFL_BIND"):
         bind_if_asked({"XFFL_BIND": "all"})
+
+
+def test_a_rank_has_a_thread_for_each_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "find_cores", lambda cpus: ((0, 4), (1, 5), (2, 6), (3, 7)))
+    monkeypatch.setattr(affinity, "is_bound", lambda environ: False)
+    taken = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: taken.append(tuple(cpus)))
+    environ = {"XFFL_BIND": "cores"}
+    bind_rank(1, 2, environ)
+    assert taken == [(2, 3, 6, 7)] and environ["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [({}, "1"), ({"OMP_NUM_THREADS": "7"}, "7"), ({"XFFL_BIND": "cores"}, None)],
+)
+def test_threads_are_limited_where_ranks_share_cores(environ: dict[str, str], threads: str | None) -> None:
+    changed = dict(environ)
+    affinity.limit_threads(changed)
+    assert changed.get("OMP_NUM_THREADS") == threads
 
 
 def test_exec_binds_its_ranks(tmp_path: Path) -> None:

@@ -153,6 +153,13 @@ def test_slots_of_a_job(environ: dict[str, str], expected: list[tuple[str, int, 
     assert slots(environ) == expected
 
 
+def test_tasks_a_node_are_asked_for_or_told() -> None:
+    asked = {"SLURM_JOB_ID": "1", "SLURM_NODELIST": "x,y", "SLURM_NTASKS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "4"}
+    assert slots(asked) == [("x", 2, 4), ("y", 2, 4)]
+    told = {**asked, "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4,1", "SLURM_NTASKS": "5"}
+    assert [found[:2] for found in slots(told)] == [("x", 4), ("y", 1)]
+
+
 def test_no_allocation() -> None:
     assert find_allocation({}) is None
     assert find_allocation(STEP) is None  # this process is one of the ranks already
@@ -289,6 +296,17 @@ def test_both_ways_to_the_switches_agree() -> None:
         environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.switch.node"
         assert own_host(environ).switches == read_topology(shown)["b3"]
         assert with_switches([Host("b3"), Host("x")], read_topology(shown)) == (own_host(environ), Host("x"))
+
+
+def test_switches_that_were_written_down_stay() -> None:
+    (own,) = with_switches([Host("z", 1, switches=("core", "s9"))], read_topology(THREE_LEVELS))
+    assert own.switches == ("core", "s9")
+
+
+def test_the_line_of_a_wrong_host_is_told(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a:4\n\nb\n")
+    with pytest.raises(ConfigError, match="line 3: b"):
+        parse_hosts(f"@{tmp_path / 'hosts'}")
 
 
 def test_lists_of_hosts(tmp_path: Path) -> None:

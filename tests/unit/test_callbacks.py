@@ -75,6 +75,7 @@ def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
         samples=0,
         rounds=0,
         steps_since_round=0,
+        stop_reason=None,
         train_dataloader=range(100),
         val_dataloader=range(4),
         logged=[],
@@ -231,6 +232,31 @@ def test_early_stopping(values: list[float], options: dict[str, Any], stops_afte
         fresh = stand_in()
         callback.pre_train(fresh)
         assert fresh.reasons == trainer.reasons  # a run that had stopped does not go on when it is resumed
+
+
+def test_a_run_that_had_stopped_goes_on_where_it_is_asked_for_something_else(caplog: pytest.LogCaptureFixture) -> None:
+    stopped, trainer = EarlyStoppingCallback(metric="val/x", patience=1), stand_in()
+    for value in (0.5, 0.6):
+        stopped.post_validation(trainer, {"val/x": value})
+    state = json.loads(json.dumps(stopped.state_dict()))
+    assert trainer.reasons and not caplog.records
+    for options, best, waited in (
+        ({"metric": "val/x", "patience": 3}, 0.5, 1),
+        ({"metric": "val/x", "patience": 1, "min_delta": 0.1}, 0.5, 1),
+        ({"metric": "val/x", "patience": 1, "mode": "max"}, None, 0),
+        ({"metric": "val/y", "patience": 1}, None, 0),
+    ):
+        again, trainer = EarlyStoppingCallback(**options), stand_in()  # type: ignore[arg-type]
+        again.load_state_dict(state)
+        again.pre_train(trainer)
+        assert not trainer.reasons and (again.watched.best, again.waited) == (best, waited)
+    assert len(caplog.records) == 2 and "best value of val/x (min); that of val/y (min) is looked for" in caplog.text
+    older = {name: value for name, value in state.items() if name != "asked"}
+    del older["metric"]["of"]
+    again = EarlyStoppingCallback(metric="val/x", patience=1)
+    again.load_state_dict(older)
+    again.pre_train(trainer)
+    assert trainer.reasons  # a state of before, which does not say
 
 
 def test_a_metric_that_is_not_there_is_named() -> None:
@@ -539,6 +565,15 @@ def test_progress_on_a_terminal_is_live_and_gives_the_terminal_back() -> None:
     told = callback.file.getvalue()
     assert told.endswith("\x1b[?25h") and "failed: RuntimeError" in told
     assert callback._run is None
+
+
+def test_progress_tells_why_a_run_stopped_early() -> None:
+    callback = ShownProgress(is_terminal=False, every_s=5.0)
+    trainer = stand_in(stop_reason="val/loss was not better than 1 3 times")
+    callback.pre_train(trainer)
+    callback.post_train(trainer)
+    callback.post_fit(trainer)
+    assert "finished, as val/loss was not better than 1 3 times" in callback.file.getvalue()
 
 
 def test_progress_reads_the_loss_only_to_show_it(monkeypatch: pytest.MonkeyPatch) -> None:

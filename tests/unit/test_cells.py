@@ -180,6 +180,18 @@ def test_wrong_files(name: str, text: str, told: str, tmp_path: Path) -> None:
 # Order ----------------------------------------------------------------------------------------------------------------
 
 
+def test_comments_of_a_file_are_no_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "cells"
+    file.write_text("# cell and hosts\na n1, n2 # n3 is broken\n\nb n4\n")
+    assert name_cells(hosts("n1", "n2", "n4"), f"file:{file}") == ("a", "a", "b")
+    with pytest.raises(TopologyError, match="for host n3"):
+        name_cells(hosts("n3"), f"file:{file}")
+
+
+def test_variables_of_a_federation() -> None:
+    assert federation_variables(4, 2) == {"XFFL_FEDERATED": "4", "XFFL_HSDP": "2"}
+
+
 def ranks_of(ordered: Sequence[Host]) -> list[str]:
     return [host.name for host in ordered for _ in range(host.slots)]
 
@@ -217,6 +229,12 @@ def test_without_replicas_hosts_of_a_switch_are_neighbours() -> None:
     found = arrange(hosts("b4", "a1", "b1", "a3", "b3", "a2"), "auto")
     assert [host.name for host in found.hosts] == ["b4", "b3", "b1", "a1", "a2", "a3"]
     assert found.names == ("cell_b", "cell_a")
+
+
+def test_replicas_lie_on_as_few_hosts_as_possible_over_switches() -> None:
+    slots = [(1, "s"), (1, "s"), (2, "s"), (3, "t"), (3, "t"), (2, "t")]
+    given = [Host(f"n{at}", count, switches=("c", switch)) for at, (count, switch) in enumerate(slots)]
+    assert touched(order_hosts(given, 4), 4) == 6
 
 
 def test_replicas_that_do_not_fit() -> None:

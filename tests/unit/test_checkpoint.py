@@ -312,6 +312,21 @@ def deadly(act: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
     return change
 
 
+def test_a_checkpoint_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = [], os.fsync
+
+    def note(handle: Any) -> None:
+        number = handle if isinstance(handle, int) else handle.fileno()
+        synced.append(os.readlink(f"/proc/self/fd/{number}"))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save_checkpoint(tmp_path / "it", {"own": Own(torch.ones(2))}, ALONE)
+    partial = f"{tmp_path}/.it.partial"
+    assert {f"{partial}/cell_0/__0_0.distcp", f"{partial}/cell_0/index.json", f"{partial}/cell_0"} <= set(synced)
+    assert synced[-3:] == [f"{partial}/checkpoint.json", partial, str(tmp_path)]
+
+
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die before each change of the file system in turn: what is found is the old one or the new one, never nothing."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and nothing here cuts the power

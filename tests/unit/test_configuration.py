@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from xffl.cluster.environment import federation_variables, requested_federation,
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, TopologyError
 from xffl.parallel.config import DistributedConfig
+from xffl.training import DataConfig, FederatedConfigMixin
 from xffl.training.callbacks import Callback, CheckpointCallback
 from xffl.training.config import BaseTrainerConfig, ExperimentConfig
 from xffl.training.configuration import (
@@ -463,6 +465,76 @@ def test_configurations_that_cannot_be() -> None:
         read_configuration(Unknown, (), (), {})
 
 
+@dataclass(kw_only=True)
+class Rounds(BaseTrainerConfig, FederatedConfigMixin):
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+NO_ROUNDS = "for rounds, and there are none; give federation.every or federation.algorithm, or leave it out"
+WRONG_ROUNDS = [
+    ("--federation.delay 2", f"federation.delay 2 is {NO_ROUNDS} (federation.delay: command line)"),
+    ("--federation.alpha 0.5", f"federation.alpha 0.5 is {NO_ROUNDS}"),
+    ("--federation.client fedprox:mu=0.1", f"federation.client 'fedprox:mu=0.1' is {NO_ROUNDS}"),
+    ("--federation.aggregator.codec int8", f"federation.aggregator {{'codec': 'int8'}} is {NO_ROUNDS}"),
+    ("--training.validate_every_rounds 2", f"training.validate_every_rounds 2 is {NO_ROUNDS}"),
+    (
+        "--federation.every 0",
+        "federation: every 0 is no positive whole number; give the local steps between two rounds",
+    ),
+    ("--federation.every balanced:evry=3", "federation: schedule 'balanced' has no option evry; there are: every"),
+    ("--federation.algorithm diloco --federation.every -1", "federation: every -1 is no positive whole number"),
+    ("--federation.algorithm fedadm", "federation: algorithm 'fedadm' is unknown; choose one of fedavg, "),
+    ("--federation.every 9 --federation.delay 9", "federation: delay 9 is no whole number from 0 to below every=9"),
+    ("--federation.every 9 --federation.delay -1", "federation: delay -1 is no whole number from 0 to below every=9"),
+    ("--federation.algorithm fedavg", "federation: every None is no positive whole number; give the local steps"),
+    (
+        "--federation.algorithm fedavg --federation.every 3 --federation.delay 3",
+        "from 0 to below every=3; give the loc",
+    ),
+    ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 merges late results, but delay is 0; give a delay, too"),
+    (
+        "--federation.algorithm fedavg --federation.every 3 --federation.alpha 2",
+        "federation: alpha 2.0 is no number from 0 to below 1",
+    ),
+    ("--federation.every 9 --federation.client fedprix", "federation: client 'fedprix' is unknown; choose one of"),
+    ("--federation.algorithm fedavg --federation.every 9 --federation.client fedprix", "client 'fedprix' is unknown"),
+    (
+        "--federation.every 9 --federation.aggregator.codek int8",
+        "aggregator option 'codek' is none of policies, bucket",
+    ),
+    (
+        "--federation.algorithm diloco --federation.every 3 --federation.aggregator.codek int8",
+        "extra; did you mean 'codec'?",
+    ),
+    (
+        "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",
+        "federation: a level has no evry; choose from",
+    ),
+    ("--data.workers -1", "data.workers -1 is no whole number of 0 or more; give one (data.workers: command line)"),
+    ("--data.prefetch_factor 0", "data.prefetch_factor 0 is no whole number of 1 or more"),
+    ("--data.validation_batch_size 0", "data.validation_batch_size 0 is no whole number of 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_ROUNDS)
+def test_mistakes_about_rounds_and_data(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        read_configuration(Rounds, (), shlex.split(words), {})
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_rounds_that_can_be_meant() -> None:
+    for words in (
+        "--federation.every 9 --federation.delay 8 --federation.alpha 0.5 --federation.aggregator.codec int8",
+        "--federation.every 4 --federation.algorithm streaming_diloco --training.validate_every_rounds 3",
+        "--federation.every 3 --federation.algorithm fedprox:mu=0.1",
+        "--federation.every balanced:every=3 --federation.client scaffold",
+        "--federation.every 9 --federation.aggregator.levels '[{}, {every: 2, groups: [2]}]'",
+        "--federation.weight equal",
+    ):
+        read_configuration(Rounds, (), shlex.split(words), {})
+
+
 # There and back -------------------------------------------------------------------------------------------------------
 
 
@@ -618,8 +690,21 @@ def test_a_script_of_ones_own(
     told = capsys.readouterr()
     assert left.value.code == 2 and told.out == ""
     assert told.err == "xffl: ConfigError: widht on the command line is unknown; did you mean width?\n"
-    with pytest.raises(ConfigError, match=r"launch.processes is 2 \(command line\), but there is 1; start 2"):
-        main(trainer, ["--launch.processes=2"])
+    for words, message in (
+        ("--launch.processes=2", "ConfigError: launch.processes is 2 (command line), but there is 1; start 2"),
+        ("--launch.federated=[1,1]", "TopologyError: federated sizes (1, 1) sum to 2, but the world has 1"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(trainer, [words])
+        told = capsys.readouterr()
+        assert left.value.code == 2 and told.err.startswith(f"xffl: {message}") and told.err.count("\n") == 1, told.err
+
+    def fail(self: Any) -> None:
+        raise ConfigError("found while training")
+
+    monkeypatch.setattr(trainer, "fit", fail)
+    with pytest.raises(ConfigError, match="found while training"):  # with its traceback
+        main(trainer, [])
 
 
 def test_the_cells_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -727,3 +812,25 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         read_job("demo/config.yaml", [], {})
     monkeypatch.delitem(sys.modules, "train", raising=False)
+
+
+def test_variables_of_the_package_are_no_settings() -> None:
+    own = ["BIND", "CONTROL_IFNAME", "FEDERATED", "HOST", "HSDP", "IFNAME", "PYTHON", "SRUN", "SSH", "TEMPLATES"]
+    assert requested_settings({f"XFFL_{name}": "x" for name in own}) == {}
+
+
+def test_a_mixin_checks_its_own_section() -> None:
+    @dataclass(kw_only=True)
+    class Mixin:
+        width: int = 1
+
+        def __post_init__(self) -> None:
+            if self.width < 1:
+                raise ConfigError("width")
+
+    @dataclass(kw_only=True)
+    class Config(BaseTrainerConfig, Mixin): ...
+
+    assert Config().width == 1
+    with pytest.raises(ConfigError, match="width"):
+        Config(width=0)

@@ -257,6 +257,11 @@ def test_own_processes_inside_a_launcher_take_nothing_from_it() -> None:
     assert (found.launcher, *places([found])[0]) == ("arguments", 3, 8, 3, 8, 0, 1)
 
 
+def test_ranks_of_one_node_have_a_place_of_their_own_there() -> None:
+    found = detect_environment({}, rank=1, world_size=2, node_local_size=2, master_addr="a", master_port=1)
+    assert (found.node_local_rank, found.node_rank, found.node_world_size) == (1, 0, 1)
+
+
 def test_arguments_for_two_nodes() -> None:
     given = {"node_local_rank": 1, "node_local_size": 3, "node_rank": 1, "node_world_size": 2}
     found = detect_environment({}, rank=4, world_size=6, master_addr="h", master_port=5000, **given)
@@ -324,6 +329,11 @@ BAD = [
 def test_bad_values(environ: dict[str, str], given: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         detect_environment(environ, **given)
+
+
+def test_port_0_is_none() -> None:
+    with pytest.raises(LaunchError, match="is no port"):
+        detect_environment({}, rank=0, world_size=2, master_addr="a", master_port=0)
 
 
 # Hosts ----------------------------------------------------------------------------------------------------------------

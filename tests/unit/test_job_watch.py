@@ -114,6 +114,29 @@ def test_a_stopped_job() -> None:
     assert not isinstance(failure, int) and failure is not None and failure.exit_code == ExitCode.PREEMPTED
 
 
+def test_patience_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = JobWatch(None, 5.0)
+    watch.add_record(1, record(2.0))  # told, and not ended yet
+    assert watch.is_overdue(-6.0)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = JobWatch(None, 5.0)
+    watch.add_code(0, 1)
+    now[0] += 4
+    watch.add_code(1, -9)
+    watch.stop(signal.SIGTERM)
+    assert not watch.is_overdue()
+    now[0] += 2
+    assert watch.is_overdue()
+
+
+def test_the_first_signal_gives_the_exit_code() -> None:
+    watch = JobWatch(None, 5.0)
+    watch.stop(signal.SIGTERM)
+    watch.stop(signal.SIGINT)
+    assert watch.result() == 128 + signal.SIGTERM
+
+
 def test_signals_are_kept_for_later() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with caught_signals() as come:

@@ -558,6 +558,75 @@ def test_a_stream_that_cannot_be_meant_is_refused(change: dict[str, Any], messag
         CellStream(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "topology", "options"),
+    [
+        ("batch_size", LAYOUT, {"batch_size": 3}),
+        ("ranks", Topology(4, (4,)), {}),
+        ("dataset", LAYOUT, {"identity": "others"}),
+    ],
+)
+def test_the_state_of_a_stream_is_of_its_steps(name: str, topology: Topology, options: dict[str, Any]) -> None:
+    def stream(topology: Topology = LAYOUT, batch_size: int = 2, identity: str = "mine") -> CellStream:
+        return CellStream(named(Stream(40), identity), topology, 0, batch_size=batch_size)
+
+    with pytest.raises(ConfigError, match=f"saved with {name} "):
+        stream(topology, **options).load_state_dict(stream().state_dict())
+
+
+def test_draws_of_a_stream_differ() -> None:
+    def collate(samples: list[Any]) -> tuple[list[float], float]:
+        return [draw.item() for _, draw, _ in samples], torch.rand(()).item()
+
+    batches = [
+        batch for rank in range(6) for batch in CellStream(Counted(72), LAYOUT, rank, batch_size=4, collate=collate)
+    ]
+    draws, collated = [draw for of_samples, _ in batches for draw in of_samples], [one for _, one in batches]
+    assert len(set(draws)) == len(draws) == 72 and len(set(collated)) == len(collated) == 18
+
+
+def test_cells_with_streams_of_their_own_draw_their_own() -> None:
+    first, other = (
+        {
+            draw
+            for batch in CellStream(Counted(16), LAYOUT, rank, batch_size=2, part="own")
+            for draw in batch[1].tolist()
+        }
+        for rank in (0, 4)
+    )
+    assert first and other and not first & other
+
+
+def test_a_stream_with_a_state_does_not_read_again() -> None:
+    read: list[int] = []
+
+    class Told(Counted):
+        def __iter__(self) -> Iterator[Any]:
+            for sample in super().__iter__():
+                read.append(int(sample[0]))
+                yield sample
+
+    def stream() -> CellStream:
+        return CellStream(Told(72), LAYOUT, 1, batch_size=4, resume="state")
+
+    loader = stream()
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    read.clear()
+    other = stream()
+    other.load_state_dict(state)
+    list(other)
+    assert read == list(range(24, 72))
+
+
+def test_the_last_step_of_a_stream_tells_what_each_rank_has() -> None:
+    counts = []
+    for rank in range(4):
+        loader = CellStream(Stream(14), Topology(4), rank, batch_size=2)
+        counts.append([loader.batch_samples for _ in loader])
+    assert counts == [[2, 2], [2, 2], [2, 1], [2, 1]]
+
+
 def test_what_workers_get_can_be_pickled() -> None:
     loader = noisy()
     again = pickle.loads(pickle.dumps(loader.batches.dataset))

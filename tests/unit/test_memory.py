@@ -130,6 +130,26 @@ def test_what_a_round_keeps(options: dict[str, bool], bytes_each: int) -> None:
 # Traffic --------------------------------------------------------------------------------------------------------------
 
 
+def test_tensor_parallel_ranks_hold_a_part_of_the_layers() -> None:
+    small, whole = ModelSize(parameters=4 * 1220 + 2010, layers=4, width=10, vocabulary=100), TrainingSize()
+    share = share_of({"tp": 4}, small)
+    assert (share.layer, share.root, share.whole) == (320, 250 + 260, 4 * 320 + 510)
+    assert by_name(rank_memory({"tp": 4}, small, whole))["gradients"] == (1790 + 750) * 4
+    assert by_name(rank_memory({"tp": 4, "dp_shard": 2}, small, whole))["gradients"] == 1790 / 2 * 4
+
+
+def test_values_of_two_bytes() -> None:
+    small, low = ModelSize(parameters=1220 + 2010, layers=1, width=10, vocabulary=100), TrainingSize(dtype="bfloat16")
+    assert by_name(rank_memory({"dp_shard": 2}, small, low))["gathered"] == (2010 + 1220) * 2 + 2010 * (2 + 2)
+    served = rank_memory({"dp_shard": 2}, PLAIN, low, is_federated=True, server=True)
+    assert by_name(served)["round"] == (2 + 4) * 1e9 / 2
+    assert by_name(rank_memory({"dp_shard": 2}, PLAIN, low, zero=1, is_federated=True))["round"] == 4 * 1e9 / 2
+    cut = [by_name(rank_memory({"dp_shard": 4}, ModelSize(parameters=4e9), low, zero=stage)) for stage in (1, 2, 3)]
+    assert [found["parameters"] for found in cut] == [8e9, 8e9, 2e9]
+    assert [found["gradients"] for found in cut] == [8e9, 2e9, 2e9]
+    assert [found["gathered"] for found in cut] == [0, 0, 2e9]
+
+
 def test_traffic_of_gradients_and_weights() -> None:
     assert step_traffic({}, PLAIN, FP32) == ()
     assert by_name(step_traffic({"dp_replicate": 4}, PLAIN, FP32)) == {"dp_replicate": 2 * 3 / 4 * 4e9}

@@ -136,6 +136,20 @@ def test_data_interfaces_without_an_address_are_told_before_the_ranks_meet(monke
     assert not environ and use_interface("ib9", environ | {"XFFL_CONTROL_IFNAME": "lo"}) == "ib9"
 
 
+def test_an_interface_that_is_given_beats_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth9")])
+    environ = {"XFFL_IFNAME": "eth9"}
+    assert use_interface("lo", environ) == "lo"
+    assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert control_interface(environ) == data_interface(environ) == "lo" and control_address(environ) == "127.0.0.1"
+    assert use_interface("lo", {"XFFL_IFNAME": "nosuch0"}) == "lo"
+
+
+def test_a_wrong_control_interface_is_told_where_data_go_anywhere() -> None:
+    with pytest.raises(LaunchError, match="'none9' has no IPv4 address"):
+        use_interface(None, {"XFFL_CONTROL_IFNAME": "none9"})
+
+
 @pytest.mark.parametrize(
     ("name", "interface", "expected"),
     [

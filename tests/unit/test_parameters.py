@@ -52,6 +52,12 @@ def test_parameters_that_cannot_be_meant(asked: dict[str, Any], said: str) -> No
         DeviceParameters(**asked)
 
 
+def test_defaults_and_what_fits_together() -> None:
+    plain = DeviceParameters()
+    assert plain.reshard_after_forward and plain.sequence_parallel and plain.comm.init_timeout_seconds == 600
+    assert DeviceParameters(cp=2, cpu_offload=True).cpu_offload
+
+
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "10", None, True])
 def test_timeouts(seconds: Any) -> None:
     with pytest.raises(ConfigError, match=r"comm\.init_timeout_seconds .* is no positive number of seconds"):

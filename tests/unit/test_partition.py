@@ -187,6 +187,16 @@ def test_inner_dirichlet_honours_sizes(problem: tuple[np.ndarray, int, int], dat
     assert np.array_equal(found.unused, np.flatnonzero(owners_of(found) == 0))
 
 
+def test_a_minimum_is_filled_with_samples_of_all_classes() -> None:
+    labels = np.repeat(np.arange(10), 100)
+    table = partition.dirichlet(labels, 2, alpha=1e9, shares=(1, 1e-9), minimum=100).table(labels)
+    assert (table[1] > 0).sum() == 10
+
+
+def test_what_is_left_over_goes_to_as_many_shards() -> None:
+    assert sorted(partition.shards(labels_of(1003, 10), 10, shards_per_cell=1).sizes) == [100] * 7 + [101] * 3
+
+
 def test_shards_of_equal_classes_hold_few_of_them() -> None:
     # 10 classes of 100; 20 shards of 50: none holds two classes.
     table = partition.shards(labels_of(1000, 10), 10, shards_per_cell=2, seed=1).table(labels_of(1000, 10))

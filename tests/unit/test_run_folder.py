@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import enum
+import errno
+import fcntl
 import json
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +21,12 @@ import torch
 import yaml
 
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError
+from xffl.errors import CheckpointError, ConfigError
+from xffl.topology import Topology
 from xffl.training.loggers import CSVLogger, JSONLinesLogger
 from xffl.training.loggers.lines import LineFile
 from xffl.training.run_folder import RunFolder, flattened, plain_config
+from xffl.training.run_lock import RunLock
 
 
 class Color(enum.Enum):
@@ -98,7 +106,7 @@ def test_what_a_new_folder_holds(tmp_path: Path, state: DistributedState) -> Non
     folder = RunFolder.open(path, state, Config(), origins=with_origins)
     folder.close()
     assert {one.name for one in path.iterdir()} == {
-        *("config.yaml", "origins.json", "environment.json", "topology.json"),
+        *("config.yaml", "origins.json", "environment.json", "topology.json", ".lock"),
         *("metrics", "rounds", "logs", "traces", "checkpoints", "pictures"),
     }
     assert yaml.safe_load((path / "config.yaml").read_text()) == PLAIN
@@ -115,6 +123,7 @@ def test_what_a_new_folder_holds(tmp_path: Path, state: DistributedState) -> Non
         "cell_shape": None,
     }
     again = RunFolder.open(path, state, Config(), is_resumed=True)
+    again.confirm()
     again.close()
     later = json.loads((path / "environment.json").read_text())
     assert later["started_at"] == environment["started_at"] and len(later["resumed_at"]) == 1
@@ -162,8 +171,10 @@ def test_another_run_is_not_written_over(tmp_path: Path, state: DistributedState
             RunFolder.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
     assert (tmp_path / "metrics/cell_0.jsonl").read_bytes() == kept
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["nothing"] == 1
-    RunFolder.open(tmp_path, state, Config(), is_resumed=True).close()
+    resumed = RunFolder.open(tmp_path, state, Config(), is_resumed=True)
     assert (tmp_path / "metrics/cell_0.jsonl").read_bytes() == kept
+    resumed.confirm()
+    resumed.close()
     RunFolder.open(tmp_path, state, Config(), may_restart=True).close()  # the same configuration
     assert not (tmp_path / "metrics/cell_0.jsonl").exists()
     file = tmp_path / "file"
@@ -175,6 +186,114 @@ def test_another_run_is_not_written_over(tmp_path: Path, state: DistributedState
     with pytest.raises(ConfigError, match="dataclass"):
         RunFolder.open(tmp_path / "other", state, 3)
     assert not (tmp_path / "other").exists()
+
+
+def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
+    tmp_path: Path, state: DistributedState, caplog: pytest.LogCaptureFixture
+) -> None:
+    RunFolder.open(tmp_path, state, Config()).close()
+    about = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "origins.json", "environment.json")}
+    asked = Config(nothing=1, things=[])
+    refused = RunFolder.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
+    refused.close()  # its checkpoint did not fit
+    assert {name: (tmp_path / name).read_bytes() for name in about} == about and not caplog.records
+    resumed = RunFolder.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
+    resumed.confirm()
+    resumed.close()
+    assert "goes on with other values: nothing None -> 1, things; options" in caplog.text
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["nothing"] == 1
+    assert json.loads((tmp_path / "origins.json").read_text())["nothing"] == "command line"
+    assert len(json.loads((tmp_path / "environment.json").read_text())["resumed_at"]) == 1
+    caplog.clear()
+    resumed = RunFolder.open(tmp_path, state, asked, is_resumed=True)
+    resumed.confirm()
+    resumed.close()
+    assert not caplog.records
+
+
+def test_each_start_is_noted(tmp_path: Path, state: DistributedState) -> None:
+    def start(*, is_resumed: bool) -> Any:
+        folder = RunFolder.open(tmp_path, state, Config(), is_resumed=is_resumed)
+        if is_resumed:
+            folder.confirm()
+        folder.close()
+        return json.loads((tmp_path / "environment.json").read_text())
+
+    first = start(is_resumed=False)
+    assert "resumed_at" not in first
+    start(is_resumed=True)
+    again = start(is_resumed=True)
+    assert len(again["resumed_at"]) == 2 and again["started_at"] == first["started_at"]
+    (tmp_path / "environment.json").write_text('{"started_at": "2')  # of a kill
+    later = start(is_resumed=True)
+    assert "resumed_at" not in later and later["started_at"] > first["started_at"]
+    start(is_resumed=True)
+    assert "resumed_at" not in start(is_resumed=False)
+
+
+def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
+    shape = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
+    layout: Any = SimpleNamespace(topology=Topology(8, (4, 4), 2, shape), rank=0)
+    RunFolder(tmp_path, layout)._write_about(None)
+    told = json.loads((tmp_path / "topology.json").read_text())
+    assert (told["replica_size"], told["cell_shape"]) == (2, shape)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from xffl.training.run_lock import RunLock
+
+lock = RunLock(Path(sys.argv[1]))
+lock.take()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_job_at_a_time_writes_into_a_folder(
+    tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*; wait until that has ended"):
+            RunFolder.open(tmp_path, state, Config())
+        assert {one.name for one in tmp_path.iterdir()} == {".lock"}
+        holder.kill()
+    folder = RunFolder.open(tmp_path, state, Config())  # it went with its process
+    taken = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert taken.returncode == 1 and f"is in use by process {os.getpid()} on" in taken.stderr
+    folder.close()
+    taken = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
+    assert taken.stdout == "held\n"
+
+
+def test_where_a_file_system_has_no_locks_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    lock = RunLock(tmp_path)
+    lock.take()
+    lock.give()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path: Path, state: DistributedState) -> None:
+    RunFolder.open(tmp_path, state, Config()).close()
+    records = tmp_path / "metrics/cell_0.jsonl"
+    records.write_text('{"step": 1}\n')
+    damaged = tmp_path / "checkpoints/step_7"
+    damaged.mkdir()
+    (damaged / "checkpoint.json").write_text("{")
+    for options in ({"is_resumed": True}, {"may_restart": True}):
+        with pytest.raises(CheckpointError, match=r"cannot be read.*move .*/step_7 away, and the run begins anew"):
+            RunFolder.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
+    assert records.exists()
+    damaged.rename(tmp_path / "elsewhere")
+    RunFolder.open(tmp_path, state, Config(), may_restart=True).close()
+    assert not records.exists()
 
 
 def test_records_of_later_steps_are_cut(tmp_path: Path, state: DistributedState) -> None:

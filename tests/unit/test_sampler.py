@@ -182,10 +182,36 @@ def test_ranks_that_share_a_sample_are_told_so(topology: Topology, places: list[
         assert data_place(topology, rank) == (places[rank % len(places)], count)
 
 
+def test_cells_of_different_size_share_samples_each_by_its_own_replicas() -> None:
+    topology = Topology(12, (8, 4), 4, {"dp_replicate": -1, "dp_shard": 2, "tp": 2})
+    assert [data_place(topology, rank) for rank in (0, 2, 4, 6)] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert [data_place(topology, rank) for rank in (8, 9, 10, 11)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
 def test_tensor_parallel_ranks_take_the_same_samples() -> None:
     topology = SHAPED[0][0]
     taken = [as_lists(CellBatchSampler(iid(100, 2), topology, rank, batch_size=4)) for rank in range(16)]
     assert taken[0] == taken[1] and taken[2] == taken[3] and taken[0] != taken[2]
+
+
+@pytest.mark.parametrize(("tail", "whole"), [({}, 23), ({"drop_last": True}, 20), ({"is_padded": True}, 24)])
+def test_samples_seen_are_counted_over_epochs(tail: dict[str, bool], whole: int) -> None:
+    one, two = (CellBatchSampler(range(23), Topology(2), rank, batch_size=2, **tail) for rank in range(2))
+    for epoch in range(2):
+        taken = 0
+        for at, _ in enumerate(one.follow(one)):
+            taken += one.samples_of(at) + two.samples_of(at)
+            assert one.samples_seen == epoch * whole + taken
+    assert one.samples_seen == 2 * whole
+
+
+def test_a_loop_that_was_left_is_not_followed_any_more() -> None:
+    sampler = CellBatchSampler(range(20), Topology(1), 0, batch_size=4)
+    for _ in sampler.follow(sampler):
+        break
+    list(sampler)
+    with pytest.raises(StateError, match="not known"):
+        sampler.state_dict()
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +17,11 @@ from xffl.aggregation.clients.base import Client
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
+from xffl.aggregation.units import read_levels
 from xffl.errors import ConfigError
+from xffl.parallel.config import check_name
 
-__all__ = ["Recipe", "read_recipe"]
+__all__ = ["Recipe", "check_plan", "read_recipe"]
 
 
 @dataclass(frozen=True)
@@ -86,21 +90,71 @@ def read_recipe(
     :return: What is to be done.
     :raises ConfigError: if something cannot be meant.
     """
-    options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
-    schedule = schedule_of(preset.get("every") if every is None else every)
-    schedule.check(cells)
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
         raise ConfigError(f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one")
     if isinstance(aggregator, Aggregator):
         _check_made(aggregator, model, algorithm, client)
-    else:
-        options = _joined(options, aggregator or {})
+    recipe = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
+    recipe.schedule.check(cells)
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
-    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else options.get("privacy")
+    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else recipe.options.get("privacy")
     if weight is not None and is_private is not None:
         raise ConfigError("privacy counts all cells alike, since weights tell about the data; leave weight out")
+    return recipe
+
+
+def check_plan(
+    *,
+    every: object,
+    aggregator: Mapping[str, Any],
+    delay: int | None,
+    alpha: float | None,
+    client: object,
+    algorithm: object,
+) -> None:
+    """Check what a configuration says of rounds, before there is a model; local.
+
+    An algorithm's options, and how it goes with the rest, are left to :func:`read_recipe`: to make its optimizer takes
+    slow imports.
+
+    :param every: As for :func:`read_recipe`, like the others.
+    :param aggregator: Keywords of the aggregator to make.
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: The part of a local value that stays when a delayed mean is merged.
+    :param client: What changes local steps.
+    :param algorithm: An algorithm's name, with options.
+    :raises ConfigError: if something cannot be meant.
+    """
+    if algorithm is None:
+        _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=None)
+        return
+    entry, _ = registry.find_algorithm(algorithm)
+    schedule = schedule_of(entry.scaling.get("every") if every is None else every)
+    _check_keywords(aggregator)
+    if delay is not None:
+        _check_steps(delay, schedule)
+    check_merge(alpha)
+    if client is not None:
+        registry.make("client", client)
+
+
+def _read(
+    *,
+    every: object,
+    aggregator: Aggregator | Mapping[str, Any] | None,
+    delay: int | None,
+    alpha: float | None,
+    client: object,
+    algorithm: object,
+) -> Recipe:
+    """Read what needs neither a model nor the cells."""
+    options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
+    schedule = schedule_of(preset.get("every") if every is None else every)
+    if not isinstance(aggregator, Aggregator):
+        options = _joined(options, aggregator or {})
+        _check_keywords(options)
     if client is not None and "client" in preset:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
     recipe = Recipe(
@@ -122,6 +176,17 @@ def read_recipe(
             "one of them out"
         )
     return recipe
+
+
+def _check_keywords(options: Mapping[str, Any]) -> None:
+    """Check the names of keywords of an aggregator that is to be made."""
+    if "levels" in options:
+        read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
+        return
+    parameters = inspect.signature(Aggregator).parameters.values()
+    known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    for name in options:
+        check_name("aggregator option", name, known)
 
 
 def _check_made(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:
@@ -146,11 +211,8 @@ def _joined(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 def _check_delay(recipe: Recipe, aggregator: object) -> None:
     """Check what rounds that go on beside training need."""
-    delay, every = recipe.delay, recipe.schedule.every if isinstance(recipe.schedule, EverySteps) else None
-    is_number = isinstance(delay, int) and not isinstance(delay, bool)
-    if not is_number or delay < 0 or (every is not None and delay >= every):
-        below = "" if every is None else f" to below every={every}"
-        raise ConfigError(f"delay {delay!r} is no whole number from 0{below}; give the local steps")
+    delay = recipe.delay
+    _check_steps(delay, recipe.schedule)
     if recipe.alpha is not None and not delay:
         raise ConfigError(f"alpha {recipe.alpha!r} merges late results, but delay is 0; give a delay, too")
     check_merge(recipe.alpha)
@@ -168,3 +230,11 @@ def _check_delay(recipe: Recipe, aggregator: object) -> None:
         raise ConfigError(
             f"schedule {recipe.schedule} asks for a round's need before it starts, but delay is {delay}; leave one out"
         )
+
+
+def _check_steps(delay: object, schedule: Schedule) -> None:
+    """Check how many local steps go on while a round is under way."""
+    every = schedule.every if isinstance(schedule, EverySteps) else None
+    if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay < (math.inf if every is None else every):
+        below = "" if every is None else f" to below every={every}"
+        raise ConfigError(f"delay {delay!r} is no whole number from 0{below}; give the local steps")

@@ -30,6 +30,7 @@ __all__ = [
     "describe_options",
     "entries",
     "find",
+    "find_algorithm",
     "load",
     "locate",
     "make",
@@ -217,6 +218,22 @@ def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any]
     return ", ".join(told) or "none"
 
 
+def find_algorithm(spec: object) -> tuple[Entry, dict[str, Any]]:
+    """Return an algorithm's entry and the options that are given; local, without torch.
+
+    :param spec: As for :func:`resolve_algorithm`.
+    :return: The entry, and the options as given.
+    :raises ConfigError: if there is no such algorithm.
+    """
+    name, given = read_spec("algorithm", spec)
+    entry = find("algorithm", name)
+    if entry is None:
+        raise ConfigError(
+            f"algorithm {name!r} is unknown; choose one of {', '.join(one.name for one in entries('algorithm'))}"
+        )
+    return entry, given
+
+
 def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
     """Turn a named algorithm into keywords of the aggregator and of the training loop; local.
 
@@ -228,12 +245,8 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
     :return: Keywords for :class:`xffl.Aggregator`, and for :class:`xffl.FederatedScaling`.
     :raises ConfigError: if there is no such algorithm, or an option belongs nowhere, or to several parts.
     """
-    name, given = read_spec("algorithm", spec)
-    entry = find("algorithm", name)
-    if entry is None:
-        raise ConfigError(
-            f"algorithm {name!r} is unknown; choose one of {', '.join(one.name for one in entries('algorithm'))}"
-        )
+    entry, given = find_algorithm(spec)
+    name = entry.name
     keywords = {"aggregator": dict(entry.aggregator), "scaling": dict(entry.scaling)}
     parts = {kind: keywords[side].pop(kind) for kind, side in _PARTS.items() if kind in keywords[side]}
     for kind in _PARTS.keys() & given.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -11,11 +12,23 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from xffl.checkpoint.background import PendingSave
-from xffl.checkpoint.folder import Record, aside, delete, find_record, read_pointer, remove_checkpoint, write_pointer
+from xffl.checkpoint.folder import (
+    RECORD,
+    Record,
+    aside,
+    delete,
+    find_record,
+    read_pointer,
+    read_record,
+    remove_checkpoint,
+    write_pointer,
+)
 from xffl.checkpoint.steps import together
 from xffl.errors import CheckpointError, ConfigError
 
-__all__ = ["CheckpointManager", "auto_resume", "find_latest_checkpoint"]
+__all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]
+
+LOG = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 FINAL = "final"
@@ -128,7 +141,7 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
     The newest is the one that the file ``latest`` names. Where that is gone or unfinished, or another one was saved at
     a later time (a kill came before the file was written), it is the one of the highest step. ``final`` is it where it
     was saved at that step or a later one (at a later time, where it does not say its ``step`` among its values).
-    Unfinished and foreign folders do not count.
+    Unfinished and foreign folders do not count, nor do damaged ones (see :func:`check_checkpoints`).
 
     :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
     :return: The checkpoint's folder, or ``None`` where there is none.
@@ -148,6 +161,25 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
     return None if latest is None else steps[latest][0]
 
 
+def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
+    """Raise where a run has a checkpoint that cannot be read. Reads files only; nothing moves.
+
+    :func:`find_latest_checkpoint` passes over it, so that the run would silently lose what it holds.
+
+    :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
+    :raises CheckpointError: if ``final`` or one of a step is damaged, or of another version.
+    """
+    folder = Path(experiment_dir) / FOLDER
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / RECORD).exists():
+            try:
+                read_record(path)
+            except CheckpointError as error:
+                latest = find_latest_checkpoint(experiment_dir)
+                where = "begins anew" if latest is None else f"goes on from {latest.name}"
+                raise CheckpointError(f"{error}; move {path} away, and the run {where}") from error
+
+
 def auto_resume(config: Any, trainer: Any) -> bool:
     """Load the newest checkpoint of a run, if there is one.
 
@@ -163,6 +195,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     latest = together("latest one", lambda: find_latest_checkpoint(output_dir), output_dir, advice, str)
     if latest is None:
         return False
+    LOG.info("going on from %s", latest)
     trainer.load_checkpoint(latest)
     return True
 

@@ -260,7 +260,8 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
 
     Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
     ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store. Whichever these use must have an
-    address on every host, which is only looked for here.
+    address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
+    changed, since whatever else looks for the interface reads it first.
 
     :param name: Interface, such as ``ib0``; ``None`` means what ``XFFL_IFNAME`` says, if anything.
     :param environ: Environment to read and change; ``None`` means the process's own.
@@ -279,6 +280,8 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
             f"{', '.join(known)}"
         )
     names = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
+    if environ.get("XFFL_IFNAME"):
+        names["XFFL_IFNAME"] = chosen
     control_address({**environ, **names})
     environ.update(names)
     return chosen

@@ -106,8 +106,8 @@ class TrainingConfig:
     :param gradient_accumulation: Micro-batches of an optimizer step.
     :param mixed_precision: What computation is done in: ``no`` (float32), ``bf16`` or ``fp16``; ``None`` means what the
         device parameters say.
-    :param max_grad_norm: Norm that gradients are clipped to before each step; ``None`` for no clipping. Only DeepSpeed
-        reads it: elsewhere call ``clip_grad_norm``.
+    :param max_grad_norm: Norm that gradients are clipped to before each step; ``None`` for no clipping. A trainer clips
+        to it with every strategy. In a loop of one's own only DeepSpeed does: with the others call ``clip_grad_norm``.
     """
 
     batch_size: int = 1

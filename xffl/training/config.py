@@ -98,6 +98,18 @@ class BaseTrainerConfig(LoggerConfigMixin):
     training: TrainingParameters = field(default_factory=TrainingParameters)
     callbacks: list[Callback] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        following = getattr(super(), "__post_init__", None)  # of a mixin
+        if following is not None:
+            following()
+        every = self.training.validate_every_rounds
+        asked = getattr(self, "federation", None)
+        if every is not None and (asked is None or not asked.has_rounds):
+            raise ConfigError(
+                f"training.validate_every_rounds {every} is for rounds, and there are none; give federation.every or "
+                "federation.algorithm, or leave it out"
+            )
+
     @property
     def training_parameters(self) -> TrainingParameters:
         """The section ``training`` by its other name."""

@@ -15,9 +15,10 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from xffl.cluster.environment import requested_settings
+from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.submit import SlurmConfig
-from xffl.errors import ConfigError
-from xffl.training.launching import LaunchConfig, config_class, find_trainer, run_here
+from xffl.errors import ConfigError, XfflError
+from xffl.training.launching import LaunchConfig, ask_for_cells, config_class, find_trainer, fit
 from xffl.training.schema import Key, Section, describe
 from xffl.training.settings import COMMAND_LINE, DEFAULT, Settings, Source, read_words
 from xffl.training.typed import name_of_type, to_plain
@@ -193,12 +194,13 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
            xffl.training.main(MyTrainer)
 
     ``python train.py --config config.yaml --training.epochs 3`` trains in one process; ``xffl exec``, ``torchrun``,
-    ``srun`` and ``mpirun`` start more. A mistake in the configuration is told in one line, with exit code 2.
+    ``srun`` and ``mpirun`` start more. A mistake in the configuration, and one that does not fit the processes that
+    were started, is told in one line, with exit code 2. What training raises is passed on.
 
     :param trainer: The trainer's class; its annotation ``config`` names the configuration's.
     :param argv: Words of the command line; ``None`` means this process's.
     :return: What ``fit`` returns; ``None`` after ``--help`` or ``--print_config``.
-    :raises SystemExit: if the configuration cannot be meant.
+    :raises SystemExit: if the configuration cannot be meant, or does not fit what was started.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -211,10 +213,11 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
         if "print_config" in flags:
             print(print_text(resolved), end="")
             return None
-    except ConfigError as error:
-        print(f"xffl: ConfigError: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-    return run_here(trainer, resolved.config, resolved.launch, resolved.origins)
+        ask_for_cells(resolved.config, resolved.launch, resolved.origins)
+    except XfflError as error:
+        print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(ExitCode.REFUSED) from error
+    return fit(trainer, resolved.config, resolved.origins)
 
 
 def _is_given(origins: Mapping[str, str], key: str) -> bool:

@@ -16,7 +16,7 @@ from xffl.cluster.environment import detect_environment, request_federation, req
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["LaunchConfig", "choose_federation", "config_class", "find_trainer", "fit", "run_here"]
+__all__ = ["LaunchConfig", "ask_for_cells", "choose_federation", "config_class", "find_trainer", "fit", "run_here"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +174,27 @@ def run_here(
     :return: What ``fit`` returns.
     :raises XfflError: if the configuration does not fit what was started, or training fails.
     """
+    ask_for_cells(config, launch, origins, federated=federated, hsdp=hsdp)
+    return fit(trainer, config, origins)
+
+
+def ask_for_cells(
+    config: object,
+    launch: LaunchConfig,
+    origins: Mapping[str, str],
+    *,
+    federated: Federation | None = None,
+    hsdp: int | None = None,
+) -> None:
+    """Check that a configuration fits what was started, and ask for its cells; local.
+
+    :param config: The trainer's configuration.
+    :param launch: How the configuration wants to be started; ``processes`` must be what has been.
+    :param origins: Where the values come from.
+    :param federated: Cells that beat those of the configuration.
+    :param hsdp: Replica size that beats that of the configuration.
+    :raises XfflError: if it does not fit.
+    """
     found = detect_environment()
     if launch.processes not in (None, found.world_size):
         by = "there is" if found.launcher == "none" else f"{found.launcher} has started"
@@ -182,7 +203,6 @@ def run_here(
             f"start {launch.processes}, or give --launch.processes {found.world_size}"
         )
     request_federation(*choose_federation(config, launch, origins, found.world_size, federated=federated, hsdp=hsdp))
-    return fit(trainer, config, origins)
 
 
 def fit(trainer: type, config: object, origins: Mapping[str, str]) -> Any:

@@ -30,7 +30,7 @@ from xffl.training.sampler import CellBatchSampler, data_place
 from xffl.training.streams import CellStream
 from xffl.training.validation import validation_loader
 
-__all__ = ["CellLoader", "adopt_loader", "parts_by_ranks", "validation_loader"]
+__all__ = ["CellLoader", "adopt_loader", "options_of", "parts_by_ranks", "validation_loader"]
 
 
 class CellLoader(Iterable[Any]):
@@ -236,39 +236,49 @@ def adopt_loader(
         raise ConfigError(
             f"{type(loader).__name__} is no DataLoader; give one, or a loader with state_dict and load_state_dict"
         )
+    options = options_of(loader)
+    return CellLoader(
+        loader.dataset,
+        topology,
+        rank,
+        part=part,
+        seed=seed,
+        is_shuffled=_is_shuffled(loader.sampler),
+        drop_last=loader.drop_last,
+        is_persistent=loader.persistent_workers,
+        timeout_s=loader.timeout,
+        worker_init=loader.worker_init_fn,
+        **options,
+    )
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what a plain ``DataLoader`` of all samples says, as options for training and for validation; local.
+
+    :param loader: The loader.
+    :return: Options of :class:`CellLoader` and of :class:`~xffl.training.validation.ValidationLoader`.
+    :raises ConfigError: if the loader draws samples in a way that cannot be shared out.
+    """
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"the DataLoader reads the stream {type(loader.dataset).__name__}, which has no index to share out; take "
             "CellStream(dataset, topology, rank, batch_size=...)"
         )
-    return CellLoader(
-        loader.dataset,
-        topology,
-        rank,
-        batch_size=_batch_size_of(loader),
-        part=part,
-        seed=seed,
-        is_shuffled=_is_shuffled(loader.sampler),
-        drop_last=loader.drop_last,
-        workers=loader.num_workers,
-        pin_memory=loader.pin_memory or None,
-        prefetch_factor=loader.prefetch_factor or 2,
-        collate=loader.collate_fn,
-        is_persistent=loader.persistent_workers,
-        timeout_s=loader.timeout,
-        worker_init=loader.worker_init_fn,
-        start_method=loader.multiprocessing_context,
-    )
-
-
-def _batch_size_of(loader: DataLoader[Any]) -> int:
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         raise ConfigError(
             f"the DataLoader has batch_size {loader.batch_size} and batch_sampler "
             f"{type(loader.batch_sampler).__name__}, so who takes which samples is not known; give it a batch_size and "
-            "shuffle, or make a CellLoader(dataset, topology, rank, batch_size=..., part=...)"
+            "shuffle, and choose samples with torch.utils.data.Subset"
         )
-    return loader.batch_size
+    _is_shuffled(loader.sampler)
+    return {
+        "batch_size": loader.batch_size,
+        "workers": loader.num_workers,
+        "pin_memory": loader.pin_memory or None,
+        "prefetch_factor": loader.prefetch_factor or 2,
+        "collate": loader.collate_fn,
+        "start_method": loader.multiprocessing_context,
+    }
 
 
 def _is_shuffled(sampler: Any) -> bool:
@@ -281,7 +291,7 @@ def _is_shuffled(sampler: Any) -> bool:
         return True
     raise ConfigError(
         f"the DataLoader draws by {type(sampler).__name__}, which cannot be shared out over ranks; give it "
-        "shuffle=True or False, and choose samples with part=... or torch.utils.data.Subset"
+        "shuffle=True or False, and choose samples with torch.utils.data.Subset"
     )
 
 

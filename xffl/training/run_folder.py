@@ -12,43 +12,40 @@
      rounds/cell_0.jsonl    what each round did
      logs/rank_0.log        what a rank logs
      traces/  checkpoints/  pictures/
+     .lock                  who writes here now, see :mod:`xffl.training.run_lock`
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from xffl import __version__
-from xffl.cluster.hardware import describe_host
+from xffl.checkpoint.rotation import check_checkpoints
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.loggers.lines import cut_lines
 from xffl.training.rank_log import RankLog
+from xffl.training.run_environment import describe_environment, describe_hosts
+from xffl.training.run_lock import RunLock
 from xffl.training.typed import to_plain
-from xffl.training.yaml_text import write_yaml
+from xffl.training.yaml_text import load_text, write_yaml
 
 __all__ = ["RunFolder", "flattened", "plain_config"]
+
+LOG = logging.getLogger(__name__)
 
 FOLDERS = ("metrics", "rounds", "logs", "traces", "checkpoints", "pictures")
 RECORDS = ("metrics", "rounds", "texts")
 """Folders whose files grow line by line, and are cut on resume."""
-PACKAGES = (
-    *("numpy", "torchmetrics", "transformers", "datasets", "peft", "safetensors", "deepspeed", "tensorboard", "wandb"),
-    *("mlflow-skinny", "matplotlib", "rich", "jsonargparse"),
-)
 DEFAULT_ORIGIN = "default"
 
 
@@ -67,6 +64,8 @@ class RunFolder:
         self.is_cell_writer = self.rank == self._topology.offsets[self.cell]
         """Whether this is its cell's first rank, which writes the cell's records"""
         self.log = RankLog(path / "logs" / f"rank_{self.rank}.log")
+        self._lock = RunLock(path)
+        self._about: tuple[dict[str, Any], Mapping[str, str], list[dict[str, Any]]] = ({}, {}, [])
 
     @classmethod
     def open(
@@ -82,7 +81,9 @@ class RunFolder:
         """Make a run's folder, or go on with it.
 
         Collective over the world: rank 0 writes it, all see that it is there (a few small messages), and each begins to
-        write its log, until :meth:`close`.
+        write its log, until :meth:`close`. Until then no other job can open it.
+
+        What a run is asked for that goes on from a checkpoint is written by :meth:`confirm`.
 
         :param path: The folder, on a file system that all ranks share.
         :param state: The state of the world.
@@ -92,8 +93,10 @@ class RunFolder:
         :param may_restart: Whether a run of the same configuration, which has left records but no checkpoint, begins
             anew: its records are removed.
         :return: The folder.
-        :raises ConfigError: on all ranks: if the folder holds another run, cannot be written, or a rank does not see
-            it.
+        :raises ConfigError: on all ranks: if the folder holds another run, is in use by another job, cannot be
+            written, or a rank does not see it.
+        :raises CheckpointError: on all ranks: if it may go on from a checkpoint, and the folder holds one that cannot
+            be read.
         """
         folder = cls(Path(os.path.abspath(path)), state)
         token = ""
@@ -101,22 +104,25 @@ class RunFolder:
         def make() -> None:
             nonlocal token
             if folder.rank == 0:
-                text = write_yaml(plain_config(config))
-                folder._check_free(text, is_resumed, may_restart)
+                plain = plain_config(config)
+                folder._lock_up()
+                if is_resumed or may_restart:
+                    check_checkpoints(folder.path)
+                folder._check_free(write_yaml(plain), is_resumed, may_restart)
                 token = folder._prepare()
-
-        _together("output_dir", make, f"{folder.path}, is_resumed={is_resumed}")
-        token = _from_first(token)
-        _together("sight of the run's folder", lambda: folder._look(token), "seen")
-        hosts = _hosts(state)
 
         def write() -> None:
             if folder.rank == 0:
-                folder._write_about(config, origins or {}, hosts, is_resumed)
+                if not is_resumed:
+                    folder._write_about(None)
                 folder._token.unlink()
             folder.log.open()
 
         try:
+            _together("output_dir", make, f"{folder.path}, is_resumed={is_resumed}")
+            token = _from_first(token)
+            _together("sight of the run's folder", lambda: folder._look(token), "seen")
+            folder._about = (plain_config(config), origins or {}, describe_hosts(state))
             _together("run folder", write, "written")
         except XfflError:
             folder.close()
@@ -124,8 +130,29 @@ class RunFolder:
         return folder
 
     def close(self) -> None:
-        """End this rank's log; local."""
+        """End this rank's log, and let other jobs use the folder; local."""
         self.log.close()
+        self._lock.give()
+
+    def confirm(self) -> None:
+        """Say what a run is asked for that has gone on from its checkpoint, and tell what has changed.
+
+        Collective over the world (a small message); rank 0 writes. What was refused before has changed nothing.
+        """
+
+        def write() -> None:
+            if self.rank != 0:
+                return
+            if changed := self._changes():
+                LOG.warning(
+                    "%s goes on with other values: %s; options that optimizers, schedules and servers have in the "
+                    "checkpoint stay",
+                    self.path,
+                    ", ".join(changed),
+                )
+            self._write_about(_read_json(self.path / "environment.json"))
+
+        _together("what the run is asked for", write, "written")
 
     @property
     def scope(self) -> str:
@@ -174,10 +201,15 @@ class RunFolder:
     def _token(self) -> Path:
         return self.path / ".seen"
 
-    def _check_free(self, text: str, is_resumed: bool, may_restart: bool) -> None:
-        """Refuse a folder that holds another run."""
+    def _lock_up(self) -> None:
+        """Make the folder, and keep other jobs out of it."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"experiment.output_dir {self.path} is no folder; give another one")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.take()
+
+    def _check_free(self, text: str, is_resumed: bool, may_restart: bool) -> None:
+        """Refuse a folder that holds another run."""
         records = [file for kind in RECORDS for file in (self.path / kind).glob("[!.]*.*") if file.stat().st_size]
         if is_resumed or not records:
             return
@@ -212,32 +244,31 @@ class RunFolder:
                 "system that all ranks share"
             )
 
-    def _write_about(
-        self, config: Any, origins: Mapping[str, str], hosts: list[dict[str, Any]], is_resumed: bool
-    ) -> None:
-        """Write what the run is."""
-        plain = plain_config(config)
+    def _changes(self) -> list[str]:
+        """Tell what the run is asked for now and was not asked for when it was started before."""
+        try:
+            told = load_text((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # of a run that was killed before it was written
+            return []
+        before, now = flattened(told or {}), flattened(self._about[0])
+        changed = []
+        for name in sorted(before.keys() | now.keys()):
+            values = before.get(name), now.get(name)
+            if values[0] != values[1]:
+                is_short = not any(isinstance(value, (list, dict)) for value in values)
+                changed.append(f"{name} {values[0]} -> {values[1]}" if is_short else name)
+        return changed
+
+    def _write_about(self, before: Mapping[str, Any] | None) -> None:
+        """Write what the run is; ``before`` is its environment so far, where it goes on."""
+        plain, origins, hosts = self._about
         _write(self.path / "config.yaml", write_yaml(plain))
         above = {
             ".".join(words[:deep]) for words in (name.split(".") for name in origins) for deep in range(len(words))
         }
         told = {name: DEFAULT_ORIGIN for name in flattened(plain) if name not in above}
         _write_json(self.path / "origins.json", told | dict(origins))
-        now = datetime.now(timezone.utc).isoformat()
-        environment = {
-            "xffl": __version__,
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-            "packages": _packages(),
-            "hosts": hosts,
-            "command": [sys.executable, *sys.argv],
-            "started_at": now,
-        }
-        before = _read_json(self.path / "environment.json") if is_resumed else None
-        if before is not None:
-            environment["started_at"] = before.get("started_at", now)
-            environment["resumed_at"] = [*before.get("resumed_at", []), now]
-        _write_json(self.path / "environment.json", environment)
+        _write_json(self.path / "environment.json", describe_environment(hosts, before))
         topology = self._topology
         shape = None if topology.cell_shape is None else dict(topology.cell_shape)
         _write_json(
@@ -312,28 +343,6 @@ def _from_first(value: str) -> str:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def _hosts(state: DistributedState) -> list[dict[str, Any]]:
-    """Describe each node once; collective over the world."""
-    mine = None if state.node_local_rank else (state.node_rank, describe_host())
-    told: list[tuple[int | None, dict[str, Any]] | None] = [mine]
-    if dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-    once = {(node, host["host"]): host for node, host in filter(None, told)}
-    return list(once.values())
-
-
-def _packages() -> dict[str, str]:
-    """Return the versions of the packages that a run may depend on, where they are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _write(path: Path, text: str) -> None:

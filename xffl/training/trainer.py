@@ -31,6 +31,8 @@ from xffl.training.signals import SignalInbox, check_signals
 
 __all__ = ["BaseTrainer"]
 
+LOG = logging.getLogger(__name__)
+
 
 class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
     """Train models for some epochs, in all cells, with rounds, validation, records and checkpoints.
@@ -85,7 +87,8 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
         self.callbacks = CallbackCollection([*config.callbacks, *callbacks])
         self.last_round: RoundReport | None = None
         self._origins = origins
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None
+        """Why training stops before its last epoch, where it does"""
         self._reports: list[RoundReport] = []
         self._is_in_batch = self._has_backward = self._has_stepped = False
 
@@ -178,9 +181,10 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
 
         A run that is resumed goes on, unless whoever has stopped it does so again (in ``pre_train``).
 
-        :param reason: Why, for the log.
+        :param reason: Why, for the log and for whoever watches.
         """
-        self._stop_reason = reason
+        LOG.info("training stops after step %d: %s", self.global_step, reason)
+        self.stop_reason = reason
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,7 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
                 try:
                     self.teardown(error)
                 except Exception:  # what ended the run is what its user has to see
-                    logging.getLogger("xffl").exception("giving back what the run had taken failed, too")
+                    LOG.exception("giving back what the run had taken failed, too")
                 raise
             self.teardown(None)
         if left is not None:
@@ -236,8 +240,8 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
         self.setup()
         self.callbacks.post_setup(self)
         with self.training_rounds():
-            if experiment.resume:
-                auto_resume(self.config, self)
+            if experiment.resume and auto_resume(self.config, self):
+                self.run_folder.confirm()
             self.callbacks.pre_train(self)
             self.watch_signals()
             self._run_epochs()
@@ -361,7 +365,7 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
     @property
     def _has_ended(self) -> bool:
         limit = self.config.training.max_steps
-        return self._stop_reason is not None or (limit is not None and self.global_step >= limit)
+        return self.stop_reason is not None or (limit is not None and self.global_step >= limit)
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 

@@ -204,8 +204,8 @@ class ProgressCallback(Callback):
         :param trainer: The trainer.
         """
         if self._run is not None:
-            is_alone = trainer.state.topology.cells == 1
-            self._run.doing = self._run.resting = "finished" if is_alone else "finished, answering other cells"
+            others = "" if trainer.state.topology.cells == 1 else ", answering other cells"
+            self._run.doing = self._run.resting = _finished(trainer) + others
             self._show(trainer)
 
     def post_fit(self, trainer: BaseTrainer) -> None:
@@ -214,7 +214,7 @@ class ProgressCallback(Callback):
         :param trainer: The trainer.
         """
         if self._run is not None:
-            self._run.resting = "finished"
+            self._run.resting = _finished(trainer)
             self._close(trainer, self._run)
 
     def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
@@ -317,6 +317,10 @@ def _rates(run: _Run, now: float, trainer: BaseTrainer) -> tuple[float | None, f
         return None, None
     per_token = (tokens_now - tokens) * trainer.world.dp_size / seconds
     return (samples_now - samples) / seconds, per_token or None
+
+
+def _finished(trainer: BaseTrainer) -> str:
+    return "finished" if trainer.stop_reason is None else f"finished, as {trainer.stop_reason}"
 
 
 def _print(run: _Run, status: Status) -> None:

@@ -32,7 +32,8 @@ class EarlyStoppingCallback(Callback):
     rounds with the weight 0, until all have finished.
 
     A value that is not a number counts as not better; with ``stops_at_nonfinite`` it stops training at once. The best
-    value and the patience used up are kept in checkpoints.
+    value and the patience used up are kept in checkpoints. A run that had stopped stays so when it is started again,
+    unless another ``metric``, ``mode``, ``patience`` or ``min_delta`` is asked for.
 
     :param metric: Name of the metric, such as ``val/loss``.
     :param mode: Whether the smallest (``min``) or largest (``max``) value is the best.
@@ -65,16 +66,19 @@ class EarlyStoppingCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the decisions since."""
-        return {"metric": self.watched.state_dict(), "waited": self.waited, "reason": self.reason}
+        asked = [self.patience, self.min_delta]
+        return {"metric": self.watched.state_dict(), "waited": self.waited, "reason": self.reason, "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state.
 
         :param state: The state.
         """
-        self.watched.load_state_dict(state["metric"])
+        if not self.watched.load_state_dict(state["metric"]):
+            return
         self.waited = int(state["waited"])
-        self.reason = state["reason"]
+        asked = [self.patience, self.min_delta]
+        self.reason = state["reason"] if list(state.get("asked", asked)) == asked else None
 
     def pre_fit(self, trainer: BaseTrainer) -> None:
         """See that cells can decide together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from xffl.training.trainer import BaseTrainer
 
 __all__ = ["MODES", "WatchedMetric"]
+
+LOG = logging.getLogger(__name__)
 
 MODES = ("min", "max")
 """Whether the smallest or the largest value is the best."""
@@ -83,12 +86,21 @@ class WatchedMetric:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest and the best value."""
-        return {"newest": self.newest, "best": self.best}
+        """Return the newest and the best value, and of what."""
+        return {"newest": self.newest, "best": self.best, "of": [self.name, self.mode]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state.
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over a saved state, unless it is of another metric, whose values mean nothing here.
 
         :param state: The state.
+        :return: Whether it was taken over.
         """
+        asked = [self.name, self.mode]
+        saved = list(state.get("of", asked))  # older states do not say
+        if saved != asked:
+            LOG.warning(
+                "the checkpoint knows the best value of %s (%s); that of %s (%s) is looked for anew", *saved, *asked
+            )
+            return False
         self.newest, self.best = state["newest"], state["best"]
+        return True

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xffl.aggregation.manifest import Manifest
+from xffl.aggregation.recipe import check_plan
 from xffl.aggregation.scaling import FederatedScaling
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
@@ -45,6 +46,16 @@ class FederationConfig:
 
     def __post_init__(self) -> None:
         check_name("federation.weight", self.weight, WEIGHTS)
+        plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
+        if self.has_rounds:
+            check_plan(every=self.every, algorithm=self.algorithm, **plan)
+            return
+        for name, value in plan.items():
+            if value is not None and value != {}:
+                raise ConfigError(
+                    f"federation.{name} {value!r} is for rounds, and there are none; give federation.every or "
+                    "federation.algorithm, or leave it out"
+                )
 
     @property
     def has_rounds(self) -> bool:

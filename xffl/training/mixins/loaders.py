@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from xffl.aggregation.registry import make
 from xffl.errors import ConfigError
-from xffl.training.loaders import CellLoader, adopt_loader, parts_by_ranks, validation_loader
+from xffl.training.draws import checked_whole
+from xffl.training.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.mixins.base import TrainerMixin
 from xffl.training.parts import Partition
 
@@ -36,6 +37,12 @@ class DataConfig:
     prefetch_factor: int = 2
     validation_batch_size: int | None = None
 
+    def __post_init__(self) -> None:
+        checked_whole("data.workers", self.workers, 0)
+        checked_whole("data.prefetch_factor", self.prefetch_factor, 1)
+        if self.validation_batch_size is not None:
+            checked_whole("data.validation_batch_size", self.validation_batch_size, 1)
+
 
 class DataLoaderSetupMixin(TrainerMixin):
     """Make a trainer's loaders."""
@@ -44,7 +51,9 @@ class DataLoaderSetupMixin(TrainerMixin):
         """Return the loaders for training and for validation (or ``None``); overload it.
 
         :meth:`train_loader` and :meth:`validation_loader` make them of datasets. A plain torch ``DataLoader``
-        is taken over with its dataset and options: the samples are dealt out to the cells and their ranks.
+        is taken over with its dataset and options: the samples are dealt out to the cells and their ranks. One with a
+        sampler of its own is refused; ``torch.utils.data.Subset`` chooses samples. Validation counts every sample once,
+        in the dataset's order: ``shuffle=True`` and ``drop_last=True`` are allowed there, and change nothing.
         """
         raise ConfigError(f"{type(self).__name__} has no data; overload configure_dataloaders")
 
@@ -81,7 +90,9 @@ class DataLoaderSetupMixin(TrainerMixin):
         deal = make("partition", spec)
         try:
             made = deal(samples if labels is None else np.asarray(labels), topology.cells, seed=seed)
-        except (TypeError, IndexError) as wrong:
+        except (TypeError, IndexError, ConfigError) as wrong:
+            if isinstance(wrong, ConfigError) and labels is not None:
+                raise
             raise ConfigError(
                 f"data.partition {spec!r} cannot deal {samples} samples out ({wrong}); does it need labels? Give "
                 "train_loader(dataset, labels=...)"
@@ -98,7 +109,10 @@ class DataLoaderSetupMixin(TrainerMixin):
         :return: The loader.
         """
         data = self.section("data", DataConfig)
-        options = {"batch_size": data.validation_batch_size or self.config.training.batch_size, **options}
+        batch_size = data.validation_batch_size
+        if batch_size is None:
+            batch_size = self.config.training.batch_size
+        options = {"batch_size": batch_size, **options}
         for name in ("workers", "pin_memory", "prefetch_factor"):
             options.setdefault(name, getattr(data, name))
         return validation_loader(dataset, self.state.topology, self.world.rank, **options)
@@ -118,12 +132,7 @@ class DataLoaderSetupMixin(TrainerMixin):
         if isinstance(train, DataLoader):
             train = adopt_loader(train, topology, rank, seed=self.config.experiment.seed)
         if isinstance(validation, DataLoader):
-            validation = self.validation_loader(
-                validation.dataset,
-                batch_size=validation.batch_size,
-                collate=validation.collate_fn,
-                workers=validation.num_workers,
-            )
+            validation = self.validation_loader(validation.dataset, **options_of(validation))
         self.train_dataloader, self.val_dataloader = train, validation
         super().setup()
 
