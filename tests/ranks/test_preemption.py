@@ -423,7 +423,7 @@ def make_model():
 
 
 def batches_from(step):
-    steps = 350 - 100 * dist.get_rank()
+    steps = 450 - 200 * dist.get_rank()
     data = torch.randn(steps, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     print(f"rank {dist.get_rank()} goes on at {step}", flush=True)
     return list(enumerate(data))[step:]
@@ -462,7 +462,7 @@ def test_the_loop_of_the_page_leaves_and_goes_on(tmp_path: Path) -> None:
 
     code, whole, told = run("whole", -1)
     assert code == 0, told
-    for asks in (120, 260):  # while both cells train, and where cell 1 has finished after 250 steps
+    for asks in (120, 310):  # while both cells train, and after the round for which cell 1 must have finished
         code, _, told = run(f"left at {asks}", asks)
         assert code == 75 and "Traceback" not in told, told
         code, resumed, told = run(f"left at {asks}", -1)

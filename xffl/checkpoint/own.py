@@ -126,8 +126,8 @@ def wanted_own(
     if wanted and saved != here:
         raise CheckpointError(
             f"checkpoint {folder} was saved by {saved}, this run is {here}: what each rank keeps for itself, "
-            f"{sorted(wanted)}, fits that layout only; start in it, or give reset={sorted(wanted)} to leave these as "
-            "they are"
+            f"{sorted(wanted)}, fits that layout only; start in it, or give reset={sorted(wanted)} (a trainer's "
+            "experiment.reset: true) to leave these as they are"
         )
     return wanted
 

@@ -212,7 +212,7 @@ class CellOrder(Sampler[Drawn]):
             if state[name] != value:
                 raise ConfigError(
                     f"the sampler's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it "
-                    f"as it was, or start epoch {state['epoch']} anew with set_epoch"
+                    f"as it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
                 )
         position = self._checked_position(state["position"])
         self.set_epoch(state["epoch"])

@@ -165,7 +165,7 @@ class CellStream(Iterable[Any]):
             if state[name] != value:
                 raise ConfigError(
                     f"the stream's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it as "
-                    f"it was, or start epoch {state['epoch']} anew with set_epoch"
+                    f"it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
                 )
         position, samples = (
             checked_whole("position", state["position"], 0),
