@@ -435,7 +435,7 @@ def train(model, optimizer, batch):
     if number == asks and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGUSR2)
     if number > asks > 0:
-        threading.Event().wait(0.02)  # else all is over before the ranks have heard
+        threading.Event().wait(0.05)  # else all is over before the ranks have heard
     model(data).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
