@@ -447,3 +447,9 @@ def test_the_latest_is_found(tmp_path: Path) -> None:
     (folder / "step_100").rename(folder / ".step_100.old")  # a kill between two renames
     assert find_latest_checkpoint(tmp_path) == folder / "step_100"
     load_checkpoint(folder / "step_100", {"own": Own(2)}, ALONE)
+    strategy.loaded = None
+    (folder / "step_9" / "checkpoint.json").write_text("{")
+    assert find_latest_checkpoint(tmp_path) == folder / "step_100"
+    with pytest.raises(xffl.CheckpointError, match="step_9 away, and the run goes on from step_100"):
+        auto_resume(config, strategy)
+    assert strategy.loaded is None

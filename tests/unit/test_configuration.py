@@ -23,7 +23,7 @@ from xffl.cluster.environment import federation_variables, requested_federation,
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, TopologyError
 from xffl.parallel.config import DistributedConfig
-from xffl.training import DataConfig, FederatedConfigMixin
+from xffl.training import DataConfig, FederatedConfigMixin, FederationConfig
 from xffl.training.callbacks import Callback, CheckpointCallback
 from xffl.training.config import BaseTrainerConfig, ExperimentConfig
 from xffl.training.configuration import (
@@ -470,7 +470,7 @@ class Rounds(BaseTrainerConfig, FederatedConfigMixin):
     data: DataConfig = field(default_factory=DataConfig)
 
 
-NO_ROUNDS = "for rounds, and there are none; give federation.every or federation.algorithm, or leave it out"
+NO_ROUNDS = "for rounds, and there are none; give federation.every, or leave it out"
 WRONG_ROUNDS = [
     ("--federation.delay 2", f"federation.delay 2 is {NO_ROUNDS} (federation.delay: command line)"),
     ("--federation.alpha 0.5", f"federation.alpha 0.5 is {NO_ROUNDS}"),
@@ -523,16 +523,35 @@ def test_mistakes_about_rounds_and_data(words: str, message: str) -> None:
     assert message in str(told.value) and "\n" not in str(told.value)
 
 
-def test_rounds_that_can_be_meant() -> None:
-    for words in (
-        "--federation.every 9 --federation.delay 8 --federation.alpha 0.5 --federation.aggregator.codec int8",
-        "--federation.every 4 --federation.algorithm streaming_diloco --training.validate_every_rounds 3",
-        "--federation.every 3 --federation.algorithm fedprox:mu=0.1",
-        "--federation.every balanced:every=3 --federation.client scaffold",
-        "--federation.every 9 --federation.aggregator.levels '[{}, {every: 2, groups: [2]}]'",
-        "--federation.weight equal",
-    ):
-        read_configuration(Rounds, (), shlex.split(words), {})
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (
+            "--federation.every 9 --federation.delay 8 --federation.alpha 0.5 --federation.aggregator.codec int8",
+            {"every": 9, "delay": 8, "alpha": 0.5, "aggregator": {"codec": "int8"}},
+        ),
+        (
+            "--federation.every 4 --federation.algorithm streaming_diloco --training.validate_every_rounds 3",
+            {"every": 4, "algorithm": "streaming_diloco"},
+        ),
+        (
+            "--federation.every 3 --federation.algorithm fedprox:mu=0.1",
+            {"every": 3, "algorithm": "fedprox:mu=0.1"},
+        ),
+        (
+            "--federation.every balanced:every=3 --federation.client scaffold",
+            {"every": "balanced:every=3", "client": "scaffold"},
+        ),
+        (
+            "--federation.every 9 --federation.aggregator.levels '[{}, {every: 2, groups: [2]}]'",
+            {"every": 9, "aggregator": {"levels": [{}, {"every": 2, "groups": [2]}]}},
+        ),
+        ("--federation.weight equal", {"weight": "equal"}),
+    ],
+)
+def test_rounds_that_can_be_meant(words: str, given: dict[str, object]) -> None:
+    found = read_configuration(Rounds, (), shlex.split(words), {}).config.federation
+    assert found == FederationConfig(**given)  # type: ignore[arg-type]
 
 
 # There and back -------------------------------------------------------------------------------------------------------

@@ -270,14 +270,23 @@ def test_one_job_at_a_time_writes_into_a_folder(
     assert taken.stdout == "held\n"
 
 
-def test_where_a_file_system_has_no_locks_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_file_system_has_no_locks_nothing_is_locked(
+    tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     def refuse(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    lock = RunLock(tmp_path)
-    lock.take()
-    lock.give()
+    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        RunFolder.open(tmp_path / str(number), state, Config()).close()
+        assert (tmp_path / str(number) / "config.yaml").exists()
+        assert (tmp_path / str(number) / ".lock").read_text() == ""
+        assert f"{tmp_path / str(number)} has no locks: nothing keeps another job out" in caplog.text
+    number = errno.EIO  # no answer about locks at all
+    with pytest.raises(ConfigError, match="cannot be written: .*Input/output error"):
+        RunFolder.open(tmp_path / "broken", state, Config())
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path: Path, state: DistributedState) -> None:

@@ -188,11 +188,17 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     :param config: Its ``experiment.output_dir`` is the run's folder.
     :param trainer: Its ``load_checkpoint(path)`` is called.
     :return: Whether there was one.
-    :raises CheckpointError: if the ranks find different ones, or it cannot be loaded.
+    :raises CheckpointError: if the ranks find different ones, the run has one that cannot be read, or it cannot be
+        loaded.
     """
     output_dir = Path(config.experiment.output_dir)
     advice = "give the run's folder on a file system that all ranks share"
-    latest = together("latest one", lambda: find_latest_checkpoint(output_dir), output_dir, advice, str)
+
+    def find() -> Path | None:
+        check_checkpoints(output_dir)
+        return find_latest_checkpoint(output_dir)
+
+    latest = together("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
     LOG.info("going on from %s", latest)

@@ -173,7 +173,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
     from xffl.training.configuration import help_text, job_trainer, print_text, read_job
-    from xffl.training.launching import choose_federation, config_class, run_here
+    from xffl.training.launching import ask_for_cells, choose_federation, config_class, fit
     from xffl.training.settings import read_words
 
     flags = read_words(words).flags
@@ -188,10 +188,12 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> i
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     launch, origins = resolved.launch, resolved.origins
     if _started(options) is not None:
-        return _be_rank(
-            options,
-            lambda: run_here(trainer, resolved.config, launch, origins, federated=asked, hsdp=options.hsdp),
-        )
+
+        def train() -> None:
+            ask_for_cells(resolved.config, launch, origins, federated=asked, hsdp=options.hsdp)
+            fit(trainer, resolved.config, origins)
+
+        return _be_rank(options, train)
     if options.launcher == "auto" and options.hosts is None:
         detect_environment()  # says so where half a launcher's variables are set
     processes, knob = options.processes, "--processes"

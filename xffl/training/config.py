@@ -106,8 +106,8 @@ class BaseTrainerConfig(LoggerConfigMixin):
         asked = getattr(self, "federation", None)
         if every is not None and (asked is None or not asked.has_rounds):
             raise ConfigError(
-                f"training.validate_every_rounds {every} is for rounds, and there are none; give federation.every or "
-                "federation.algorithm, or leave it out"
+                f"training.validate_every_rounds {every} is for rounds, and there are none; give federation.every, or "
+                "leave it out"
             )
 
     @property

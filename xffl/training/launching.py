@@ -16,7 +16,7 @@ from xffl.cluster.environment import detect_environment, request_federation, req
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["LaunchConfig", "ask_for_cells", "choose_federation", "config_class", "find_trainer", "fit", "run_here"]
+__all__ = ["LaunchConfig", "ask_for_cells", "choose_federation", "config_class", "find_trainer", "fit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,30 +152,6 @@ def choose_federation(
     if not isinstance(sizes, str):
         Topology(world_size, sizes, replica_size)
     return sizes, replica_size
-
-
-def run_here(
-    trainer: type,
-    config: object,
-    launch: LaunchConfig,
-    origins: Mapping[str, str],
-    *,
-    federated: Federation | None = None,
-    hsdp: int | None = None,
-) -> Any:
-    """Train in this process, as one rank of those that a launcher has started, or alone.
-
-    :param trainer: The trainer's class.
-    :param config: Its configuration.
-    :param launch: How the configuration wants to be started; ``processes`` must be what has been.
-    :param origins: Where the values come from.
-    :param federated: Cells that beat those of the configuration.
-    :param hsdp: Replica size that beats that of the configuration.
-    :return: What ``fit`` returns.
-    :raises XfflError: if the configuration does not fit what was started, or training fails.
-    """
-    ask_for_cells(config, launch, origins, federated=federated, hsdp=hsdp)
-    return fit(trainer, config, origins)
 
 
 def ask_for_cells(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -13,6 +14,8 @@ from typing import TextIO
 from xffl.errors import ConfigError
 
 __all__ = ["RunLock"]
+
+LOG = logging.getLogger(__name__)
 
 WAIT_S = 10.0
 """How long a job that has just been told to end may still hold the folder."""
@@ -43,27 +46,22 @@ class RunLock:
         :raises ConfigError: if another process still holds it then.
         """
         file = (self._folder / ".lock").open("a+", encoding="utf-8")
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in HELD or time.monotonic() > deadline:
-                    with file:
-                        file.seek(0)
-                        holder = file.read().strip()
-                    if error.errno in UNKNOWN:
-                        return
-                    if error.errno not in HELD:
-                        raise
-                    raise ConfigError(
-                        f"experiment.output_dir {self._folder} is in use by {holder or 'another job'}; wait until that "
-                        "has ended, or give another experiment.output_dir"
-                    ) from error
-            time.sleep(POLL_S)
-        file.seek(0)
-        file.truncate()
+        try:
+            _lock(file, time.monotonic() + wait_s)
+        except OSError as error:
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "another job"
+            if error.errno in HELD:
+                raise ConfigError(
+                    f"experiment.output_dir {self._folder} is in use by {holder}; wait until that has ended, or give "
+                    "another experiment.output_dir"
+                ) from error
+            if error.errno not in UNKNOWN:
+                raise
+            LOG.info("%s has no locks: nothing keeps another job out", self._folder)
+            return
+        file.truncate(0)
         job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n")
         file.flush()
@@ -74,3 +72,15 @@ class RunLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _lock(file: TextIO, deadline: float) -> None:
+    """Lock a file, or raise what kept it from that, until the deadline only where another process holds it."""
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in HELD or time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)

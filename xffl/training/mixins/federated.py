@@ -53,8 +53,8 @@ class FederationConfig:
         for name, value in plan.items():
             if value is not None and value != {}:
                 raise ConfigError(
-                    f"federation.{name} {value!r} is for rounds, and there are none; give federation.every or "
-                    "federation.algorithm, or leave it out"
+                    f"federation.{name} {value!r} is for rounds, and there are none; give federation.every, or "
+                    "leave it out"
                 )
 
     @property
