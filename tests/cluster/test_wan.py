@@ -32,7 +32,7 @@ def measured(slow_link: None, base_environ: dict[str, str], tmp_path_factory: py
 
 
 def test_a_round_sends_what_a_raw_transfer_sends(measured: dict[str, Any]) -> None:
-    # The votes cross, too: twice 120 bytes of each rank, a few kilobytes with their headers.
+    # The votes cross, too: twice 128 bytes of each rank, a few kilobytes with their headers.
     assert measured["rows"]["round"]["bytes_ratio"] <= 1.02
 
 

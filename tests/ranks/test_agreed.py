@@ -228,11 +228,18 @@ def test_a_tied_tensor_is_all_that_its_names_say() -> None:
 def other_server(rank: int, world_size: int) -> None:
     """The state of one server optimizer is none of another's, and nothing changes where it is refused."""
     state = make_state(rank, (1, 1), None)
-    for first, second in (
-        ("fedavgm", "fedadam"),
-        ("fedadam", "fedadagrad"),
-        ("AdamW:lr=0.01", "SGD:lr=0.1"),
-        ("sgd", {"name": "sgd", "schedule": "StepLR:step_size=1"}),
+    for first, second, what in (
+        ("fedavgm", "fedadam", "server and schedule"),
+        ("fedadam", "fedadagrad", "server and schedule"),
+        ("AdamW:lr=0.01", "SGD:lr=0.1", "server and schedule"),
+        ("sgd", {"name": "sgd", "schedule": "StepLR:step_size=1"}, "server and schedule"),
+        ("diloco", "sgd", "options"),
+        ("diloco", "diloco:lr=0.1", "options"),
+        (
+            {"name": "sgd", "schedule": "StepLR:step_size=2"},
+            {"name": "sgd", "schedule": "StepLR:step_size=1"},
+            "options",
+        ),
     ):
         model = build(state)
         aggregator = xffl.Aggregator(model, state, server=first)
@@ -241,7 +248,7 @@ def other_server(rank: int, world_size: int) -> None:
         other = xffl.Aggregator(model, state, server=second)
         assert other._exchange.agreed is not None
         before = other._exchange.agreed.state_dict()
-        with pytest.raises(xffl.CheckpointError, match="resume with the same server and schedule"):
+        with pytest.raises(xffl.CheckpointError, match=f"resume with the same {what}"):
             other.load_state_dict(aggregator.state_dict())
         assert repr(other._exchange.agreed.state_dict()) == repr(before)
 

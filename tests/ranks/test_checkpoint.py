@@ -22,7 +22,15 @@ import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.kept import Own
 from tests.worlds import run_world
-from xffl.checkpoint import CheckpointManager, auto_resume, find_latest_checkpoint, load_checkpoint, save_checkpoint
+from xffl.checkpoint import (
+    AsyncSaver,
+    CheckpointManager,
+    RandomState,
+    auto_resume,
+    find_latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from xffl.checkpoint.storage import CellWriter
 from xffl.distributed.distributed_state import DistributedState
 
@@ -223,6 +231,56 @@ def resumes(rank: int, world_size: int, folder: str) -> None:
 
 def test_training_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     run_world(4, resumes, str(tmp_path))
+
+
+class Statistics(nn.Module):
+    """Statistics of each rank's own data, and a number that all have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.narrow = nn.Buffer(torch.zeros(2, dtype=torch.bfloat16))
+        self.first = nn.Buffer(torch.zeros((), dtype=torch.bool))
+        self.alike = nn.Buffer(torch.ones(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(inputs)  # type: ignore[no-any-return]
+
+    def see(self, rank: int) -> dict[str, torch.Tensor]:
+        self(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)))
+        self.narrow.fill_(0.1 * rank)
+        self.first.fill_(rank == 0)
+        return {name: buffer.clone() for name, buffer in self.named_buffers()}
+
+
+def statistics(rank: int, world_size: int, folder: str) -> None:
+    """Ranks of a cell whose buffers differ get back what each of them had."""
+    state = make_state(rank, "cells", (2, 1))
+    model = xffl.shard(Statistics(), state)
+    seen = model.see(rank)
+    own = {"random": RandomState(state.current_device)}
+    save_checkpoint(f"{folder}/now", {"model": model}, state)
+    save_checkpoint(f"{folder}/own", {"model": model}, state, own=own)
+    with AsyncSaver(state) as saver:
+        saver.save(f"{folder}/later", {"model": model})
+        model.see(rank + 10)
+    for name, given in (("now", {}), ("own", {"own": own}), ("own", {"reset": ["random"]}), ("later", {})):
+        other = xffl.shard(Statistics(), state)
+        load_checkpoint(f"{folder}/{name}", {"model": other}, state, **given)
+        assert_same(dict(other.named_buffers()), seen, name)
+    # Elsewhere nobody is that rank.
+    elsewhere = make_state(rank, "cells", (1, 2))
+    other = xffl.shard(Statistics(), elsewhere)
+    load_checkpoint(f"{folder}/now", {"model": other}, elsewhere)
+    assert_same(dict(other.named_buffers()), Statistics().see((0, 2, 2)[rank]))
+    held = [file.name for file in sorted(Path(folder, "now").glob("cell_*/own_*.pt"))]
+    assert held == ["own_0.pt", "own_1.pt"]  # of the cell of two only
+    kept = torch.load(Path(folder, "now", "cell_0", held[0]), weights_only=True)["buffers"]
+    assert sorted(kept) == ["model/first", "model/narrow", "model/norm.running_mean", "model/norm.running_var"]
+
+
+def test_statistics_of_each_rank_come_back(tmp_path: Path) -> None:
+    run_world(3, statistics, str(tmp_path))
 
 
 # Federations ----------------------------------------------------------------------------------------------------------

@@ -300,6 +300,25 @@ def part_oracle(data: SimpleNamespace, chosen: list[torch.Tensor]) -> dict[str, 
     return {name: found[name] for name in ("val/f1", "val/auroc", "val/pearson", "val/loss")}
 
 
+def make_words() -> Any:
+    from torchmetrics import Metric
+
+    class Words(Metric):
+        """Keeps what is no tensor."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("kept", default=[])
+
+        def update(self, word: str) -> None:
+            self.kept.append(word)
+
+        def compute(self) -> int:
+            return len(self.kept)
+
+    return Words()
+
+
 def check_wrong_metrics(trainer: Trainer, rank: int) -> None:
     from torchmetrics.classification import MulticlassConfusionMatrix
 
@@ -311,6 +330,13 @@ def check_wrong_metrics(trainer: Trainer, rank: int) -> None:
     with pytest.raises(ConfigError, match=r"'confusion' gives a tensor of shape \(4, 4\)"):
         trainer.compute_metrics("federation")
     assert int(trainer.confusion.confmat.sum()) == 1  # its own state is back
+    trainer.words = make_words()
+    trainer.words.distributed_available_fn = lambda: False
+    trainer._metric_names = ("words",)
+    if rank == 1:
+        trainer.words.update("a")
+    with pytest.raises(ConfigError, match=r"'words' keeps a str in 'kept'; only tensors can move \(rank 1\)"):
+        trainer.compute_metrics("federation")
     with pytest.raises(ConfigError, match="neither 'cell' nor 'federation'"):
         trainer.compute_metrics("world")
 

@@ -115,6 +115,23 @@ def other_rounds(rank: int, world_size: int) -> None:
     check_alike(raised(aggregator.aggregate), "RoundError", "rank 0 in round 5", "rank 1 in round 6")
 
 
+def other_aggregators(rank: int, world_size: int) -> None:
+    """Two models of one shape, whose rounds come in another order on one rank."""
+    state = make_state(rank, (1, 1), None)
+    models = [net(), net()]
+    for value, model in enumerate(models):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+    aggregators = [xffl.Aggregator(model, state) for model in models]
+    for number in (rank, 1 - rank):
+        error = raised(aggregators[number].aggregate)
+        check_alike(error, "RoundError", "different aggregators", "call those of several models in the same order")
+    assert {float(p.min()) for p in models[0].parameters()} == {0.0}
+    assert {float(p.max()) for p in models[1].parameters()} == {1.0}
+    assert [aggregator.aggregate().round for aggregator in aggregators] == [1, 1]
+
+
 class Odd(nn.Module):
     """A model that differs between ranks in one way."""
 
@@ -156,6 +173,8 @@ def wrong_options(rank: int, world_size: int) -> None:
         ({"policies": {**local, "0.weigth": "first"}}, ("0.weigth", "match no tensor")),
         ({"policies": {**local, "0.*": "mean"}}, ("'mean'", "average, local, first")),
         ({"policies": {**local, "picks": "average"}}, ("'picks'", "int64", "'first' or 'local'")),
+        ({"policies": "local"}, ("policies 'local'", "no mapping")),
+        ({"policies": local, "server": {"name": "diloco", "device": "cuda:99"}}, ("cuda:99", "not here")),
         ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes 0",)),
         ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes '1M'",)),
         ({"policies": local, "nonfinite": "ignore"}, ("'ignore'", "reject, drop_cell")),
@@ -166,6 +185,11 @@ def wrong_options(rank: int, world_size: int) -> None:
     for every in (0, -1, 2.0, True, None):
         told = raised(lambda every=every: xffl.FederatedScaling(model, optimizer, state, every=every))  # type: ignore[misc]
         check_alike(told, "ConfigError", f"every {every!r}")
+    told = raised(lambda: xffl.FederatedScaling(model, optimizer, state, every=1, aggregator="int8"))  # type: ignore[arg-type]
+    check_alike(told, "ConfigError", "aggregator 'int8' is no mapping")
+    aggregator = xffl.Aggregator(model, state, policies=local)
+    for wrong in (None, {}):
+        check_alike(raised(lambda w=wrong: aggregator.load_state_dict(w)), "CheckpointError", "no aggregator's state")  # type: ignore[misc]
 
 
 def policies(rank: int, world_size: int) -> None:
@@ -289,6 +313,7 @@ def everybody(rank: int, world_size: int) -> None:
         (drop_cell, 3),
         (weights, 3),
         (other_rounds, 2),
+        (other_aggregators, 2),
         (other_models, 2),
         (wrong_options, 2),
         (policies, 2),

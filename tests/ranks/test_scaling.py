@@ -263,3 +263,29 @@ def test_shard_keeps_ties_and_refuses_what_it_cannot_do() -> None:
     assert all(texts == told[0] for texts in told)
     assert "'embed.weight' and 'head.weight'" in told[0][0]
     assert "give classes of layers" in told[0][1] and "no such layer" in told[0][2]
+
+
+def not_stepped(rank: int, world_size: int) -> list[str]:
+    """In cells of two and one, sharding gives cell 0 other parameters and leaves cell 1 those that were there."""
+    state = make_state(rank, (2, 1), None)
+    model, other = net(), net()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = xffl.shard(model, state)
+    foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+    told = []
+    for optimizers in (early, foreign, [foreign, torch.optim.SGD(model.parameters(), lr=0.1)]):
+        try:
+            xffl.FederatedScaling(model, optimizers, state, every=1)
+            told.append("nothing")
+        except xffl.ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+def test_an_optimizer_that_leaves_the_model_alone_is_refused() -> None:
+    told = run_world(3, not_stepped)
+    assert all(texts == told[0] for texts in told)
+    early, foreign, both = told[0]
+    assert "make the optimizer after xffl.shard" in early and "(ranks 0-1 of 3)" in early
+    assert "so it would not be trained" in foreign and "ranks" not in foreign  # all have found the same
+    assert both == "nothing"

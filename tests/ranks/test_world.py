@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,6 +166,13 @@ def norms(rank: int, world_size: int) -> list[tuple[str, float, float, float, fl
     assert abs(before.item() - found[1][1]) < 1e-6
     assert abs(world.get_total_norm(parameters).item() - 0.25) < 1e-5
     assert world.get_total_norm([nn.Parameter(torch.ones(2))]).item() == 0.0
+    # A rank of the two has nothing of the first; the second is on both stages.
+    short, narrow = nn.Parameter(distribute_tensor(torch.zeros(1), shard, [Shard(0)])), nn.Parameter(torch.zeros(2))
+    short.grad = distribute_tensor(torch.tensor([-3.0]), shard, [Shard(0)])
+    assert world.get_total_norm([short], math.inf).item() == 3.0
+    narrow.data = narrow.bfloat16()
+    narrow.grad = torch.tensor([1.0, 2.0**-5], dtype=torch.bfloat16)
+    assert world.get_total_norm([narrow]).item() == pytest.approx(math.sqrt(2 + 2.0**-9), rel=1e-6)
     if rank == world_size - 1:
         assert parameters[3].grad is not None
         parameters[3].grad[0, 0] = torch.nan
@@ -231,9 +240,9 @@ def test_a_world_of_its_own_process() -> None:
         assert (world.rank, world.world_size, world.local_rank, world.device.type) == (0, 1, 0, "cpu")
         assert world.all_reduce(torch.tensor([2.0]), "mean").tolist() == [2.0]
         assert world.set_determinism(5) == 5
-        first = torch.rand(3)
+        first, others = torch.rand(3), (random.random(), np.random.random())
         world.set_determinism(5)
-        assert torch.equal(torch.rand(3), first)
+        assert torch.equal(torch.rand(3), first) and (random.random(), np.random.random()) == others
         world.set_determinism(5, "dp", "federated")
         assert not torch.equal(torch.rand(3), first)
         with world.train_context(), world.loss_parallel():

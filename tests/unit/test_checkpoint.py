@@ -149,6 +149,50 @@ def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    index = tmp_path / "it" / "cell_0" / "index.json"
+    index.write_text(index.read_text().replace("__0_0.distcp", "../cell_0/__0_0.distcp"))
+    seal(tmp_path / "it")
+    with pytest.raises(xffl.CheckpointError, match=r"'\.\./cell_0/__0_0\.distcp' lies outside the folder"):
+        load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+
+
+class Hoarding(torch.optim.SGD):
+    """Keeps more than a state of its parameters."""
+
+    def __init__(self, parameters: Any, more: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.more = more
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = super().state_dict()
+        return {**kept, **self.more, "state": {**kept["state"], **self.more.get("state", {})}}
+
+
+@pytest.mark.parametrize("more", [{"clock": 1}, {"state": {"clock": {}}}])
+def test_a_state_of_its_own_is_refused_of_an_optimizer(more: dict[str, Any], tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(xffl.ConfigError, match="keeps 'clock' beside its parameters' state"):
+        save_checkpoint(tmp_path / "it", {"model": model, "optimizer": Hoarding(model.parameters(), more)}, ALONE)
+
+
+def test_a_wide_state_does_not_become_narrow_where_there_is_a_narrow_one(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2, bias=False).bfloat16()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = made()
+    wide = torch.full((2, 2), 1 / 3)
+    optimizer.state[model.weight]["momentum_buffer"] = wide.clone()
+    save_checkpoint(tmp_path / "it", {"model": model, "optimizer": optimizer}, ALONE)
+    again, other = made()
+    stepped(again, other)
+    load_checkpoint(tmp_path / "it", {"model": again, "optimizer": other}, ALONE)
+    assert torch.equal(other.state[again.weight]["momentum_buffer"], wide)
+
+
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "it"
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
@@ -325,6 +369,7 @@ def test_a_checkpoint_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.M
     partial = f"{tmp_path}/.it.partial"
     assert {f"{partial}/cell_0/__0_0.distcp", f"{partial}/cell_0/index.json", f"{partial}/cell_0"} <= set(synced)
     assert synced[-3:] == [f"{partial}/checkpoint.json", partial, str(tmp_path)]
+    assert f"{partial}/cell_0" in synced[synced.index(f"{partial}/cell_0/index.json") :], "the index's name, too"
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

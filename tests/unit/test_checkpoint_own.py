@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -314,6 +315,64 @@ def test_a_model_is_written_as_safetensors(tmp_path: Path) -> None:
     assert told["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
     for name, file in told["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "cut" / file)[name], other.state_dict()[name])
+
+
+def test_shards_are_filled_and_no_fuller(tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(5)])
+    save_checkpoint(tmp_path / "it", {"model": model, "other": nn.Linear(2, 2)}, ALONE)
+    for limit, files in ((7, 5), (8, 5), (15, 5), (16, 3), (40, 1)):
+        done = consolidate_checkpoint(tmp_path / "it", tmp_path / str(limit), max_shard_bytes=limit)
+        shards = [name for name in done.files if name.endswith(".safetensors")]
+        assert len(shards) == files and (done.size_bytes, done.tensors) == (40, 5)
+
+
+class Remembering(nn.Linear):
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": torch.ones(3)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_tensors_of_an_extra_state_are_no_weights(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "it", {"model": Remembering(2, 2)}, ALONE)
+    consolidate_checkpoint(tmp_path / "it", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"weight", "bias"}
+
+
+class Views(nn.Module):
+    """Tensors that begin at the same place and are not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.arange(16.0).view(4, 4))
+        self.turned, self.top = nn.Parameter(self.whole.detach().T), nn.Parameter(self.whole.detach()[:2])
+
+
+def test_views_are_no_tied_tensors(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "it", {"model": Views()}, ALONE)
+    assert consolidate_checkpoint(tmp_path / "it", tmp_path / "out").ties == {}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in Views().state_dict().items())
+
+
+def test_what_an_earlier_call_has_left_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, synced, sync = nn.Linear(2, 2), [], os.fsync
+
+    def note(handle: Any) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle if isinstance(handle, int) else handle.fileno()}"))
+        sync(handle)
+
+    save_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    (tmp_path / ".out.partial").mkdir()  # by a kill
+    (tmp_path / ".out.partial" / "model.safetensors").write_text("half")
+    (tmp_path / ".out.partial" / "more").write_text("half")
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "fsync", note)
+    consolidate_checkpoint(tmp_path / "it", tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    partial = f"{tmp_path}/.out.partial"
+    assert synced == [f"{partial}/model.safetensors", partial, str(tmp_path)] and not Path(partial).exists()
 
 
 def test_what_cannot_be_consolidated_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,16 @@ import pytest
 
 from xffl.cli.execute import split_command
 from xffl.cli.main import main
-from xffl.cluster.failure import FailureRecord, first_failure, note_failure, record_failure
+from xffl.cluster import launch
+from xffl.cluster.failure import (
+    FailureRecord,
+    RankFailure,
+    describe_failure,
+    first_failure,
+    note_failure,
+    record_failure,
+    stopped_result,
+)
 from xffl.errors import RoundError, TopologyError
 
 ROOT = Path(__file__).parents[2]
@@ -391,6 +400,8 @@ NOTHING: dict[str, object] = {"message": "<NONE>"}
         ({0: -15, 1: 1}, {1: record(1.0, LOST, lost_peer=True)}, 1, 1),
         ({0: -15, 1: -9}, {}, 1, 137),
         ({1: -15}, {}, 1, 143),
+        # What a rank has told counts, however the launcher has ended it then.
+        ({0: -15, 1: 1}, {0: record(1.0), 1: record(2.0)}, 0, 1),
     ],
 )
 def test_first_failure(
@@ -404,6 +415,7 @@ def test_failures_in_words() -> None:
     assert first_failure({0: -9}, {}).describe() == "was killed by SIGKILL (signal 9)"
     assert first_failure({0: 17}, {}).describe() == "exited with code 17"
     assert first_failure({0: 1}, {0: record(1.0)}).describe() == "failed with ValueError: x"
+    assert RankFailure(0, 128 + 99, None).describe() == "was killed by a signal (signal 99)"
 
 
 def test_a_record_tells_of_causes(tmp_path: Path) -> None:
@@ -417,6 +429,43 @@ def test_a_record_tells_of_causes(tmp_path: Path) -> None:
     assert (written.exit_code, written.is_xffl, written.lost_peer) == (2, True, True)
     assert written.headline == "RoundError: round 3 did not take place; the old weights stand"
     assert FailureRecord(**json.loads((tmp_path / "error.json").read_text())["xffl"]) == written
+
+
+@pytest.mark.parametrize(("way", "lost"), [("raise other", True), ("raise other from None", False)])
+def test_what_was_being_handled_is_a_cause_unless_it_is_hidden(way: str, lost: bool) -> None:
+    code = f"try:\n raise EOFError('connection reset')\nexcept EOFError:\n {way}"
+    with pytest.raises(ValueError, match="x") as told:
+        exec(code, {"other": ValueError("x")})
+    assert describe_failure(told.value).lost_peer is lost
+
+
+def test_causes_that_go_round_in_a_circle() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not describe_failure(one).lost_peer
+
+
+@pytest.mark.parametrize(
+    ("headline", "code", "is_told"),
+    [
+        ("OSError: full", 1, True),
+        ("", 3, False),
+        ("PreemptedExit: SIGTERM", 75, False),
+        ("KeyboardInterrupt", 130, False),
+    ],
+)
+def test_what_a_stopped_job_tells(headline: str, code: int, is_told: bool) -> None:
+    found = FailureRecord(1.0, code, headline, "", is_xffl=False, lost_peer=False)
+    assert stopped_result(143, {2: found}) == (RankFailure(2, 143, found) if is_told else 143)
+
+
+def test_a_record_that_was_being_written_is_none(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    record_failure(RoundError("round 3 of 7 failed"), tmp_path / "0" / "error.json")
+    (tmp_path / "1" / "error.json").write_text("")
+    (tmp_path / "2" / "error.json").write_text((tmp_path / "0" / "error.json").read_text()[:-9])
+    assert list(launch._read_records(str(tmp_path))) == [0]
 
 
 def test_the_time_of_a_failure_is_noted_once(tmp_path: Path) -> None:

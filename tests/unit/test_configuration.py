@@ -37,6 +37,7 @@ from xffl.training.configuration import (
     to_plain,
 )
 from xffl.training.launching import choose_federation, config_class, find_trainer
+from xffl.training.typed import Mismatch, typed
 from xffl.training.yaml_text import load_text, write_yaml
 
 
@@ -50,6 +51,11 @@ class Counting(Callback):
 
     def __init__(self, every: int = 1, tags: list[str] | None = None, name: str = "x") -> None:
         self.every, self._tags, self.name = every, tags, name
+
+
+@dataclass
+class Kept(Callback):
+    every: int = 1
 
 
 class Picky(Callback):
@@ -109,6 +115,24 @@ class MyConfig(BaseTrainerConfig):
     optimizer: OptimizerConfig | None = None
     tuned: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=0.25, kind="sgd"))
     experiment: ExperimentConfig = field(default_factory=lambda: ExperimentConfig(name="digits", seed=3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    inner: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(kw_only=True)
+class Nested(BaseTrainerConfig):
+    T_max: int = 1
+    outer: Outer = field(default_factory=lambda: Outer(inner=OptimizerConfig(lr=0.5, kind="sgd")))
+    experiment: ExperimentConfig = field(default_factory=lambda: ExperimentConfig(name="digits"))
+
+
+@dataclass
+class Derived:
+    width: int
+    double: int = field(init=False, default=0)
 
 
 def read(
@@ -183,6 +207,8 @@ def test_sections_that_may_be_left_out(tmp_path: Path) -> None:
     assert command("--optimizer={lr: 3}", "--optimizer.kind=sgd").optimizer == OptimizerConfig(lr=3.0, kind="sgd")
     found = read(tmp_path, "optimizer: {lr: 2}", words=["--optimizer", "null"])
     assert found.config.optimizer is None and found.origins["optimizer"] == "command line"
+    found = read(tmp_path, "optimizer: {lr: 2}", words=["--optimizer", "null", "--optimizer.kind", "sgd"])
+    assert found.config.optimizer == OptimizerConfig(kind="sgd")
     found = read(tmp_path, "optimizer: null", words=["--optimizer.kind", "sgd"])
     assert found.config.optimizer == OptimizerConfig(kind="sgd")
     assert read(tmp_path, "training:\n").config.training.epochs == 1  # nothing stands below it
@@ -225,6 +251,7 @@ VALUES: list[tuple[str, str, Any]] = [
     ("note", "null", None),
     ("note", "3", "3"),
     ("color", "GREEN", Color.GREEN),
+    ("color", "tests.unit.test_configuration.Color.GREEN", Color.GREEN),
     ("pair", "[2, b]", (2, "b")),
     ("sizes", "[2, 2]", (2, 2)),
     ("sizes", "4", 4),
@@ -264,6 +291,33 @@ def test_values_of_all_types_from_all_sources(key: str, text: str, value: Any, t
         assert found == value and type(found) is type(value)
 
 
+def test_sets_are_written_in_order() -> None:
+    assert to_plain({str(number) for number in range(10)}) == [str(number) for number in range(10)]
+
+
+def test_what_is_written_of_dataclasses_makes_them_again() -> None:
+    path = "tests.unit.test_configuration.Kept"
+    assert to_plain(Kept(3)) == {"class_path": path, "init_args": {"every": 3}}
+    assert to_plain(Derived(3)) == {"width": 3}
+
+
+@pytest.mark.parametrize(("kind", "value"), [(float | int, 3), (int | float, 3.0), (int | str, "3")])
+def test_of_several_types_its_own_comes_first(kind: Any, value: Any) -> None:
+    found = typed(value, kind, lambda *_: None)
+    assert found == value and type(found) is type(value)
+
+
+def test_an_unknown_device_is_a_mistake() -> None:
+    with pytest.raises(Mismatch, match="toaster"):
+        typed("toaster", torch.device, lambda *_: None)
+
+
+def test_defaults_inside_of_defaults_and_capitals_stay(tmp_path: Path) -> None:
+    found = read(tmp_path, "T_max: 5", words=["--outer.inner.kind=adam"], kind=Nested).config
+    assert (found.outer.inner, found.T_max) == (OptimizerConfig(lr=0.5, kind="adam"), 5)
+    assert read(tmp_path, environ={"XFFL_T_MAX": "6"}, kind=Nested).config.T_max == 6
+
+
 def test_quoted_values_of_files_are_texts(tmp_path: Path) -> None:
     text = "either: '3'\nnote: 'null'\nanything: '1e-3'\nextra: {a: '1', b: 'no', c: 'true'}\nwords: ['1', 'null']"
     config = read(tmp_path, text).config
@@ -289,6 +343,9 @@ def test_parts_of_mappings(tmp_path: Path) -> None:
     found = read(tmp_path, "extra: {a: 1}", words=["--extra.b=2", "--extra={c: 3}"])
     assert found.config.extra == {"c": 3} and [key for key in found.origins if key.startswith("extra.")] == []
     assert command("--words+=a", "--words+=[b, c]", "--words.1=x").words == ["a", "x", "c"]
+    # The environment has no order: a part counts beside the whole, wherever it stands.
+    environ = {"XFFL_EXTRA__A": "1", "XFFL_EXTRA": "{b: 2}"}
+    assert read_configuration(MyConfig, (), (), environ).config.extra == {"a": 1, "b": 2}
 
 
 def test_callbacks_by_class_path(tmp_path: Path) -> None:
@@ -310,6 +367,10 @@ callbacks:
     ]
     assert found.origins["callbacks"].startswith("file ") and found.origins["callbacks.3"] == "command line"
     assert command("--callbacks=[Counting]").callbacks[0].every == 1
+    (other,) = read(
+        tmp_path, "callbacks: [CheckpointCallback]", words=["--callbacks.0.class_path=Counting"]
+    ).config.callbacks
+    assert type(other) is Counting
     assert to_plain(others[0]) == {
         "class_path": "tests.unit.test_configuration.Counting",
         "init_args": {"every": 4, "tags": ["a", "1"], "name": "7"},

@@ -21,7 +21,7 @@ from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.job_watch import JobWatch
 from xffl.cluster.marked_lines import MarkedLines, Message, mark
-from xffl.cluster.rank_files import RankFile, Stream, list_rank_files, sizes_now
+from xffl.cluster.rank_files import RankFile, Stream, following, list_rank_files, sizes_now
 from xffl.cluster.runner import RankJob
 from xffl.cluster.srun import launch_srun, read_task_ends, srun_command
 from xffl.cluster.ssh import shared_environment, ssh_command
@@ -107,7 +107,7 @@ def test_ranks_are_fitted_to_hosts() -> None:
 
     assert fitted(slurm(3, 1), None) == fitted(slurm(3, 1), 4, SLURM_NTASKS="4") == [3, 1]
     # Nobody has asked for tasks: the ranks are spread over the nodes.
-    assert fitted(slurm(1, 1), 5) == [3, 2] and fitted(slurm(64, 64), 4) == [2, 2]
+    assert fitted(slurm(1, 1), 5) == [3, 2] and fitted(slurm(64, 64), 4) == [2, 2] and fitted(slurm(4, 4), 2) == [1, 1]
     assert fitted(slurm(4, 4, gpus=2), 4) == [2, 2]
     assert fitted(slurm(4, gpus=2), None, CUDA_VISIBLE_DEVICES="") == [4]
     own = find_allocation({**UNEVEN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "2"})
@@ -118,6 +118,7 @@ def test_ranks_are_fitted_to_hosts() -> None:
         (slurm(1, 1, 1), 2, {}, r"2, but job 7 has 3 nodes, .* HINT: ask SLURM for --nodes=2"),
         (slurm(4, gpus=2), None, {}, r"4 ranks on n0 would share 2 GPUs.* HINT: give --gpus-per-node=4 .*per-node=2"),
         (slurm(2, 2, gpus=2), 6, {}, r"3 ranks on n0 would share 2 GPUs"),
+        (Allocation("hosts", (Host("a", 2, gpus=1),)), None, {}, r"HINT: give as many slots as gpus in --hosts"),
     ):
         with pytest.raises(LaunchError, match=message):
             fit_hosts(allocation, processes, environ=environ)
@@ -187,6 +188,35 @@ def test_threads_are_chosen_before_torch_is_imported(name: str, tmp_path: Path) 
     assert ran.stdout.split()[:1] == ["1"], ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "code", "said"),
+    [
+        ("raise ValueError('mine')", [], 1, "xffl: failed with ValueError: mine\n"),
+        (
+            "raise EOFError('Connection reset by peer')",
+            [],
+            1,
+            "xffl: lost another rank: EOFError: Connection reset by peer\n",
+        ),
+        ("import time; time.sleep(60)", ["--timeout", "0.2"], 124, "xffl: stopped after 0.2 s, as --timeout says\n"),
+        ("import sys; sys.exit('no more')", ["--log-dir", "logs"], 1, "no more\n"),
+        ("from xffl import ConfigError; raise ConfigError('no')", ["--log-dir", "logs"], 2, "xffl: ConfigError: no\n"),
+        ("import sys; sys.exit(7)", ["--timeout", "60"], 7, ""),
+        ("", [], 0, ""),
+    ],
+)
+def test_how_a_rank_in_place_ends(script: str, words: list[str], code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"print('begun')\n{script}\n")
+    environ = {**os.environ, **OF_ONE_RANK, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "xffl", "exec", *words, "script.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr.endswith(said)) == (code, True), ran.stderr
+    assert ran.stderr.count("Traceback") == ("ValueError" in said) and "in_place.py" not in ran.stderr
+    log = tmp_path / "logs" / "rank_00000.log"
+    assert "begun\n" in (log.read_text() if words[:1] == ["--log-dir"] else ran.stdout)
+    assert not log.exists() or said in log.read_text()
+
+
 def test_what_a_launcher_started_is_compared() -> None:
     check_started("slurm", 4, None)
     with pytest.raises(ConfigError, match="4, but slurm has started 1 processes already.*HINT.*srun --ntasks=4"):
@@ -222,6 +252,10 @@ def test_what_only_looks_like_a_message_is_shown() -> None:
         assert reader.take(line) == (line, None)
     (line,) = mark(4, {"a": 1})
     assert reader.take(line) == (b"", Message(4, {"a": 1}))
+    # A message that broke off spoils none that follows, and a terminal ends lines in its own way.
+    begun, *_ = mark(4, {"a": "x" * 1000})
+    assert reader.take(begun) == (b"", None)
+    assert reader.take(line.replace(b"\n", b"\r\n")) == (b"", Message(4, {"a": 1}))
 
 
 def test_long_texts_lose_their_middle() -> None:
@@ -348,3 +382,14 @@ def test_a_stream_of_log_files(tmp_path: Path) -> None:
     only = io.BytesIO()
     Stream(tmp_path, only, {0}).copy(is_end=True)
     assert only.getvalue() == b"[cell 0 rank 0] old\n[cell 0 rank 0] a\n[cell 0 rank 0] bc\n"
+
+
+def test_a_log_file_keeps_what_it_holds_and_only_what_is_new_is_shown(tmp_path: Path) -> None:
+    file, out = RankFile(3, 1, tmp_path), io.BytesIO()
+    code = (
+        "from pathlib import Path; from xffl.cluster.rank_files import *; redirect(RankFile(3, 1, Path())); print({})"
+    )
+    subprocess.run([sys.executable, "-c", code.format("'old'")], cwd=tmp_path, check=True, timeout=60)
+    with following(tmp_path, out):
+        subprocess.run([sys.executable, "-c", code.format("'new', end=''")], cwd=tmp_path, check=True, timeout=60)
+    assert file.path.read_text() == "old\nnew" and out.getvalue() == b"[cell 1 rank 3] new\n"

@@ -137,9 +137,10 @@ def test_codecs_cost_passes_over_memory(form: str, passes: int) -> None:
     assert told.busy["processor"] == pytest.approx(passes * 2e9 * 8 / 8e9)
 
 
+@pytest.mark.parametrize("rails", [False, True])
 @pytest.mark.parametrize(("replicas", "depth"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 3)])
-def test_results_go_down_a_tree_at_home(replicas: int, depth: int) -> None:
-    told = forecast(Topology(4 * replicas, 2 * replicas, 2), home=Link(10.0))
+def test_results_go_down_a_tree_at_home(replicas: int, depth: int, rails: bool) -> None:
+    told = forecast(Topology(4 * replicas, 2 * replicas, 2), home=Link(10.0), rails=rails)
     assert told.busy["home"] == pytest.approx(depth * 2e9 * 8 / 10e9)
 
 
@@ -175,6 +176,7 @@ def test_utilization_is_the_share_of_local_steps() -> None:
     assert hidden.seconds == told.seconds and hidden.exposed == pytest.approx(
         told.phases["pack"] + told.phases["commit"]
     )
+    assert hidden.utilization == pytest.approx(100 / (100 + hidden.exposed))
     partly = forecast(delay=1)
     assert partly.exposed == pytest.approx(told.seconds - 1)
 
@@ -228,6 +230,18 @@ def test_auto_takes_the_form_that_the_exchange_takes(cells: int, parameters: flo
     assert cells == 1 or same.busy["processor"] > told.busy["processor"]
 
 
+def test_auto_looks_at_the_smallest_shard() -> None:
+    cells = [(1, 8), (8, 8), (1, 1)]
+    forms = [forecast(Topology(sum(sizes), sizes), parameters=1e7).form for sizes in cells]
+    assert forms == ["all_gather", "all_gather", "two_hop"]
+
+
+def test_nccl_takes_four_buckets_at_a_time() -> None:
+    free = {"link": Link(math.inf, 0.01), "home": NO_TIME, "memory_gbps": math.inf}
+    told = forecast(Topology(2, 1), **free, backend="nccl", form="all_gather", bucket_bytes=10**6)
+    assert told.seconds - told.phases["vote"] == pytest.approx(told.buckets / 4 * 0.01, rel=0.05)
+
+
 def test_rails_multiply_bandwidth_only_where_every_sender_has_a_link() -> None:
     wide = Topology(16, 8, 2)  # two cells of four replicas
     options: dict[str, Any] = {"link": Link(1.0), "home": NO_TIME, "memory_gbps": math.inf}
@@ -244,6 +258,8 @@ def test_rails_give_every_replica_something_to_carry() -> None:
     told = forecast(Topology(16, 8, 2), parameters=2**20 // 2, rails=True)
     assert told.buckets == pytest.approx(module.IN_FLIGHT)
     assert forecast(Topology(16, 8, 2), parameters=2**20 // 2).buckets < 1
+    # Buckets are those of the cell with most replicas everywhere: one replica alone has four times as many.
+    assert forecast(Topology(10, (2, 8), 2), parameters=2**20 // 2, rails=True).buckets == 4 * module.IN_FLIGHT
 
 
 def test_the_slowest_size_of_cell_counts() -> None:
@@ -321,6 +337,7 @@ CODECS = [
     "int8",
     "int4",
     "int8:block=7",
+    "int8:block=65536",
     "int4:block=128,scale=fp32",
     "int8:rounding=stochastic",
     "topk:0.01",

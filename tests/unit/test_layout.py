@@ -14,6 +14,7 @@ from torch import nn
 from xffl.aggregation.codec import codec_of
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.layout import Layout
+from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.plan import plan_lanes
 from xffl.aggregation.pool import Pool, aligned
@@ -257,3 +258,22 @@ def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
     journal.add("across", 40.0)  # what is waited for is not hidden
     journal.arrived()
     assert 60.0 <= journal.hidden < 100.0
+
+
+def test_what_a_round_did_not_take_in_waits_for_the_next() -> None:
+    ledger = Ledger(2)
+    for effort in (1.0, 0.5):
+        ledger.add_step(effort)
+    ledger.add_count(8.0)
+    claim = ledger.claim(0)
+    assert claim == Claim(0, 2, 1.5, 8.0) and (ledger.steps(0), ledger.effort(0), ledger.count(0)) == (0, 0.0, 8.0)
+    assert ledger.has_others(0) and not ledger.has_others(1)
+    ledger.add_step(0.25)
+    ledger.add_count(4.0)
+    ledger.put_back(claim)
+    again = Ledger(2)
+    again.load_state_dict(ledger.state_dict())
+    for one in (ledger, again):
+        assert [(one.steps(part), one.effort(part), one.count(part)) for part in (0, 1)] == [(3, 1.75, 12.0)] * 2
+    again.settle(claim)
+    assert (again.count(0), again.count(1), ledger.count(0)) == (4.0, 12.0, 12.0)

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tests.worlds import run_world
+from tests.worlds import fake_world, run_world
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, StateError
 from xffl.training.config import BaseTrainerConfig, ExperimentConfig
@@ -372,8 +374,20 @@ def test_wrong_scalars() -> None:
         ("a\nb", 1.0, 1.0, "no name"),
         ("a", 1.0, -1.0, "weight -1"),
         ("a", 1.0, math.nan, "weight nan"),
+        ("a", 1.0, math.inf, "weight inf"),
         ("a", torch.zeros(2), 1.0, "shape \\(2,\\)"),
         ("a", torch.zeros(0), 1.0, "shape \\(0,\\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             sums.add(name, value, weight)
+
+
+def test_of_a_part_no_rank_has_the_value() -> None:
+    sums = WeightedSums(torch.device("cpu"))
+    with fake_world(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        sums.add("whole", DTensor.from_local(torch.tensor([3.0]), mesh, [Replicate()]))
+        for placement in (Shard(0), Partial()):
+            with pytest.raises(ConfigError, match=r"of which no rank has the value; give its full_tensor\(\)"):
+                sums.add("part", DTensor.from_local(torch.tensor([3.0]), mesh, [placement]))
+    assert sums.state_dict()["sums"] == {"whole": 3.0, "part": 0.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,8 @@ def test_values_of_two_bytes() -> None:
 
 def test_traffic_of_gradients_and_weights() -> None:
     assert step_traffic({}, PLAIN, FP32) == ()
-    assert by_name(step_traffic({"dp_replicate": 4}, PLAIN, FP32)) == {"dp_replicate": 2 * 3 / 4 * 4e9}
+    for training in (FP32, MIXED):  # DDP sums gradients in the parameters' own type
+        assert by_name(step_traffic({"dp_replicate": 4}, PLAIN, training)) == {"dp_replicate": 2 * 3 / 4 * 4e9}
     assert by_name(step_traffic({"dp_shard": 4}, PLAIN, FP32)) == {"dp_shard, cp": 2 * 3 / 4 * 4e9}
     for zero, passes in ((1, 2), (2, 2), (3, 3)):
         moved = by_name(step_traffic({"dp_shard": 4}, PLAIN, FP32, zero=zero))
@@ -166,6 +168,8 @@ def test_layers_are_gathered_twice_and_the_root_once() -> None:
     weights, gradients = step_traffic({"dp_shard": 8}, LLAMA, MIXED)
     assert weights.bytes == pytest.approx(7 / 8 * (root + 2 * layers) * 2)
     assert gradients.bytes == pytest.approx(7 / 8 * LLAMA.parameters * 4)
+    in_pieces = replace(MIXED, micro_batches=4)  # which only stages of a pipeline take one by one
+    assert step_traffic({"dp_shard": 8}, LLAMA, in_pieces)[0].bytes == weights.bytes
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
@@ -184,6 +188,7 @@ def test_activations_shrink_with_the_part_of_the_sequence() -> None:
     assert by_name(step_traffic({"pp": 2, "tp": 2}, LLAMA, MIXED))["pp"] == whole / 2
     keys = by_name(step_traffic({"cp": 4}, LLAMA, MIXED))["cp"]
     assert keys == pytest.approx(3 / 4 * 2 * 4096 * 32 * 2 * 1024 * (2 + 4))
+    assert by_name(step_traffic({"cp": 4, "tp": 2}, LLAMA, MIXED))["cp"] == keys / 2
 
 
 WRONG: list[tuple[type, dict[str, Any], str]] = [

@@ -15,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import xffl
 
@@ -179,6 +181,22 @@ def test_constraints_pin_all_direct_dependencies_and_no_others(settings: configp
     pins = [re.fullmatch(r'([\w-]+)==([\w.]+)(; python_version >= "3\.11")?', line) for line in lines]
     assert all(pins), lines
     assert sorted(pin[1].lower() for pin in pins if pin) == sorted(names)
+
+
+def test_every_pin_is_for_all_versions_of_python_that_it_is_asked_on(settings: configparser.ConfigParser) -> None:
+    pythons = re.findall(r"Python :: (3\.\d+)", settings["metadata"]["classifiers"])
+    assert pythons == ["3.10", "3.11", "3.12", "3.13"]
+    installed = {distribution.name.lower(): distribution for distribution in importlib.metadata.distributions()}
+    pins = [Requirement(line) for line in listed((ROOT / "constraints.txt").read_text()) if not line.startswith("#")]
+    refused = [
+        f"{pin.name} on Python {python}"
+        for pin in pins
+        for python in pythons
+        if pin.name.lower() in installed and (pin.marker is None or pin.marker.evaluate({"python_version": python}))
+        if f"{python}.9" not in SpecifierSet(installed[pin.name.lower()].metadata.get("Requires-Python", ""))
+    ]
+    assert refused == []
+    assert {"torch", "numpy", "rich"} <= {pin.name for pin in pins} & set(installed)
 
 
 def test_types_are_shipped(settings: configparser.ConfigParser) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from xffl.aggregation.plan import Cut, Item, plan_lanes
 from xffl.errors import ConfigError
 from xffl.report import curves_figure, round_traffic, topology_figure, topology_text
+from xffl.report.drawing import PALETTE
 from xffl.report.pieces import count_pieces, exchange_pieces
 from xffl.topology import Topology
 
@@ -301,6 +302,30 @@ def test_curves_have_a_panel_for_each_setting_and_a_name_for_each_line(tmp_path:
 def test_curves_need_neither_settings_nor_cells(tmp_path: Path) -> None:
     curves_figure([{"run": "mine", "round": 1, "accuracy": 0.5}], tmp_path / "curves.svg")
     assert "mine" in svg_texts(tmp_path / "curves.svg")
+
+
+def test_a_line_has_one_colour_in_all_panels(tmp_path: Path) -> None:
+    places = (("one", "iid"), ("other", "iid"), ("other", "noniid"))
+    rows = [{"run": run, "setting": at, "round": number, "accuracy": 0.5} for run, at in places for number in range(8)]
+    curves_figure(rows, tmp_path / "curves.svg")
+    svg = (tmp_path / "curves.svg").read_text().upper()
+    assert 0 < svg.count(PALETTE[0].upper()) < svg.count(PALETTE[1].upper())
+
+
+def test_a_single_round_shows_a_mark_of_each_line(tmp_path: Path) -> None:
+    rows = [{"run": name, "round": 1, "accuracy": accuracy} for name, accuracy in (("a", 0.3), ("b", 0.6), ("c", 0.9))]
+    curves_figure(rows, tmp_path / "curves.svg")
+    curves_figure(rows[:1], tmp_path / "one.svg")
+    marks = [(tmp_path / name).read_text().count("<use ") for name in ("curves.svg", "one.svg")]
+    assert marks[0] == marks[1] + 4  # two lines more, each marked in the plot and in the legend
+
+
+def test_curves_go_from_round_to_round_in_percent(tmp_path: Path) -> None:
+    rows = [{"run": "mine", "round": number, "accuracy": number / 10} for number in range(4)]
+    curves_figure(rows, tmp_path / "one.svg")
+    curves_figure(rows[::-1], tmp_path / "other.svg")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "other.svg").read_bytes()
+    assert {"0", "10", "20", "30"} <= set(svg_texts(tmp_path / "one.svg"))
 
 
 @pytest.mark.parametrize(

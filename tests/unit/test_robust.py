@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from xffl.aggregation.combine import Combiner, Coordinatewise, Mean, NormalizedMean, Seen, Weighed, Weighting
 from xffl.aggregation.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, NormClipping, TrimmedMean
+from xffl.aggregation.tracks import Turnout
+from xffl.aggregation.weighing import weighed
 from xffl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -519,3 +521,18 @@ def test_enough_cells_are_accepted(combiner: Combiner, cells: int) -> None:
 def test_options_that_cannot_be_meant_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+def test_cells_that_give_nothing_are_not_weighed() -> None:
+    seen: list[Seen] = []
+
+    class Watching(Weighting):
+        def weigh(self, given: Seen) -> Weighed:
+            seen.append(given)
+            return Weighed((3.0, 4.0), 0.5)
+
+    turnout = Turnout((1.0, 0.0, 2.0), 0, steps=(5.0, 6.0, 7.0), norms=(0.1, 0.2, 0.3))
+    found = weighed(turnout, Watching(), [[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]])
+    assert seen == [Seen((1.0, 2.0), (5.0, 7.0), (0.1, 0.3), ((0.0, 2.0), (2.0, 0.0)))]
+    assert (found.counts, found.scale) == ((3.0, 0.0, 4.0), 0.5)
+    assert weighed(turnout, CoordinateMedian()).counts == (1.0, 0.0, 1.0)

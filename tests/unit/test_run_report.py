@@ -26,7 +26,7 @@ from xffl.report.run_numbers import bytes_text, label_text, number_text, printab
 from xffl.report.run_reading import FEDERATION, Run, read_run, read_runs
 from xffl.report.run_report import Report, write_report
 from xffl.report.run_rounds import rounds_figure, traffic_figure
-from xffl.report.run_summary import is_better_high, standings, summary, totals
+from xffl.report.run_summary import is_better_high, mean_phases, standings, summary, totals, value_text
 
 START = 1_790_000_000.0
 VOID = {"meta", "link", "img", "br"}
@@ -134,7 +134,7 @@ def run_files(scale: float = 1.0, **settings_: Any) -> dict[str, Any]:
     files["origins.json"] = {"training.epochs": "command line", "training": "default"}
     files["environment.json"] = {"torch": "2.13", "packages": {"numpy": "2.4"}, "command": ["xffl", "exec", "a b.yaml"]}
     files["checkpoints/latest"] = "step_10"
-    files["checkpoints/step_10/x"] = ""
+    files["checkpoints/step_10/x"] = files["checkpoints/.step_20.partial/x"] = ""
     return files
 
 
@@ -177,7 +177,8 @@ def test_values_are_those_of_the_files(one: tuple[Report, Page]) -> None:
     assert rate.best is None and rate.low == rate.high == 0.01
     norm = found["rounds/update_norm", 1]
     assert (norm.records, norm.nonfinite, norm.best) == (2, 1, None) and math.isnan(norm.last)
-    assert found["rounds/divergence/rms", FEDERATION].last == 0.5 and found["rounds/codec_error", 1].last == 0.01
+    divergence = found["rounds/divergence/rms", FEDERATION]
+    assert (divergence.records, divergence.last) == (1, 0.5) and found["rounds/codec_error", 1].last == 0.01
 
 
 def test_the_page_tells_them(one: tuple[Report, Page]) -> None:
@@ -454,8 +455,11 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
         ({"topology.json": "{"}, "topology.json cannot be read"),
         ({"topology.json": [1]}, "topology.json holds no object"),
         ({"topology.json": {"world_size": 1, "cells": 5}}, "does not describe a federation"),
+        ({"topology.json": {"world_size": 4, "cells": [2, 2], "cell_shape": "ab"}}, "does not describe a federation"),
+        ({"partition.json": '{"counts": [[Infinity, 1]]}'}, "does not say who has what"),
         ({"partition.json": {"labels": ["a"], "counts": [[1, 2]]}}, "does not say who has what"),
         ({"partition.json": {"counts": []}}, "does not say who has what"),
+        ({"partition.json": {"counts": [[-1, 2]]}}, "does not say who has what"),
         ({"metrics/x": "", "config.yaml": "a: [1"}, "config.yaml cannot be read"),
         ({"metrics/x": "", "config.yaml": "just text"}, "no config.yaml"),
         ({"metrics/x": "", "config.yaml": "a: &a {b: *a, c: 2020-01-01, 3: {}}"}, "no origins.json"),
@@ -482,6 +486,16 @@ def test_a_report_says_what_is_missing(files: dict[str, Any], told: str, tmp_pat
     assert all(text for _, text in summary(report.runs[0]))
 
 
+def test_what_is_there_is_not_missed(tmp_path: Path) -> None:
+    files: dict[str, Any] = {"metrics/cell_0.jsonl": "".join(line(s, s, {"val/loss": 1.0}) for s in range(1, 99))}
+    files["metrics/federation.jsonl"] = line(1, 1, {"val/loss": 1.0}) + line(9, 90, {"val/loss": 1.0})
+    files |= {"partition.json": {"counts": [[1, 2]]}, "config.yaml": "a: {b: {}, c: []}", "checkpoints/final/x": ""}
+    run = read_run(write(tmp_path, files))
+    assert not any(word in note for note in run.notes for word in ("validation", "final", "pause"))
+    assert run.partition is not None and run.partition.labels == ("0", "1")
+    assert run.configuration == {"a.b": {}, "a.c": []}
+
+
 def test_a_pause_and_an_earlier_start_count(tmp_path: Path) -> None:
     rows = "".join(line(step, step + (1000 if step > 5 else 0), {"train/loss": 1.0}) for step in range(1, 11))
     # 1,790,000,000 s are 2026-09-21 14:13:20 UTC.
@@ -493,6 +507,61 @@ def test_a_pause_and_an_earlier_start_count(tmp_path: Path) -> None:
     for later in ("2026-09-21T16:20:00Z", "1999-01-01T00:00:00", 5):
         write(tmp_path, {"environment.json": {"started_at": later}})
         assert read_run(tmp_path).seconds == 1009.0
+
+
+def test_the_largest_and_the_best_need_not_be_the_last(tmp_path: Path) -> None:
+    rows = [{"memory/peak_bytes": most, "val/top1": best} for most, best in ((7.0, 0.5), (9.0, 0.75), (8.0, 0.75))]
+    text = "".join(line(10 * at, at, values) for at, values in enumerate(rows, 1))
+    run = read_run(write(tmp_path, {"metrics/cell_0.jsonl": text}))
+    assert totals(run).memory == {"memory/peak_bytes": 9.0}
+    (found,) = standings(run, "val/top1")
+    assert (found.best, found.best_step, found.last_step) == (0.75, 20, 30)
+
+
+def test_what_is_shared_out_adds_up_over_cells_alone(tmp_path: Path) -> None:
+    names = {"metrics/cell_0.jsonl": 10.0, "metrics/cell_1.jsonl": 20.0, "metrics/federation.jsonl": 30.0}
+    files = {name: line(1, 1, {"throughput/tokens_per_s": rate}) for name, rate in names.items()}
+    assert totals(read_run(write(tmp_path, files))).throughput == {"throughput/tokens_per_s": 30.0}
+
+
+def test_phases_are_means_over_all_rounds(tmp_path: Path) -> None:
+    found = mean_phases(read_run(write(tmp_path, run_files())).rounds[0])
+    assert found == pytest.approx({"vote": 0.1, "across": 1.6 / 3, "pack": 0.2 / 3, "commit": 0.1 / 3, "wait": 0.1})
+
+
+def cells_of(*steps: int) -> dict[str, Any]:
+    return {f"metrics/cell_{cell}.jsonl": line(step, 1, {"train/loss": 1.0}) for cell, step in enumerate(steps)}
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "text"),
+    [
+        (cells_of(5, 5), "steps", "5"),
+        (cells_of(*range(9, 0, -1)), "steps", "1 to 9"),
+        (cells_of(1), "ranks and cells", "1 cell with metrics"),
+        (cells_of(1, 1), "last train/loss", "cell 0 1 (best 1 at step 1); cell 1 1 (best 1 at step 1)"),
+        (
+            cells_of(*[1] * 9),
+            "last train/loss",
+            "; ".join([f"cell {cell} 1 (best 1 at step 1)" for cell in range(8)] + ["..."]),
+        ),
+        (
+            {**cells_of(1), "checkpoints/final/x": "", "checkpoints/latest": "final"},
+            "checkpoints",
+            "1, with final; latest final",
+        ),
+    ],
+)
+def test_a_run_in_words(files: dict[str, Any], name: str, text: str, tmp_path: Path) -> None:
+    assert dict(summary(read_run(write(tmp_path, files))))[name] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("memory/used_bytes", "90 B"), ("bytes/ratio", "90"), ("round_seconds", "1 min 30 s"), ("steps", "90")],
+)
+def test_names_tell_units(name: str, text: str) -> None:
+    assert value_text(name, 90.0) == text
 
 
 def test_long_lines_keep_their_outline() -> None:

@@ -58,6 +58,9 @@ def test_ranks_of_4096(rank: int) -> None:
             shard,
         ]
         assert "federated_group" in str(state) or not state.is_sender
+        members = list(range(start + shard, start + CELLS[cell], HSDP))
+        rest = "" if replicas == 8 else f", ... {replicas} in all"
+        assert f"ranks ({', '.join(map(str, members[:8]))}{rest}), 1 handle\n" in str(state)
         assert len(str(state).splitlines()) < 40 and max(map(len, str(state).splitlines())) < 200
         state.unset_federated_scaling()
         assert state.federation is None and state.hsdp_mesh is None
@@ -94,6 +97,7 @@ def test_one_handle_for_each_stream() -> None:
         state.set_federated_scaling((4, 4), 2)
         assert state.replica_group is not None and state.federated_group is None
         assert len(state.replica_group) == 3 and len(set(state.replica_group)) == 3
+        assert "ranks (5, 7), 3 handles\n" in str(state)
         assert len(state._layers[-1].groups) == 1 + 1 + 3 + 3  # the placeholders of a rank that sends nothing, too
         with pytest.raises(StateError, match="made groups for 3"):
             state.set_exec_device(CPU)

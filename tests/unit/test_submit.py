@@ -420,6 +420,8 @@ SACCT = {  # as "sacct --noheader -X -P --format=JobID,State,ExitCode" prints it
     "12|OUT_OF_MEMORY|0:125": {"12": Ending("OUT_OF_MEMORY", 253)},
     "12|CANCELLED by 1000|0:0": {"12": Ending("CANCELLED", 130)},
     "12|TIMEOUT|0:0": {"12": Ending("TIMEOUT", 124)},
+    "12|TIMEOUT|0:15": {"12": Ending("TIMEOUT", 124)},
+    "12|CANCELLED+|0:0": {"12": Ending("CANCELLED", 130)},
     "12|NODE_FAIL|0:0": {"12": Ending("NODE_FAIL", 1)},
     "12_0|COMPLETED|0:0\n12_1|FAILED|0:9": {"12_0": Ending("COMPLETED", 0), "12_1": Ending("FAILED", 137)},
 }
@@ -437,6 +439,7 @@ def test_the_accounting_tells_how_a_job_ended(
         case $(wc -l <{tmp_path}/asked) in
             1) ;;
             2) echo '12|RUNNING|0:0' ;;
+            3) printf '12_0|COMPLETED|0:0\\n12_1|RUNNING|0:0\\n' ;;
             *) printf '{printed.replace(chr(10), "%sn")}' '\\' | sed 's/\\\\n/\\n/g'; echo ;;
         esac
         """,
@@ -519,6 +522,41 @@ def test_a_job_is_followed_through_the_queue_and_a_restart(tmp_path: Path, progr
         "job 12 is RUNNING",
         "job 12 is COMPLETED",
     ]
+
+
+def test_an_array_is_followed_to_its_last_task(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
+    (tmp_path / "12_1.log").write_text("task 1\n")  # the other one has not begun to write, and never does
+    program(
+        "squeue",
+        f"""
+        echo >>{tmp_path}/asked
+        case $(wc -l <{tmp_path}/asked) in
+            1) printf '12_0|RUNNING|None\\n12_1|RUNNING|\\n' ;;
+            2|3) echo 'Unable to contact slurm controller' >&2; exit 1 ;;
+            4) printf '12_0|FAILED|NonZeroExitCode\\n12_1|RUNNING|\\n' ;;
+            *) echo 'last words' >>{tmp_path}/12_1.log; printf '12_0|FAILED|None\\n12_1|COMPLETED|None\\n' ;;
+        esac
+        """,
+    )
+    program("sacct", "printf '12_1|COMPLETED|0:0\\n12_0|FAILED|7:0\\n'")
+    pieces: list[str] = []
+    lines: list[str] = []
+    follower(log_pattern(str(tmp_path), True), pieces, lines).follow()
+    assert "".join(pieces) == "[12_1] task 1\n[12_1] last words\n"
+    assert lines[:3] == [
+        "job 12_0 is RUNNING",
+        "job 12_1 is RUNNING",
+        "the controller does not answer; job 12 goes on, and is asked for again",
+    ]
+    assert lines[3:] == [
+        "job 12_0 is FAILED (NonZeroExitCode)",
+        "job 12_0 is FAILED",
+        "job 12_1 is COMPLETED",
+    ]
+
+
+def test_of_several_tasks_the_first_that_failed_gives_the_exit_code() -> None:
+    assert exit_code_of({"12_2": Ending("FAILED", 9), "12_1": Ending("FAILED", 7), "12_0": Ending("COMPLETED", 0)}) == 7
 
 
 def test_output_of_an_array_is_told_apart(tmp_path: Path, program: Callable[[str, str], Path]) -> None:

@@ -185,7 +185,7 @@ class Aggregator:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica at home,
-        after a vote of 120 bytes a rank and before another.
+        after a vote of 128 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.

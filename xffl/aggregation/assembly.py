@@ -26,6 +26,7 @@ from xffl.aggregation.routes import Place, Routes, communication_device, routes_
 from xffl.aggregation.secure import Masker, make_masker
 from xffl.aggregation.starting import agree_start
 from xffl.aggregation.tracks import Track, make_tracks
+from xffl.aggregation.vote import next_number
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, XfflError
@@ -74,6 +75,8 @@ class Assembly:
         :param state: What :meth:`xffl.Aggregator.state_dict` returned.
         :raises CheckpointError: if it is that of another set-up.
         """
+        if not isinstance(state, Mapping) or "rounds" not in state:
+            raise CheckpointError(f"{type(state).__name__} is no aggregator's state; give what state_dict returned")
         fragments = state.get("fragments", self.options.fragments)
         if fragments != self.options.fragments:
             raise CheckpointError(
@@ -237,7 +240,8 @@ def _assemble(
         agree_start(
             manifest.moving if spread is None else spread.moving, exchange, topology, rank, device, routes.world
         )
-    protocol = Protocol(exchange, place, device=device, routes=routes, options=options)
+    number = next_number(device, routes.world)
+    protocol = Protocol(exchange, place, device=device, routes=routes, options=options, number=number)
     return Assembly(
         device,
         options,

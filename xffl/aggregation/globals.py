@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from xffl.aggregation.layout import Layout
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.plan import Bucket
-from xffl.aggregation.server import ServerOptimizer
+from xffl.aggregation.server import ServerOptimizer, asked_of
 from xffl.aggregation.tracks import Track
 from xffl.errors import CheckpointError, StateError
 
@@ -48,6 +48,7 @@ class GlobalState:
         self._has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
         self._schedules: dict[int, LRScheduler] = {}
+        self._asked: dict[int, dict[str, str]] = {}
         self._ended: dict[int, str] = {}
         """Why the schedule of a fragment goes no further."""
         for fragment in sorted({track.lane.fragment for track in self._tracks}) if server is not None else ():
@@ -56,6 +57,7 @@ class GlobalState:
             schedule = server.make_schedule(optimizer)
             self._optimizers[fragment] = optimizer
             self._schedules |= {} if schedule is None else {fragment: schedule}
+            self._asked[fragment] = asked_of(optimizer, schedule)
 
     @property
     def has_optimizer(self) -> bool:
@@ -178,6 +180,7 @@ class GlobalState:
                 "schedule": None if schedule is None else schedule.state_dict(),
                 "ended": self._ended.get(fragment),
                 "kind": self._kind(fragment),
+                "asked": dict(self._asked[fragment]),
             }
         return {"model": self._by_name(self._values), "optimizers": optimizers}
 
@@ -201,6 +204,7 @@ class GlobalState:
                     f"the state is that of the server optimizer {saved}, and this aggregator's is {kind}; resume with "
                     "the same server and schedule"
                 )
+            self._check_asked(fragment, state["optimizers"][fragment].get("asked", {}))
         self._from_names(state["model"], self._values)
         self._is_known = True
         for fragment, optimizer in self._optimizers.items():
@@ -229,6 +233,17 @@ class GlobalState:
         texts = [f"{key}={value}" for key, value in sorted(options) if isinstance(value, str)]
         told = f"{type(optimizer).__qualname__}({', '.join(texts)})"
         return told if schedule is None else f"{told} with {type(schedule).__qualname__}"
+
+    def _check_asked(self, fragment: int, saved: Mapping[str, str]) -> None:
+        """Refuse the state of a server that was asked for otherwise: its options would take the place of these."""
+        asked = self._asked[fragment]
+        others = sorted(key for key in asked.keys() & saved.keys() if asked[key] != saved[key])
+        if others:
+            there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (saved, asked))
+            raise CheckpointError(
+                f"the state is that of a server optimizer with {there}, and this aggregator's has {here}; resume with "
+                "the same options, or leave the aggregator's state as it is (a checkpoint's reset)"
+            )
 
     def _by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put flat lanes together to the tensors that this rank holds."""

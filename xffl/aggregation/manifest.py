@@ -66,6 +66,8 @@ class Manifest:
         extra: nn.Module | None = None,
     ) -> None:
         reshard(model)
+        if policies is not None and not isinstance(policies, Mapping):
+            raise ConfigError(f"policies {policies!r} is no mapping; give one of name patterns or types to policies")
         policies = dict(policies or {})
         self.codecs: dict[str, Codec | None] = {}
         codecs: dict[Pattern, str] = {}

@@ -59,7 +59,8 @@ class Pool:
         kept = self._rows.get((id(buffer), dtype, count))
         if kept is None:
             step = buffer.numel() // max(1, count) // LINE * LINE
-            rows = [buffer[row * step : (row + 1) * step].view(dtype) for row in range(count)]
+            with torch.inference_mode(False):  # a view made there would stay an inference tensor
+                rows = [buffer[row * step : (row + 1) * step].view(dtype) for row in range(count)]
             kept = self._rows[id(buffer), dtype, count] = (buffer, rows)  # what is kept keeps its id
         return kept[1]
 

@@ -75,14 +75,15 @@ class Protocol:
     :param device: Where the groups' backend communicates from.
     :param routes: The process groups; votes go over the group of all ranks.
     :param options: What the aggregator was asked for.
+    :param number: What tells it from others, see :func:`xffl.aggregation.vote.next_number`.
     """
 
     def __init__(
-        self, exchange: Exchange, place: Place, *, device: torch.device, routes: Routes, options: Options
+        self, exchange: Exchange, place: Place, *, device: torch.device, routes: Routes, options: Options, number: int
     ) -> None:
         self._exchange = exchange
         self._topology, self._rank = place.topology, place.rank
-        self._device = device
+        self._device, self._number = device, number
         self._group, self._first = routes.world, routes.first
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
@@ -196,6 +197,7 @@ class Protocol:
 
     def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
         with self._exchange.journal.phase("vote"):
+            ballot = ballot._replace(aggregator=self._number)
             return cast(ballot, self._device, self._topology, self._group, self._first, within_s)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:

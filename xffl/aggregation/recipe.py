@@ -20,6 +20,7 @@ from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.units import read_levels
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
+from xffl.parallel.zero import is_cut
 
 __all__ = ["Recipe", "check_plan", "read_recipe"]
 
@@ -93,6 +94,7 @@ def read_recipe(
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
         raise ConfigError(f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one")
+    _check_stepped(model, optimizers)
     if isinstance(aggregator, Aggregator):
         _check_made(aggregator, model, algorithm, client)
     recipe = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
@@ -153,6 +155,8 @@ def _read(
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
     schedule = schedule_of(preset.get("every") if every is None else every)
     if not isinstance(aggregator, Aggregator):
+        if not isinstance(aggregator, Mapping | None):
+            raise ConfigError(f"aggregator {aggregator!r} is no mapping of its options, nor an Aggregator; give either")
         options = _joined(options, aggregator or {})
         _check_keywords(options)
     if client is not None and "client" in preset:
@@ -187,6 +191,18 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
     known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
     for name in options:
         check_name("aggregator option", name, known)
+
+
+def _check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that leave the model as it is: rounds would be held over one that is not trained."""
+    if is_cut(model):
+        return  # the engine's optimizer steps masters of its own
+    stepped = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            "no optimizer holds a parameter of the model, so it would not be trained; make the optimizer after "
+            "xffl.shard, or whatever else puts other parameters in the place of the model's"
+        )
 
 
 def _check_made(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:

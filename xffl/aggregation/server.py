@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from xffl.aggregation.registry import check_options, locate, read_spec
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["ServerOptimizer", "server_of"]
+__all__ = ["ServerOptimizer", "asked_of", "server_of"]
 
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
@@ -165,6 +165,18 @@ def server_of(spec: object) -> ServerOptimizer | None:
     return ServerOptimizer(factory, {**preset, **checked}, _schedule_of(schedule), device)
 
 
+def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
+    """Write what a server optimizer was made with; local.
+
+    :param optimizer: The optimizer, before its first step.
+    :param schedule: The schedule of its learning rate.
+    :return: Its options and what the schedule holds, by name, as text.
+    """
+    asked = {key: _plain(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    held = {} if schedule is None else schedule.state_dict()
+    return asked | {f"schedule {key}": _plain(value) for key, value in held.items()}
+
+
 def _schedule_of(spec: object) -> Schedule | None:
     if spec is None:
         return None
@@ -185,10 +197,12 @@ def _schedule_of(spec: object) -> Schedule | None:
 
 def _device(device: str | torch.device) -> torch.device:
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as wrong:
+        torch.empty(0, device=device)
+        return torch.device(device)  # without a number it stays the current one of each rank
+    except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
+        told = " ".join(str(wrong).split())
         raise ConfigError(
-            f"device {device!r} of the server is unknown ({wrong}); give cpu or an accelerator's"
+            f"device {device!r} of the server is not here ({told}); give cpu or an accelerator's"
         ) from wrong
 
 

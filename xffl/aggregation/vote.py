@@ -26,6 +26,7 @@ __all__ = [
     "check_rounds",
     "checked_number",
     "checked_weight",
+    "next_number",
 ]
 
 
@@ -44,6 +45,10 @@ CLOSING = 0.5
 
 POLL_S = 1e-4
 """How often a GPU is asked whether a vote has come in."""
+
+
+_numbers = [0]
+"""The highest number that an aggregator of this process has."""
 
 
 class Ballot(NamedTuple):
@@ -65,6 +70,7 @@ class Ballot(NamedTuple):
     :param steps: Effective local steps of its cell since the last round.
     :param seconds: Seconds that a local step takes here; 0 where nobody has measured.
     :param attempt: The next number of masks that it can use in a secure sum.
+    :param aggregator: The number of the aggregator whose round it is, see :func:`next_number`.
     """
 
     round: float
@@ -82,6 +88,7 @@ class Ballot(NamedTuple):
     steps: float = 0.0
     seconds: float = 0.0
     attempt: float = 0.0
+    aggregator: float = 0.0
 
 
 def cast(
@@ -94,7 +101,7 @@ def cast(
 ) -> list[Ballot]:
     """Give this rank's ballot and read everybody's.
 
-    Collective over the world: 120 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
+    Collective over the world: 128 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
     those of the others, and down again. The slow link is crossed once, by all cells at the same time, where an
     all-gather over the world would cross it ring step by ring step.
 
@@ -162,13 +169,36 @@ def _wait(device: torch.device, within_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def next_number(device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Return a number that tells an aggregator from all others that these ranks have.
+
+    Collective over the group: one all-reduce of 8 bytes.
+
+    :param device: Where the group's backend communicates from.
+    :param group: The ranks that the aggregator joins; by default the world.
+    :return: The number, the same on all of them.
+    """
+    highest = torch.tensor(_numbers[0] + 1, dtype=torch.int64, device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    _numbers[0] = int(highest)
+    return _numbers[0]
+
+
 def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
     """Raise, on all ranks alike, where the ranks are not at the same point of the same round.
 
     :param ballots: The ballots, by rank.
     :param topology: The federation.
-    :raises RoundError: if they differ in the round, in knowing the codecs' state, or within a cell in how they merge.
+    :raises RoundError: if they differ in the aggregator, the round, in knowing the codecs' state, or within a cell in
+        how they merge.
     """
+    called = {ballot.aggregator: rank for rank, ballot in reversed(list(enumerate(ballots)))}
+    if len(called) > 1:
+        shown = ", ".join(f"rank {rank} of number {int(number)}" for number, rank in sorted(called.items()))
+        raise RoundError(
+            f"the ranks are in rounds of different aggregators, counted as they were made ({shown}); call those of "
+            "several models in the same order on every rank"
+        )
     found = {ballot.round: rank for rank, ballot in reversed(list(enumerate(ballots)))}
     if len(found) > 1:
         shown = ", ".join(

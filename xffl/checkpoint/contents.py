@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from xffl.checkpoint.plain import Plain, to_plain
 from xffl.errors import ConfigError
 
-__all__ = ["Contents", "Part", "check_parts", "collect", "parameter_names", "saved_options", "trained_names"]
+__all__ = [
+    "Contents",
+    "Part",
+    "buffers_of",
+    "check_parts",
+    "collect",
+    "parameter_names",
+    "saved_options",
+    "trained_names",
+]
 
 Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
@@ -84,6 +93,25 @@ def collect(parts: Mapping[str, Part]) -> Contents:
     for name, tensor in contents.tensors.items():
         _check_tensor(name, tensor)
     return contents
+
+
+def buffers_of(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:
+    """Return the models' buffers among what the parts hold, but for those that are spread over ranks; local.
+
+    :param parts: Parts by name.
+    :param contents: What :func:`collect` found in them.
+    :return: Buffers, by name.
+    """
+    buffers: dict[str, torch.Tensor] = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            plain = {p.data_ptr() for p in part.parameters() if type(p.detach()) is torch.Tensor}
+            buffers |= {
+                key: tensor
+                for key, tensor in contents.tensors.items()
+                if key.startswith(f"{name}/") and type(tensor) is torch.Tensor and tensor.data_ptr() not in plain
+            }
+    return buffers
 
 
 def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> list[list[str]]:

@@ -38,7 +38,7 @@ __all__ = [
     "record_text",
     "remove_checkpoint",
     "settle",
-    "sync_folder",
+    "sync",
     "write_pointer",
     "write_text",
 ]
@@ -193,12 +193,12 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut.
+def sync(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a power cut.
 
-    :param folder: The folder.
+    :param path: The file or folder.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -216,13 +216,13 @@ def publish(path: Path, record: Record) -> None:
     """
     partial, old = aside(path, "partial"), aside(path, "old")
     write_text(partial / RECORD, record_text(record))
-    sync_folder(partial)
+    sync(partial)
     if path.exists():
         if old.exists():  # of a save that was killed while it deleted this
             delete(old)
         path.rename(old)
     partial.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
     if old.exists():
         delete(old)
 
@@ -249,7 +249,7 @@ def write_pointer(path: Path) -> None:
     new = path.with_name(f".{LATEST}.new")
     write_text(new, path.name + "\n")
     new.replace(path.with_name(LATEST))
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def read_pointer(folder: Path) -> str | None:

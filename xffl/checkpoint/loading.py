@@ -29,7 +29,7 @@ from xffl.checkpoint.contents import (
     trained_names,
 )
 from xffl.checkpoint.folder import Record, read_record, settle
-from xffl.checkpoint.own import check_own, load_own, read_own, wanted_own
+from xffl.checkpoint.own import check_own, is_same_layout, load_own, read_own, wanted_own
 from xffl.checkpoint.plain import from_plain, tensors_named
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index
@@ -86,8 +86,9 @@ def load_checkpoint(
     """Load a checkpoint into the parts, in place, and return the values that were saved with it.
 
     Collective over the world. The parts may be spread otherwise than they were: another number of ranks in a cell or of
-    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. All names, shapes and
-    dtypes are compared before anything is changed. Tensors do not move between ranks.
+    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers that the ranks of
+    a cell held otherwise come back as each had them, in another layout as the cell's first rank had them. All names,
+    shapes and dtypes are compared before anything is changed. Tensors do not move between ranks.
 
     The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
     ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between
@@ -128,8 +129,13 @@ def load_checkpoint(
         together("comparing cells", lambda: compare_cells(folder, record, names, asked.local, cell), target, UNTOUCHED)
     plan = together("comparing", lambda: _plan(folder, record, asked, current), target, UNTOUCHED)
     together("comparing", lambda: _check_unused(plan, cell), target, UNTOUCHED)
-    kept = together("own state", lambda: read_own(plan.folder, cell.place, plan.index.files, wanted), target, UNTOUCHED)
-    together("reading", lambda: _read(plan, cell), target, TORN)
+
+    def read_kept() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        is_same = is_same_layout(record, state.topology)
+        return read_own(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same)
+
+    kept, buffers = together("own state", read_kept, target, UNTOUCHED)
+    together("reading", lambda: _read(plan, cell, buffers), target, TORN)
     together("applying", lambda: _apply(plan, parts), target, TORN)
     together("applying own state", lambda: load_own(asked.own, kept), target, TORN)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
@@ -245,8 +251,8 @@ def _check_unused(plan: _Plan, cell: Cell) -> None:
         raise CheckpointError(f"checkpoint {plan.folder} does not fit: {told}; {UNTOUCHED}")
 
 
-def _read(plan: _Plan, cell: Cell) -> None:
-    """Fill the tensors; collective over the cell."""
+def _read(plan: _Plan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Fill the tensors, and those that each rank has kept for itself; collective over the cell."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -256,6 +262,8 @@ def _read(plan: _Plan, cell: Cell) -> None:
             planner=planner,
             process_group=cell.group,
         )
+    for name, kept in buffers.items():
+        plan.targets[name].copy_(kept)
 
 
 def _apply(plan: _Plan, parts: Mapping[str, Part]) -> None:

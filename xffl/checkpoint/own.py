@@ -1,12 +1,17 @@
-"""What each rank keeps for itself: one file for each rank, for the same layout only."""
+"""What each rank keeps for itself: one file for each rank, for the same layout only.
+
+Beside the caller's objects these are the buffers that the ranks of a cell hold otherwise: between rounds, statistics
+that each has made of its own data.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +25,28 @@ from xffl.checkpoint.plain import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
-__all__ = ["OwnState", "check_own", "collect_own", "load_own", "own_file", "read_own", "wanted_own", "write_own"]
+__all__ = [
+    "OwnState",
+    "check_own",
+    "collect_own",
+    "digests_of",
+    "is_same_layout",
+    "load_own",
+    "own_file",
+    "read_own",
+    "unlike",
+    "wanted_own",
+    "write_own",
+]
 
 
 @dataclass(frozen=True)
 class OwnState:
-    """Values and tensors of this rank, by name."""
+    """Values and tensors of this rank, by name, and buffers of models that other ranks of its cell hold otherwise."""
 
     values: dict[str, Plain]
     tensors: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def own_file(place: int) -> str:
@@ -78,6 +96,27 @@ def collect_own(own: Mapping[str, Stateful]) -> OwnState:
     return OwnState(values, copies)
 
 
+def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return a digest of each buffer's bytes; local."""
+    flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in buffers.items()}
+    return {
+        name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in flat.items()
+    }
+
+
+def unlike(digests: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the names of what the ranks of a cell hold otherwise; pure.
+
+    :param digests: What each rank has, by name; a stage of a pipeline has a part of the names.
+    :return: Names.
+    """
+    found: dict[str, set[str]] = {}
+    for of_rank in digests:
+        for name, digest in of_rank.items():
+            found.setdefault(name, set()).add(digest)
+    return {name for name, kinds in found.items() if len(kinds) > 1}
+
+
 def write_own(folder: Path, place: int, own: OwnState) -> dict[str, FileEntry]:
     """Write this rank's file, where it keeps anything.
 
@@ -86,11 +125,12 @@ def write_own(folder: Path, place: int, own: OwnState) -> dict[str, FileEntry]:
     :param own: What it keeps.
     :return: What the index says of the file, by its name.
     """
-    if not own.values:
+    if not own.values and not own.buffers:
         return {}
     file = folder / own_file(place)
+    told = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
     with file.open("wb") as stream:
-        torch.save({"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors}, stream)
+        torch.save(told, stream)
         stream.flush()
         os.fsync(stream.fileno())
     return {file.name: entry_of(file)}
@@ -121,8 +161,7 @@ def wanted_own(
             f"checkpoint {folder} has the own state {sorted(record.own)}: {' and '.join(told)}; give what was saved, "
             "or name in reset what shall start anew"
         )
-    saved = _layout(record.cells, record.replica_size, record.cell_shape)
-    here = _layout(topology.sizes, topology.replica_size, topology.cell_shape)
+    saved, here = _layouts(record, topology)
     if wanted and saved != here:
         raise CheckpointError(
             f"checkpoint {folder} was saved by {saved}, this run is {here}: what each rank keeps for itself, "
@@ -132,26 +171,36 @@ def wanted_own(
     return wanted
 
 
-def read_own(folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str]) -> dict[str, Any]:
+def is_same_layout(record: Record, topology: Topology) -> bool:
+    """Tell whether each rank finds here what it has kept for itself; pure."""
+    saved, here = _layouts(record, topology)
+    return saved == here
+
+
+def read_own(
+    folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run.
 
     :param folder: The cell's folder.
     :param place: This rank in its cell.
     :param files: What the index says of the files.
-    :param wanted: Names to return.
-    :return: State dicts by name, with tensors on the CPU.
+    :param wanted: Names of objects to return.
+    :param is_same: Whether the layout is that of the checkpoint, so that the rank's own buffers are its own.
+    :return: State dicts by name, and buffers by name, with tensors on the CPU.
     :raises CheckpointError: if it cannot be read.
     """
-    if not wanted:
-        return {}
     file = folder / own_file(place)
+    if not wanted and not (is_same and file.name in files):
+        return {}, {}
     if file.name not in files:
         raise CheckpointError(f"{file} is in no index; the checkpoint is damaged, load another one")
     check_file(file, files[file.name])
     try:
         told = torch.load(file, map_location="cpu", weights_only=True)
         values = json.loads(told["values"])
-        return {name: from_plain(values[name], told["tensors"]) for name in sorted(wanted)}
+        found = {name: from_plain(values[name], told["tensors"]) for name in sorted(wanted)}
+        return found, told.get("buffers", {}) if is_same else {}
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{file} holds no own state: {type(error).__name__}; the checkpoint is damaged, load another one"
@@ -166,6 +215,14 @@ def load_own(own: Mapping[str, Stateful], found: Mapping[str, Any]) -> None:
     """
     for name, state in found.items():
         own[name].load_state_dict(state)
+
+
+def _layouts(record: Record, topology: Topology) -> tuple[str, str]:
+    """Write the layout that saved a checkpoint, and that of this run."""
+    return (
+        _layout(record.cells, record.replica_size, record.cell_shape),
+        _layout(topology.sizes, topology.replica_size, topology.cell_shape),
+    )
 
 
 def _layout(sizes: Any, replica_size: int | None, shape: Any) -> str:

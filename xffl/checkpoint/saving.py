@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import __version__
 from xffl.checkpoint.checksums import FileEntry, checksum
-from xffl.checkpoint.contents import Contents, Part, check_parts, collect
+from xffl.checkpoint.contents import Contents, Part, buffers_of, check_parts, collect
 from xffl.checkpoint.folder import INDEX, Record, aside, delete, find_record, publish, settle
-from xffl.checkpoint.own import OwnState, check_own, collect_own, write_own
+from xffl.checkpoint.own import OwnState, check_own, collect_own, digests_of, unlike, write_own
 from xffl.checkpoint.plain import Plain, to_plain
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellWriter
@@ -89,10 +89,11 @@ def save_checkpoint(
 
     Collective over the world; the folder must be on a file system that all ranks share. Each cell writes its own
     tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
-    not sharded its first rank. Tensors do not move between ranks. A small all-reduce over the world ends each step, so
-    that all ranks fail alike. The files are written aside, flushed to the disk, read back for their checksums, and take
-    their name in the end; a checkpoint of the same name is replaced only then. A save that was killed leaves a folder
-    ``.NAME.partial``, which the next one of this name removes.
+    not sharded its first rank. Buffers that the ranks of a cell hold otherwise, such as statistics of their own data
+    since the last round, each rank writes for itself as well. Tensors do not move between ranks. A small all-reduce
+    over the world ends each step, so that all ranks fail alike. The files are written aside, flushed to the disk, read
+    back for their checksums, and take their name in the end; a checkpoint of the same name is replaced only then. A
+    save that was killed leaves a folder ``.NAME.partial``, which the next one of this name removes.
 
     Tensors are kept in torch's own files, everything else in JSON; reading them runs no code.
 
@@ -145,11 +146,18 @@ def begin(
         "arguments", given, shown, KEPT, lambda it: _text(it[0], kept, it[1], it[3]), world=world
     )
 
-    def take() -> tuple[Contents, OwnState]:
+    def take() -> tuple[Contents, OwnState, dict[str, torch.Tensor], dict[str, str]]:
         found = collect(kept.parts)
-        return found.on_host() if is_copied else found, collect_own(own)
+        buffers = buffers_of(kept.parts, found)
+        return found.on_host() if is_copied else found, collect_own(own), buffers, digests_of(buffers)
 
-    contents, own_state = together("contents", take, target, KEPT, world=world)
+    contents, own_state, buffers, digests = together("contents", take, target, KEPT, world=world)
+
+    def set_apart() -> OwnState:
+        apart = unlike(gather(digests, cell)) & buffers.keys()
+        return replace(own_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
+
+    own_state = together("buffers", set_apart, target, KEPT, world=world)
     names = tuple(sorted(kept.parts))
     return Saving(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
 

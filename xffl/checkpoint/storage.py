@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from xffl.checkpoint.checksums import ALGORITHM, FileEntry, check_file, checksum, entry_of
-from xffl.checkpoint.folder import INDEX, sync_folder, write_text
+from xffl.checkpoint.folder import INDEX, sync, write_text
 from xffl.checkpoint.plain import Plain
 from xffl.errors import CheckpointError
 
@@ -127,7 +127,7 @@ class CellWriter(FileSystemWriter):
             told.set_result([])
             return told
         written: list[WriteResult] = super().write_data(plan, planner).wait()
-        sync_folder(self.folder)
+        sync(self.folder)
         entries = {
             name: entry_of(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
         }
@@ -159,7 +159,7 @@ class CellWriter(FileSystemWriter):
             "values": self.values,
         }
         write_text(self.folder / INDEX, json.dumps(index, allow_nan=False))
-        sync_folder(self.folder)
+        sync(self.folder)
 
 
 class CellReader(FileSystemReader):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
@@ -148,8 +149,17 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 def _read_records(logs: str) -> dict[int, FailureRecord]:
     """Read what each rank has told of its end; the agent does not read it of ranks that it ends."""
-    contents = {int(file.parent.name): json.loads(file.read_text()) for file in Path(logs).rglob("error.json")}
+    contents = {int(file.parent.name): _json(file) for file in Path(logs).rglob("error.json")}
     return {rank: FailureRecord(**content["xffl"]) for rank, content in contents.items() if "xffl" in content}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Read what a rank has told; nothing where it was ended while it wrote."""
+    try:
+        told: dict[str, Any] = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return told
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _draw_panel(axes: Axes, setting: str | None, curves: list[_Curve], names: li
             linestyle=STYLES[index % len(STYLES)],
             marker=MARKERS[index % len(MARKERS)],
             # Few enough marks to tell lines apart where colours cannot.
-            markevery=(index, max(1, len(rounds) // 6)),
+            markevery=(index % len(rounds), max(1, len(rounds) // 6)),
             markersize=4.5,
             linewidth=1.8,
         )

@@ -26,7 +26,7 @@ STREAMS = 4
 """Groups on which buckets take turns over NCCL, which works off those of a group one after the other."""
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for."""
-BALLOT_BYTES = 120
+BALLOT_BYTES = 128
 """A vote gathers fifteen 64-bit floats of every rank."""
 CODING = 4
 """Passes over values that writing or reading a code is worth."""

@@ -235,7 +235,7 @@ def _topology(told: dict[str, Any], notes: list[str]) -> Topology | None:
         if found.sizes != cells:
             raise TopologyError(f"cells {list(cells)} do not sum to {found.world_size} ranks")
         return found
-    except (KeyError, TypeError, AttributeError, TopologyError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         notes.append(f"topology.json does not describe a federation: {type(error).__name__}: {error}")
         return None
 
@@ -249,7 +249,7 @@ def _partition(told: dict[str, Any], notes: list[str]) -> Partition | None:
         if not labels or any(len(row) != len(labels) for row in counts) or min(map(min, counts)) < 0:
             raise ValueError("counts are not one of 0 or more for each label")
         return Partition(labels, counts)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         notes.append(f"partition.json does not say who has what: {type(error).__name__}: {error}")
         return None
 

@@ -145,7 +145,7 @@ class RunFolder:
                 return
             if changed := self._changes():
                 LOG.warning(
-                    "%s goes on with other values: %s; options that optimizers, schedules and servers have in the "
+                    "%s goes on with other values: %s; options that optimizers and schedules have in the "
                     "checkpoint stay",
                     self.path,
                     ", ".join(changed),
