@@ -146,7 +146,7 @@ def test_hosts_that_cannot_be_used(ssh: dict[str, str], tmp_path: Path) -> None:
             (f"host {B} cannot be used: ", "Connection refused", ports[0], {}),
             (f"host {B} cannot be used: ", "Connection timed out", ports[1], {}),
             ("Permission denied", "ssh must not ask for a password", no_identity, {}),
-            ("cannot be used: ", "XFFL_PYTHON names another one", text, {"XFFL_PYTHON": "/no/python it's"}),
+            ("cannot be used: ", "HINT: /no/python it's with xffl must", text, {"XFFL_PYTHON": "/no/python it's"}),
         ]
         for number, (message, remedy, written, more) in enumerate(cases):
             chosen = tmp_path / f"config{number}"

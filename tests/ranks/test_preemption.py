@@ -510,11 +510,24 @@ def test_what_a_loop_must_not_do() -> None:
 
 
 LEAVER = """
-import os, signal, threading
+import atexit, os, signal, threading
 from pathlib import Path
 
 from tests.tasks import TaskConfig, TaskTrainer
 from xffl.training import Callback
+
+
+def hear_nothing():
+    Path(f"here_{os.environ['RANK']}").touch()
+    while signal.SIGUSR2 not in signal.sigpending() and not Path("sent").exists():
+        threading.Event().wait(0.01)
+    threading.Event().wait(0.5)  # for the launcher to pass it on
+
+
+if "RANK" in os.environ and os.environ["HOW"] == "early":
+    hear_nothing()  # while a rank imports what it needs
+if "RANK" in os.environ and os.environ["HOW"] == "late":
+    atexit.register(hear_nothing)
 
 
 class Asker(Callback):
@@ -523,7 +536,7 @@ class Asker(Callback):
             os.kill(os.getpid(), signal.SIGUSR2)
         if trainer.global_step >= 8 and os.environ["HOW"] == "exec":
             Path(f"here_{trainer.world.rank}").touch()
-        if os.environ["HOW"] != "not":
+        if os.environ["HOW"] in ("itself", "exec"):
             threading.Event().wait(0.05)  # else all is over before the signal comes
 
 
@@ -555,20 +568,24 @@ def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
     environ["PYTHONPATH"] = str(ROOT)
     last = 0
-    for how, code in (("itself", 75), ("exec", 75), ("not", 0)):
+    for how, code in (("early", 75), ("itself", 75), ("exec", 75), ("late", 0)):
+        for file in tmp_path.glob("here_*"):
+            file.unlink()
         command = [sys.executable, "-m", "xffl", "exec", "config.yaml"]
         with subprocess.Popen(
             command, cwd=tmp_path, env=environ | {"HOW": how}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as job:
-            while how == "exec" and job.poll() is None and len(list(tmp_path.glob("here_*"))) < 2:
+            while how != "itself" and job.poll() is None and len(list(tmp_path.glob("here_*"))) < 2:
                 threading.Event().wait(0.05)
-            if how == "exec":
-                job.terminate()
+            if how != "itself":
+                job.send_signal(signal.SIGTERM if how == "exec" else signal.SIGUSR2)
+            if how == "late":
+                (tmp_path / "sent").touch()
             out, told = job.communicate(timeout=120)
         assert job.returncode == code, (how, job.returncode, out, told)
         assert "Traceback" not in told and "Warning" not in told, told
         found = find_latest_checkpoint(tmp_path / "run")
-        if how != "not":
+        if how in ("itself", "exec"):
             assert found is not None and int(found.name.removeprefix("step_")) > last, found
             last = int(found.name.removeprefix("step_"))
     assert last < 150

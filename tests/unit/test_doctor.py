@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import combinations
 from pathlib import Path
@@ -109,6 +110,19 @@ def test_options_that_cannot_be_meant() -> None:
     for words, told in ((("--need", "tpu"), "tpu"), (("--timeout", "0"), "--timeout"), (("--federated", "x"), "x")):
         ran = doctor(*words)
         assert ran.returncode == 2 and told in ran.stderr and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("federated", "status"), [("3,3", "error"), ("1,1", "ok")])
+def test_cells_are_looked_at_without_torch(federated: str, status: str, tmp_path: Path) -> None:
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("--json", "--skip-torch", "--federated", federated, "--shared", str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(doctor, *words, RANK=rank, LOCAL_RANK=rank, **job) for rank in "01"]
+    ran = ranks[0].result()
+    (found,) = (finding for finding in json.loads(ran.stdout)["findings"] if finding["check"] == "cells")
+    assert found["status"] == status, found
+    assert ran.returncode == (1 if status == "error" else 0)
 
 
 def test_half_a_launcher_is_told(tmp_path: Path) -> None:

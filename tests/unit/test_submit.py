@@ -16,6 +16,7 @@ import pytest
 
 from xffl.cli import submit as command
 from xffl.cli.main import main
+from xffl.cluster.exit_codes import code_of_signal
 from xffl.cluster.following import Ending, Follower, exit_code_of, expand_pattern, find_endings, log_pattern, read_queue
 from xffl.cluster.slurm_commands import find_busy, run_slurm, submit_job
 from xffl.cluster.submit import (
@@ -598,7 +599,7 @@ def test_an_interrupt_cancels_only_where_that_is_asked_for(
             rest = process.communicate(timeout=50)[1]
         finally:
             process.kill()
-    assert process.returncode == 130 and ("cancelled job 12" in rest) is cancelled, rest
+    assert process.returncode == code_of_signal(number) and ("cancelled job 12" in rest) is cancelled, rest
     assert ((tmp_path / "cancelled").exists() and (tmp_path / "cancelled").read_text() == "12\n") is cancelled
 
 

@@ -6,22 +6,34 @@ What goes wrong here reaches the launcher, which tells it once, and not a line f
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 __all__ = ["main"]
 
+KEPT = {signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that ask a run to leave, and would end a process that does not listen yet, or no more."""
+
 
 def main() -> None:
     """Train as the configuration on the command line says."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, KEPT)  # until the trainer listens
     here = os.path.dirname(os.path.abspath(__file__))
     # The modules of the command line are not for the trainer's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here]
     from xffl.training.configuration import read_job
     from xffl.training.launching import fit
+    from xffl.training.signals import check_signals
 
     trainer, resolved = read_job(sys.argv[1], sys.argv[2:])
-    # Cells and processes were chosen by the command, which has set the environment.
-    fit(trainer, resolved.config, resolved.origins)
+    heard = KEPT.intersection(check_signals(resolved.config.experiment.preempt_signals))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT - heard)
+    try:
+        # Cells and processes were chosen by the command, which has set the environment.
+        fit(trainer, resolved.config, resolved.origins)
+    finally:
+        for number in heard:  # what is left to do takes no step that could be lost
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

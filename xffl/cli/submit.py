@@ -18,8 +18,8 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.following import Follower, exit_code_of, log_pattern
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cluster.following import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm_commands import cancel_job, submit_job
 from xffl.cluster.submit import Job, SlurmConfig, find_template, render_script, tasks_of_node, tasks_of_sweep, word_of
 from xffl.errors import ConfigError, LaunchError
@@ -101,7 +101,8 @@ def run(options: Namespace) -> int:
     if options.no_follow:
         print(number)
         return 0
-    _tell(f"submitted job {number} ({job.name}); its output goes to {job.log}")
+    output = expand_pattern(job.log, {"j": number, "A": number, "a": "*", "x": job.name}) or job.log
+    _tell(f"submitted job {number} ({job.name}); its output goes to {output}")
     return _follow(number, job, cancels=options.cancel_on_interrupt)
 
 
@@ -236,13 +237,13 @@ def _follow(number: str, job: Job, *, cancels: bool) -> int:
     try:
         with _interrupts(cancels):
             endings = follower.follow()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if cancels or _agrees(number):
             cancel_job(number)
             _tell(f"cancelled job {number}")
         else:
             _tell(f"job {number} goes on; squeue -j {number} shows it, scancel {number} ends it")
-        return ExitCode.INTERRUPTED
+        return code_of_signal(signal.SIGTERM) if isinstance(stop, _Terminated) else ExitCode.INTERRUPTED
     if not endings:
         raise LaunchError(f"job {number} has ended, and SLURM no longer knows how; see its output in {job.log}")
     logs = follower.logs()
@@ -262,12 +263,16 @@ def _agrees(number: str) -> bool:
         return False
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
 @contextmanager
 def _interrupts(cancels: bool) -> Iterator[None]:
     """Let SIGTERM count as Ctrl-C where the job is to be cancelled with this process."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise _Terminated
 
     if not cancels:
         yield

@@ -35,6 +35,10 @@ _BOOT = (
 """The same for every job."""
 
 
+def _python(environ: Mapping[str, str]) -> str:
+    return environ.get("XFFL_PYTHON") or sys.executable
+
+
 def ssh_command(host: Host, environ: Mapping[str, str]) -> list[str]:
     """Return the command line that reaches a host and starts what answers there.
 
@@ -43,8 +47,7 @@ def ssh_command(host: Host, environ: Mapping[str, str]) -> list[str]:
         ``XFFL_PYTHON`` the path of Python on the hosts, where that is another one than here.
     :return: The words; the last one is for the shell of the host.
     """
-    python = environ.get("XFFL_PYTHON") or sys.executable
-    remote = f"exec {shlex.quote(python)} -u -c {shlex.quote(_BOOT)}"
+    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(_BOOT)}"
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
@@ -125,7 +128,7 @@ class Line:
             remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
             remedy += f"{name} true"
         elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
-            remedy = f"{sys.executable} with xffl must exist there; XFFL_PYTHON names another one"
+            remedy = f"{_python(os.environ)} with xffl must exist there; XFFL_PYTHON names another one"
         return f"host {self.host.name} cannot be used: {said}. HINT: {remedy}"
 
     def _write(self) -> None:

@@ -46,8 +46,8 @@ class SignalInbox:
 
     Python runs its handlers between two of the main thread's instructions, so not while that thread waits inside a
     collective. What a signal is noted in here is a pipe, which is written at once. Handlers and the wakeup descriptor
-    are those of before when the block ends. Outside the main thread Python lets nobody change handlers: the inbox stays
-    empty there.
+    are those of before when the block ends. A signal that the thread has blocked until then is heard in it. Outside the
+    main thread Python lets nobody change handlers: the inbox stays empty there.
 
     Processes that are forked meanwhile (workers of a loader) do not take part: they ignore the signals but SIGTERM, of
     which they have the handler of before, since schedulers signal all processes of a job. Those that are started in
@@ -77,6 +77,7 @@ class SignalInbox:
             for number in self.signals:
                 self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
                 signal.siginterrupt(number, False)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
             os.register_at_fork(after_in_child=_forgetter(self))
         return self
 

@@ -197,9 +197,9 @@ class Lead:
 
     def _add(self) -> list[Finding]:
         """Let torch add across every pair of cells, or of hosts where there are no cells."""
-        if not self.request.with_torch:
-            return []
         places, found = self._places()
+        if not self.request.with_torch:
+            return found
         counts = {node: sum(at == node for _, at in places) for node in self.names}
         question: Message = {"do": "torch", "count": max(1, *counts.values())}
         told = self._ask_all(question, import_limit_s(self.request.timeout_s) + _TORCH_SLACK_S)
