@@ -26,7 +26,9 @@ def main() -> None:
     from xffl.training.signals import check_signals
 
     trainer, resolved = read_job(sys.argv[1], sys.argv[2:])
-    heard = KEPT.intersection(check_signals(resolved.config.experiment.preempt_signals))
+    # A trainer may have a configuration of its own, and listen to nothing.
+    names = getattr(getattr(resolved.config, "experiment", None), "preempt_signals", ())
+    heard = KEPT.intersection(check_signals(names))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT - heard)
     try:
         # Cells and processes were chosen by the command, which has set the environment.
