@@ -73,7 +73,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         world = _size("world size", self.world_size, "start at least one process")
-        sizes = _cell_sizes(world, self.federated_sizes)
+        sizes, offsets = _cell_sizes(world, self.federated_sizes)
         replica = self.replica_size
         if replica is not None:
             replica = _size("replica size (hsdp)", replica, "give the ranks that hold one copy of the model")
@@ -89,7 +89,7 @@ class Topology:
         set_(self, "replica_size", replica)
         set_(self, "cell_shape", shape)
         set_(self, "sizes", sizes)
-        set_(self, "offsets", (0, *accumulate(sizes)))
+        set_(self, "offsets", offsets)
         set_(self, "_run", run)
 
     # Sizes ------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Topology:
     @property
     def is_cut_alike(self) -> bool:
         """Whether every cell cuts the model into the same number of shards."""
-        return self.replica_size is not None or min(self.sizes) == max(self.sizes)
+        return self.replica_size is not None or self.sizes.count(self.sizes[0]) == self.cells
 
     def replicas(self, cell: int) -> int:
         """Count the replicas in a cell, ``R_c``."""
@@ -275,16 +275,17 @@ def _size(what: str, value: object, knob: str) -> int:
     return number
 
 
-def _cell_sizes(world: int, sizes: object) -> tuple[int, ...]:
+def _cell_sizes(world: int, sizes: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of each cell, and where each begins, with the world's end."""
     if sizes is None:
-        return (world,)
+        return (world,), (0, world)
     knob = f"give sizes that sum to {world}"
     is_list = isinstance(sizes, Sequence) and not isinstance(sizes, (SupportsIndex, str))
     given: tuple[Any, ...] = tuple(sizes) if is_list else (sizes,)  # type: ignore[arg-type]
     if not given:
         raise TopologyError(f"federated sizes () name no cell; {knob}")
     # The common case is checked at once, which is fast for very many cells.
-    is_plain = set(map(type, given)) == {int} and min(given) > 0
+    is_plain = set(map(type, given)) == {int} and min(set(given)) > 0
     cells = given if is_plain else tuple(_size("federated size", size, knob) for size in given)
     if len(cells) == 1:
         if world % cells[0]:
@@ -292,11 +293,12 @@ def _cell_sizes(world: int, sizes: object) -> tuple[int, ...]:
                 f"federated size {cells[0]} does not divide the world of {world} ranks into equal cells; give a "
                 f"divisor of {world}, or one size for each cell that sum to {world}"
             )
-        return (cells[0],) * (world // cells[0])
-    if sum(cells) != world:
+        return (cells[0],) * (world // cells[0]), tuple(range(0, world + 1, cells[0]))
+    offsets = tuple([0, *accumulate(cells)])  # noqa: C409 - a list grows faster
+    if offsets[-1] != world:
         shown = cells if len(cells) <= 16 else f"{cells[:16]} and {len(cells) - 16} more"
-        raise TopologyError(f"federated sizes {shown} sum to {sum(cells)}, but the world has {world} ranks; {knob}")
-    return cells
+        raise TopologyError(f"federated sizes {shown} sum to {offsets[-1]}, but the world has {world} ranks; {knob}")
+    return cells, offsets
 
 
 def _shape(shape: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:

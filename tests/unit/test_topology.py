@@ -137,8 +137,12 @@ def test_plain_cell_shape_is_hsdp() -> None:
     ],
 )
 def test_a_large_world_costs_one_rank_little(sizes: tuple[int, ...], replica_size: int | None) -> None:
-    seconds = []
+    """No more than to write all ranks down four times: that took 2.2 ms where this was measured."""
+    seconds, yardstick = [], []
     for _ in range(5):
+        start = time.process_time()
+        everybody = tuple(range(100_000))
+        yardstick.append(time.process_time() - start)
         start = time.process_time()
         topology = Topology(100_000, sizes, replica_size)
         at = topology.coordinates(77_777)
@@ -146,7 +150,7 @@ def test_a_large_world_costs_one_rank_little(sizes: tuple[int, ...], replica_siz
         seconds.append(time.process_time() - start)
         assert topology.rank_of(at.cell, at.replica, at.shard) == 77_777
         assert all(77_777 in group.ranks for group in groups)
-    assert min(seconds) < 0.010
+    assert min(seconds) < 4 * min(yardstick), (seconds, yardstick, len(everybody))
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [

@@ -170,11 +170,14 @@ def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, st
 
     :param optimizer: The optimizer, before its first step.
     :param schedule: The schedule of its learning rate.
-    :return: Its options and what the schedule holds, by name, as text.
+    :return: The classes, its options and what the schedule holds, by name, as text.
     """
-    asked = {key: _plain(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
-    held = {} if schedule is None else schedule.state_dict()
-    return asked | {f"schedule {key}": _plain(value) for key, value in held.items()}
+    asked = {"class": type(optimizer).__qualname__, "schedule": "none"}
+    asked |= {key: _plain(value) for key, value in _options(optimizer).items()}
+    if schedule is not None:
+        asked["schedule"] = type(schedule).__qualname__
+        asked |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
+    return asked
 
 
 def _schedule_of(spec: object) -> Schedule | None:
@@ -217,10 +220,13 @@ def _title(factory: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
 def _described(optimizer: Optimizer, schedule: LRScheduler | None) -> str:
     """Tell what was made from what it holds: that is data, where a factory may be any function."""
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    text = f"{_title(type(optimizer))}({_plain(group)})"
+    text = f"{_title(type(optimizer))}({_plain(_options(optimizer))})"
     return text if schedule is None else f"{text}, {_title(type(schedule))}({_plain(schedule.state_dict())})"
 
 
