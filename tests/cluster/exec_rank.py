@@ -16,8 +16,12 @@ from xffl.cluster.environment import detect_environment
 
 NAMES = ("XFFL_FEDERATED", "XFFL_HSDP", "XFFL_HOST", "XFFL_RUNNER", "SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT")
 
+LEAVING = (signal.SIGUSR2, signal.SIGTERM)
+
 
 def leave(number: int, frame: object) -> None:
+    for other in LEAVING:  # a rank that is on its way may be asked again
+        signal.signal(other, signal.SIG_IGN)
     print("asked to leave by", signal.Signals(number).name)
     sys.exit(75)
 
@@ -32,7 +36,7 @@ def wait_for(files: list[Path]) -> None:
 def main(folder: str, way: str, which: str) -> None:
     place = detect_environment()
     if way == "leave":
-        for number in (signal.SIGUSR2, signal.SIGTERM):
+        for number in LEAVING:
             signal.signal(number, leave)
     told = {"rank": place.rank, "argv": sys.argv, "cwd": os.getcwd(), "pid": os.getpid(), "node": place.node_rank}
     told |= {name: os.environ.get(name) for name in NAMES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from tests.ranks.test_round import digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
 from tests.worlds import run_world
-from xffl.aggregation import crossing, protocol, routes
+from xffl.aggregation import crossing, late, protocol, routes
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
+from xffl.aggregation.routes import start_moves
 from xffl.aggregation.units import Level
 
 # What is averaged -----------------------------------------------------------------------------------------------------
@@ -300,24 +302,32 @@ def resting_norms(rank: int, world_size: int) -> None:
     assert aggregator.aggregate().update_norms == (0.0, 0.0)
 
 
+class Heard:
+    """A message under way that tells when it is waited for."""
+
+    def __init__(self, work: dist.Work, told: list[str]) -> None:
+        self._work, self._told = work, told
+
+    def wait(self) -> None:
+        self._told.append("waited")
+        self._work.wait()
+
+
 def under_way(rank: int, world_size: int) -> None:
     """Several buckets are sent before the first is waited for."""
     state = make_state(rank, (1, 1), None)
-    aggregator = xffl.Aggregator(linear(64, seed=rank), state, bucket_bytes=1024)
-    carried, told = aggregator._made.exchange._crossing, []
-    post, arrive = carried._post, carried._arrive
+    for form, atomic in (("auto", True), ("all_gather", False), ("two_hop", True)):
+        aggregator = xffl.Aggregator(linear(64, seed=rank), state, bucket_bytes=1024, form=form, atomic=atomic)
+        told: list[str] = []
 
-    def posted(track: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
-        told.extend(["sent"] if send else [])
-        return post(track, bucket, hop, send, receive)
+        def posted(receive: Any, send: Any, group: dist.ProcessGroup, tag: int, told: list[str] = told) -> list[Heard]:
+            told.extend(["sent"] * len(send))
+            return [Heard(work, told) for work in start_moves(receive, send, group, tag)]
 
-    def arrived(works: Any) -> None:
-        told.append("waited")
-        arrive(works)
-
-    carried._post, carried._arrive = posted, arrived  # type: ignore[method-assign]
-    aggregator.aggregate()
-    assert told.index("waited") >= 4 and told.count("sent") == 16
+        with mock.patch.object(crossing, "start_moves", posted), mock.patch.object(late, "start_moves", posted):
+            aggregator.aggregate()
+        # In two hops each cell sends every other bucket first.
+        assert told.index("waited") >= (2 if form == "two_hop" else 4) and told.count("sent") == 16, form
 
 
 def rails_of_little(rank: int, world_size: int) -> None:

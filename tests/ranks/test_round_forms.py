@@ -17,7 +17,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
-from xffl.aggregation import crossing
+from xffl.aggregation import crossing, late
 from xffl.aggregation.routes import Move, start_moves
 
 LAYOUTS = [((1, 1), None), ((2, 2), 1), ((4, 2), 2), ((2, 4, 2), 2), ((4, 2), None), ((1, 2, 3), None)]
@@ -68,7 +68,7 @@ def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[in
         return start_moves(receive, send, group, tag)
 
     weight, weights = weightings((2, 2), rank, state.federated_rank)[1]
-    with mock.patch.object(crossing, "start_moves", counted):
+    with mock.patch.object(crossing, "start_moves", counted), mock.patch.object(late, "start_moves", counted):
         for _ in range(2):
             fill(model, rank, state.federated_rank)
             before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
@@ -209,7 +209,7 @@ def accounted(rank: int, world_size: int, options: dict[str, Any]) -> tuple[floa
         time.sleep(0.02)
         return start_moves(receive, send, group, tag)
 
-    with mock.patch.object(crossing, "start_moves", slow):
+    with mock.patch.object(crossing, "start_moves", slow), mock.patch.object(late, "start_moves", slow):
         report = aggregator.aggregate()
     assert report.phases["post"] >= 0.08
     return report.seconds, sum(report.phases.values())

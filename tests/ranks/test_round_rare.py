@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ import xffl
 from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import everyones, linear, shaken
 from tests.worlds import run_world
-from xffl.aggregation import pool
+from xffl.aggregation import crossing, late, pool
+from xffl.aggregation.routes import Move, start_moves
 
 
 def constant(value: float, dtype: torch.dtype, size: int = 16) -> nn.ParameterList:
@@ -165,28 +167,27 @@ def other_combiner(rank: int, world_size: int) -> None:
 
 
 def interrupt_halfway(aggregator: xffl.Aggregator) -> None:
-    """Run a round in which a signal comes while the third bucket is combined."""
-    crossing, calls = aggregator._made.exchange._crossing, 0
-    combine = crossing._combine
+    """Run a round in which a signal comes when the third bucket is to be sent."""
+    calls = 0
 
-    def interrupted(*args: Any, **named: Any) -> None:
+    def interrupted(receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup, tag: int) -> Any:
         nonlocal calls
-        calls += 1
+        calls += bool(send)
         if calls == 3:
             raise KeyboardInterrupt
-        combine(*args, **named)
+        return start_moves(receive, send, group, tag)
 
-    crossing._combine = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
+    patches = [mock.patch.object(module, "start_moves", interrupted) for module in (crossing, late)]
+    with patches[0], patches[1], pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
 
 
-def interrupted_halfway(rank: int, world_size: int) -> None:
+def interrupted_halfway(rank: int, world_size: int, form: str) -> None:
     """Nothing of the model has changed, but messages are under way that a next round would take for its own."""
     state = make_state(rank, (1, 1), None)
     model = linear(64, seed=rank)
     before = model.weight.detach().clone()
-    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024, form=form)
     interrupt_halfway(aggregator)
     assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
     with pytest.raises(xffl.RoundError, match="an exchange was interrupted here"):
@@ -282,7 +283,8 @@ def resizable(rank: int, world_size: int) -> None:
         (2, served_in_inference, ()),
         (2, unfit_without_weight, ()),
         (3, other_combiner, ()),
-        (2, interrupted_halfway, ()),
+        (2, interrupted_halfway, ("auto",)),
+        (2, interrupted_halfway, ("two_hop",)),
         (2, buffers_are_there, ({},)),
         (2, buffers_are_there, ({"atomic": False},)),
         (2, buffers_are_there, ({"form": "two_hop", "codec": "int8"},)),

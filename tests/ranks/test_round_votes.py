@@ -16,7 +16,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
-from xffl.aggregation import crossing
+from xffl.aggregation import crossing, looks
 from xffl.aggregation.vote import Ballot, cast
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
@@ -205,24 +205,26 @@ def policies(rank: int, world_size: int) -> None:
     assert values == {"0.weight": 0.0, "0.bias": float(rank), "1.weight": 0.5, "1.bias": 0.5}
 
 
-def local_failure(rank: int, world_size: int, atomic: bool) -> None:
+def local_failure(rank: int, world_size: int, options: dict[str, Any], where: str) -> None:
     """A rank that fails in the middle keeps up with the exchange, and all learn why at once."""
     state = make_state(rank, (2, 2), None)
-    model = xffl.shard(net(), state)
-    aggregator = xffl.Aggregator(model, state, bucket_bytes=64, atomic=atomic)
+    # Buffers are looked at before the round is opened.
+    model = xffl.shard(nn.Linear(6, 8) if where == "energy_of" else net(), state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=64, **options)
+    module: Any = {"weighted_mean": crossing, "energy_of": looks}[where]
     if rank == 3:
-        mean = crossing.weighted_mean
+        whole = getattr(module, where)
 
-        def fail_once(*_: object, **options: bool) -> None:
-            crossing.weighted_mean = mean
+        def fail_once(*_: object, **named: bool) -> None:
+            setattr(module, where, whole)
             raise MemoryError("planted on rank 3")
 
-        crossing.weighted_mean = fail_once
+        setattr(module, where, fail_once)
     before, start = digests(model), time.monotonic()
     told = raised(aggregator.aggregate)
     assert time.monotonic() - start < 20
     check_alike(told, "RoundError", "rank 3 (cell 1): MemoryError: planted on rank 3")
-    if atomic:
+    if options.get("atomic", True):
         assert digests(model) == before and not aggregator.is_torn
         assert aggregator.aggregate().round == 1
         return
@@ -324,9 +326,13 @@ def test_all_ranks_conclude_alike(case: Callable[[int, int], None], ranks: int) 
     run_world(ranks, case)
 
 
-@pytest.mark.parametrize("atomic", [True, False])
-def test_a_local_failure_is_told_to_all(atomic: bool) -> None:
-    run_world(4, local_failure, atomic)
+@pytest.mark.parametrize(
+    "options, where",
+    [({}, "energy_of"), ({"form": "two_hop"}, "weighted_mean"), ({"atomic": False}, "weighted_mean")],
+    ids=str,
+)
+def test_a_local_failure_is_told_to_all(options: dict[str, Any], where: str) -> None:
+    run_world(4, local_failure, options, where)
 
 
 def test_a_rank_that_dies_in_mid_round_ends_the_others() -> None:

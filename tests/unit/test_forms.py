@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xffl.aggregation.codec import codec_of
+from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Lane, Piece
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.tracks import Track, make_tracks
@@ -59,19 +60,26 @@ def track_of(
     codec: str = "none",
     rails: bool = False,
     device: str = "cpu",
+    *,
+    late: bool = False,
+    form: str = "auto",
+    dtype: str = "float32",
+    by_part: bool = True,
+    at_home: bool = False,
 ) -> Track:
     pieces = tuple(Piece(item, 0, count) for item, count in enumerate(elements))
     cells = topology.cells
-    lane = Lane(0, (True,) * cells, (0,) * cells, "float32", rule, False, codec, False, pieces)
+    lane = Lane(0, (by_part,) * cells, (0,) * cells, dtype, rule, at_home, codec, False, pieces)
     (track,) = make_tracks(
         [lane],
         topology=topology,
         rank=0,
         routes=Routes(None, (), None, None, is_railed=rails),
         bucket_bytes=4 * MIB,
-        form="auto",
+        form=form,
         codecs={"none": None, "int8": codec_of("int8")},
         device=torch.device(device),
+        combines_late=late,
     )
     return track
 
@@ -122,6 +130,73 @@ def test_two_cells_take_turns_over_gloo(
         assert sum(sizes) == numel and all(one.stop == two.start for one, two in itertools.pairwise(parts))
         combiner = combiners[bucket.number] if combiners else None
         assert combiner is None or sizes[combiner] == numel
+
+
+@pytest.mark.parametrize(
+    "topology, options, is_late",
+    [
+        (Topology(2, 1), {}, True),
+        (Topology(8, 4), {}, True),  # each rank its shard
+        (Topology(6, (4, 2)), {}, True),
+        (Topology(4, 2, 2), {}, True),
+        (Topology(4, 2, 1), {}, False),  # the mean goes to replicas
+        (Topology(3, (2, 1), 1), {}, False),
+        (Topology(2, 1), {"by_part": False}, True),
+        (Topology(3, (2, 1)), {"by_part": False}, False),  # all ranks of a cell hold it
+        (Topology(2, 1), {"form": "all_gather"}, True),
+        (Topology(2, 1), {"form": "two_hop"}, False),
+        (Topology(3, 1), {}, False),
+        (Topology(1), {}, False),
+        (Topology(2, 1), {"late": False}, False),
+        (Topology(2, 1), {"rule": "first"}, False),
+        (Topology(2, 1), {"codec": "int8"}, False),
+        (Topology(2, 1), {"rails": True}, False),
+        (Topology(2, 1), {"device": "cuda"}, False),
+        (Topology(2, 1), {"dtype": "bfloat16"}, False),
+        (Topology(2, 1), {"at_home": True}, False),
+    ],
+)
+def test_what_is_combined_when_it_is_written(topology: Topology, options: dict[str, Any], is_late: bool) -> None:
+    track = track_of([64 * MIB], topology, **{"late": True, **options})
+    assert track.is_late == is_late
+    if is_late:
+        assert not track.is_two_hop and track.ahead == track.depth == 8  # of 4 MiB each
+
+
+OPTIONS = {
+    "combine": "mean",
+    "server": None,
+    "privacy": None,
+    "secure": False,
+    "bucket_bytes": 4 * MIB,
+    "atomic": True,
+    "nonfinite": "reject",
+    "form": "auto",
+    "rails": False,
+    "fragments": 1,
+    "overlap": False,
+    "norms": False,
+}
+
+
+@pytest.mark.parametrize(
+    "asked, combines_late",
+    [
+        ({}, True),
+        ({"fragments": 3}, True),
+        ({"atomic": False}, False),
+        ({"overlap": True}, False),  # the model changes meanwhile
+        ({"nonfinite": "drop_cell"}, False),  # whose values count is known before they move
+        ({"combine": "median"}, False),
+        ({"combine": "krum"}, False),
+        ({"combine": "fednova"}, False),
+        ({"server": "fedavgm"}, False),  # takes the mean itself
+        ({"secure": True}, False),
+        ({"norms": True}, False),
+    ],
+)
+def test_what_needs_the_mean_before_it_is_written(asked: dict[str, Any], combines_late: bool) -> None:
+    assert Options.of(**{**OPTIONS, **asked}).combines_late == combines_late
 
 
 def test_codes_of_two_cells_go_in_one_hop() -> None:

@@ -63,6 +63,7 @@ def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[Track, .
         form="auto",
         codecs={},
         device=torch.device("cpu"),
+        combines_late=False,
     )
     return Layout(manifest.moving, items, axes, at), tracks
 

@@ -64,7 +64,8 @@ class Aggregator:
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
         bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
         over gloo and without rails, two cells combine whole buckets in turn.
-        ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB.
+        ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB; two cells
+        without replicas swap fp32 values over gloo, and each rank takes the mean when it writes it.
     :param rails: Let the replicas of a shard take turns in carrying its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
     :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,

@@ -285,4 +285,5 @@ def _tracks(
         form=options.form_of_lanes,
         codecs=manifest.codecs,
         device=device,
+        combines_late=options.combines_late,
     )

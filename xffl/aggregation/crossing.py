@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.carriers import Carriers
 from xffl.aggregation.combine import Combiner, Coordinatewise
 from xffl.aggregation.feedback import Feedback
 from xffl.aggregation.gathered import Gathered
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.mean import combined, weighted_mean
-from xffl.aggregation.plan import Bucket, Lane
+from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned
 from xffl.aggregation.routes import Routes, start_moves
 from xffl.aggregation.secure import Masker
@@ -60,9 +60,7 @@ class Crossing:
         self._combiner = combiner
         self._masker = masker
         self.gathered = Gathered(topology.cells, device)
-        # After so many buckets, every cell's carriers come round again.
-        self._turns = math.lcm(*topology.replica_counts) if routes.is_railed else 1
-        self._carriers: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self.carriers = Carriers(topology, rank, is_railed=routes.is_railed)
         self._needed: dict[tuple[int, ...], int] = {}
         # NCCL matches what is sent and received by order alone, so there both are posted together.
         self._is_on_cpu = device.type == "cpu"
@@ -71,7 +69,7 @@ class Crossing:
         self.feedback = {
             track.number: Feedback(track.codec, track.lane.numel, track.dtype, device)
             for track in tracks
-            if track.codec is not None and any(self.is_carrier(track.lane, bucket) for bucket in track.buckets)
+            if track.codec is not None and any(self.carriers.is_here(track.lane, bucket) for bucket in track.buckets)
         }
         # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
         widest = max((b.stop - b.start for t in tracks if t.codec is not None for b in t.buckets), default=0)
@@ -157,23 +155,6 @@ class Crossing:
         """
         self._turnout = turnout
 
-    def carrier(self, lane: Lane, bucket: Bucket, cell: int | None = None) -> int:
-        """Return the rank that carries a bucket for a cell, by default for this rank's."""
-        return self._carriers_of(lane, bucket)[self._cell if cell is None else cell]
-
-    def _carriers_of(self, lane: Lane, bucket: Bucket) -> tuple[int, ...]:
-        # What is taken from one cell is taken from one rank.
-        turn = bucket.number % self._turns if lane.rule == "average" else 0
-        carriers = self._carriers.get((lane.owners, turn))
-        if carriers is None:
-            carriers = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(lane.owners))
-            self._carriers[lane.owners, turn] = carriers
-        return carriers
-
-    def is_carrier(self, lane: Lane, bucket: Bucket) -> bool:
-        """Tell whether this rank carries a bucket for its cell."""
-        return self.carrier(lane, bucket) == self._rank
-
     def reserve(self, tracks: Sequence[Track]) -> None:
         """Make the buffers that a round over some lanes needs; local."""
         key = tuple(track.number for track in tracks)
@@ -190,8 +171,8 @@ class Crossing:
 
     def _takes_slot(self, track: Track, bucket: Bucket) -> bool:
         here = track.parts(bucket)[self._cell]
-        is_needed = here.stop > here.start or track.codec is not None or self._is_masked(track)
-        return is_needed and self.is_carrier(track.lane, bucket)
+        is_needed = (here.stop > here.start or track.codec is not None or self._is_masked(track)) and not track.is_late
+        return is_needed and self.carriers.is_here(track.lane, bucket)
 
     def pause(self, track: Track) -> int:
         """Return for how many buckets :meth:`carry` pauses in all."""
@@ -260,7 +241,8 @@ class Crossing:
         for row in rows.values():
             row.zero_()  # what is sent if masking fails
         parts = track.parts(bucket)
-        carriers = {cell: self.carrier(track.lane, bucket, cell) for cell in self._turnout.cells}
+        ranks = enumerate(self.carriers.of(track.lane, bucket))
+        carriers = {cell: rank for cell, rank in ranks if cell in self._turnout.cells}
         for cell, row in rows.items():
             place = (track.lane.key, bucket.number, cell if track.is_two_hop else -1)
             share = self._turnout.share(self._cell)
@@ -373,7 +355,7 @@ class Crossing:
         """Start sending to other cells' carriers of a bucket, and receiving from them."""
         groups, first = self._routes.across, self._routes.first
         group = groups[bucket.number % len(groups)] if groups else None
-        carriers = self._carriers_of(track.lane, bucket)
+        carriers = self.carriers.of(track.lane, bucket)
         # What belongs together is matched by hop and order.
         arriving = [(values, first + carriers[cell]) for cell, values in receive.items() if values.numel()]
         leaving = [(values, first + carriers[cell]) for cell, values in send.items() if values.numel()]

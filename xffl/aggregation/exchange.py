@@ -10,10 +10,8 @@ nobody waits for it, and reports the failure to the vote. Only a failed communic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,10 +20,13 @@ from xffl.aggregation.accountant import Accountant
 from xffl.aggregation.combine import Weighting, total_of
 from xffl.aggregation.crossing import Crossing
 from xffl.aggregation.feedback import Memory
+from xffl.aggregation.flights import Flights
 from xffl.aggregation.gathered import add_distances
 from xffl.aggregation.globals import GlobalState
 from xffl.aggregation.journal import Journal
+from xffl.aggregation.late import Late
 from xffl.aggregation.layout import Layout
+from xffl.aggregation.looks import Findings, Looks
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Bucket
@@ -33,28 +34,15 @@ from xffl.aggregation.pool import Pool, aligned
 from xffl.aggregation.protection import Protection
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.secure import Masker
-from xffl.aggregation.staging import Staging, energy_of
+from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track, Turnout
 from xffl.aggregation.weighing import weighed
 from xffl.topology import Topology
 
-__all__ = ["Exchange", "Findings"]
+__all__ = ["Exchange"]
 
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for: the next one is combined meanwhile."""
-
-
-class Findings(NamedTuple):
-    """What a rank has found in the values that it sends.
-
-    :param nonfinite: Names of tensors to be averaged that hold a value which is not finite.
-    :param is_moderate: Whether no value is so large that its square leaves fp32.
-    :param norm: Squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks.
-    """
-
-    nonfinite: list[str]
-    is_moderate: bool
-    norm: float = 0.0
 
 
 class Exchange:
@@ -110,6 +98,7 @@ class Exchange:
         self._staging = Staging(layout, device, atomic=options.atomic)
         self.memory = Memory(tracks, crossing.feedback)
         self.journal = Journal(device)
+        self._late = Late(layout, self._staging, crossing, routes, self._cell)
 
     @property
     def accountant(self) -> Accountant | None:
@@ -126,6 +115,8 @@ class Exchange:
     def look(self, fragment: int, *, is_snapshot: bool = False, keeps_snapshot: bool = False) -> Findings:
         """Look the tensors up and read those of this round that this rank sends; local.
 
+        What is combined late is looked at when it is sent, while the processor has it at hand: see :meth:`settle`.
+
         :param fragment: The part of the model that takes part in the round.
         :param is_snapshot: Whether the model may change before the round has read it: then all of it is copied now.
         :param keeps_snapshot: Whether that copy is to outlive the round, on every rank.
@@ -139,27 +130,22 @@ class Exchange:
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
             with torch.inference_mode(False):
                 self._make_buffers(fragment)
-            looks: list[tuple[Bucket, torch.Tensor]] = []
+            self._late.begin()
+            looks = Looks(self._layout)
             norms: list[torch.Tensor] = []
             for track, bucket in self._walk(fragment):
-                is_carrier = self._crossing.is_carrier(track.lane, bucket)
+                if track.is_late:
+                    continue
+                is_carrier = self._crossing.carriers.is_here(track.lane, bucket)
                 if keeps_snapshot or track.lane.is_mean_at_home or is_carrier:
                     values, lent = self._staging.pack(track, bucket)
                     if track.lane.rule == "average":
-                        looks.append((bucket, energy_of(values)))
+                        looks.add(bucket, values)
                     if is_carrier and self.has_norms and track.lane.is_stepped:
                         assert self.agreed is not None
                         norms.append(self.agreed.squared_distance(track, bucket, values))
                     self._staging.keep(bucket, lent)
-            energies = torch.stack([energy for _, energy in looks]).tolist() if looks else []
-            found: set[int] = set()
-            for (bucket, _), energy in zip(looks, energies, strict=True):
-                if not math.isfinite(energy):
-                    found.update(self._layout.nonfinite(bucket))
-        names = [self._layout.name(item) for item in sorted(found)]
-        return Findings(
-            names, all(map(math.isfinite, energies)), total_of(torch.stack(norms).tolist() if norms else ())
-        )
+            return looks.findings()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
 
     def check(self, turnout: Turnout) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks.
@@ -208,19 +194,33 @@ class Exchange:
         self._crossing.weigh(self.turnout)
         self._march(fragment, self._spread)
 
+    def looked_late(self) -> Findings:
+        """Return what was found in the values that are combined late, once :meth:`run` has sent them; local."""
+        return self._late.findings()
+
+    def settle(self, *, is_moderate: bool) -> None:
+        """Go on with what all ranks have found in the values that are combined late; local.
+
+        :param is_moderate: Whether none of them is so large that its square leaves fp32.
+        """
+        self.turnout = replace(self.turnout, is_fused=self.turnout.is_fused and is_moderate)
+
     def _march(self, fragment: int, start: Callable[[Track, Bucket], Iterator[int]]) -> None:
         """Start a flight for each bucket, in order, and keep several under way."""
-        flights: dict[int, list[tuple[int, Iterator[int]]]] = {}
+        flights = Flights()
         before: tuple[object, ...] = ()
-        for tick, (track, bucket) in enumerate(self._walk(fragment)):
+        for track in self._tracks_of(fragment):
             # Others are in step with this rank only as long as they walk the same lanes; and what is asked for is sent
             # in the same order only as long as it is asked for as far ahead.
-            if track.pace != before:
-                self._drain(flights)
+            if track.pace != before or track.is_late:
+                flights.drain()
             before = track.pace
-            flights.setdefault(tick, []).append((tick, start(track, bucket)))
-            self._advance(flights, tick)
-        self._drain(flights)
+            if track.is_late:
+                self._late.swap(track, self.turnout, self.journal)
+                continue
+            for bucket in track.buckets:
+                flights.start(start(track, bucket))
+        flights.drain()
 
     def _compare(self, fragment: int) -> list[list[float]]:
         """Return the squared distances between all cells' models; collective over the world.
@@ -244,6 +244,8 @@ class Exchange:
     def commit(self, fragment: int, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there already.
 
+        Where another cell's values were collected and not the mean, the mean is written.
+
         :param fragment: As in :meth:`look`.
         :param is_merged: Whether the model has changed since and its changes count, by ``alpha``.
         :param alpha: The part of the model's value that stays; ``None``: what it has changed by since is added.
@@ -253,7 +255,12 @@ class Exchange:
                 self._layout.look_up()
             if self.agreed is not None:
                 self.agreed.step(fragment, self._staging.stages, self.turnout.scale)
+            for track in self._tracks_of(fragment):
+                if track.is_late:
+                    self._late.write(track, self.turnout)
             for track, bucket in self._walk(fragment) if self._atomic else ():
+                if track.is_late:
+                    continue
                 mean = self._staging.stage(track, bucket)
                 if is_merged and alpha != 0.0 and track.lane.rule == "average" and not track.lane.is_mean_at_home:
                     self._staging.merge(track, bucket, mean, alpha)
@@ -265,7 +272,7 @@ class Exchange:
         """Yield what training changes of the model that this rank carries: tensor, first element, values; local."""
         for track in self._tracks:
             for bucket in track.buckets if track.lane.is_stepped else ():
-                if not self._crossing.is_carrier(track.lane, bucket):
+                if not self._crossing.carriers.is_here(track.lane, bucket):
                     continue
                 values = torch.empty(bucket.stop - bucket.start, dtype=track.dtype, device=self._device)
                 self._layout.pack(bucket, values)
@@ -275,10 +282,10 @@ class Exchange:
 
     def _make_buffers(self, fragment: int) -> None:
         """Make what a round needs, so that it does not run out of memory on its way."""
-        tracks = [track for track in self._tracks if track.lane.fragment == fragment]
+        tracks = self._tracks_of(fragment)
         self._staging.make(tracks, {track.number: self._crossing.pause(track) + HOME_LAG for track in tracks})
         for track in tracks if self._is_gathering else ():
-            if any(self._crossing.is_carrier(track.lane, bucket) for bucket in track.buckets):
+            if any(self._crossing.carriers.is_here(track.lane, bucket) for bucket in track.buckets):
                 self._crossing.gathered.reserve(track, self._kept_dtype(track))
         self._crossing.reserve(tracks)
         homes = [
@@ -291,28 +298,14 @@ class Exchange:
     def _carried(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
         """Yield what this rank carries of what training changes."""
         for track, bucket in self._walk(fragment):
-            if track.lane.is_stepped and self._crossing.is_carrier(track.lane, bucket):
+            if track.lane.is_stepped and self._crossing.carriers.is_here(track.lane, bucket):
                 yield track, bucket
 
     def _walk(self, fragment: int) -> Iterator[tuple[Track, Bucket]]:
-        for track in self._tracks:
-            if track.lane.fragment == fragment:
-                for bucket in track.buckets:
-                    yield track, bucket
+        return ((track, bucket) for track in self._tracks_of(fragment) for bucket in track.buckets)
 
-    def _advance(self, flights: dict[int, list[tuple[int, Iterator[int]]]], tick: int) -> None:
-        """Let the flights whose time has come take their next step, in the order in which they started.
-
-        :param flights: Those under way with their number, by the tick at which they go on.
-        :param tick: The time.
-        """
-        for number, flight in sorted(flights.pop(tick, ()), key=itemgetter(0)):
-            if (pause := next(flight, None)) is not None:
-                flights.setdefault(tick + pause, []).append((number, flight))
-
-    def _drain(self, flights: dict[int, list[tuple[int, Iterator[int]]]]) -> None:
-        while flights:
-            self._advance(flights, min(flights))
+    def _tracks_of(self, fragment: int) -> list[Track]:
+        return [track for track in self._tracks if track.lane.fragment == fragment]
 
     def _fly(self, track: Track, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
@@ -323,7 +316,7 @@ class Exchange:
                 self._staging.fill(bucket, values)
         if lane.is_mean_at_home and track.home is not None:
             self._mean_at_home(track.home, values)
-        is_carrier = self._crossing.is_carrier(lane, bucket)
+        is_carrier = self._crossing.carriers.is_here(lane, bucket)
         if is_carrier:
             yield from self._crossing.carry(track, bucket, values, out, is_encoded=self._is_encoded(track))
         if track.home is not None:
@@ -340,14 +333,14 @@ class Exchange:
                 self._staging.fill(bucket, values)
         if track.lane.is_mean_at_home and track.home is not None:
             self._mean_at_home(track.home, values)
-        if self._crossing.is_carrier(track.lane, bucket):
+        if self._crossing.carriers.is_here(track.lane, bucket):
             yield from self._crossing.gather(track, bucket, values, is_encoded=self._is_encoded(track))
         self._staging.give(lent)
 
     def _spread(self, track: Track, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
         _, out, lent = self._staging.own(track, bucket)
-        is_carrier = self._crossing.is_carrier(track.lane, bucket)
+        is_carrier = self._crossing.carriers.is_here(track.lane, bucket)
         if is_carrier:
             self._crossing.settle(track, bucket, out, is_encoded=self._is_encoded(track))
         if track.home is not None:
@@ -387,7 +380,7 @@ class Exchange:
         home = track.home
         assert home is not None
         with self.journal.phase("home"):
-            source = self._routes.first + self._crossing.carrier(track.lane, bucket)
+            source = self._routes.first + self._crossing.carriers.at_home(track.lane, bucket)
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.journal.bytes_home += values.nbytes * (home.size() - 1) if is_carrier else 0
         yield HOME_LAG

@@ -9,7 +9,7 @@ from torch import nn
 
 from xffl.aggregation.assembly import Assembly
 from xffl.aggregation.entries import reshard
-from xffl.aggregation.exchange import Findings
+from xffl.aggregation.looks import Findings
 from xffl.aggregation.protocol import Opening
 from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_number, checked_weight
 from xffl.errors import ConfigError, RoundError, XfflError

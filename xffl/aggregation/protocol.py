@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.combine import total_of
 from xffl.aggregation.exchange import Exchange
+from xffl.aggregation.looks import Findings
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import Place, Routes
@@ -129,7 +130,7 @@ class Protocol:
         if least_divergence is not None and not self.is_over and _divergence(turnout) < least_divergence:
             return Outcome(turnout, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
         self._check_turnout(turnout, ballots)
-        self._close(turnout, fragment)
+        bad |= self._close(turnout, fragment)
         return Outcome(
             self._exchange.turnout,
             dropped,
@@ -220,12 +221,14 @@ class Protocol:
             for cell in cells
         }
 
-    def _close(self, turnout: Turnout, fragment: int) -> None:
-        """Exchange, and vote on the outcome."""
+    def _close(self, turnout: Turnout, fragment: int) -> set[int]:
+        """Exchange, and vote on the outcome; return the cells in which values that are not finite were sent."""
         number = turnout.number
         failure: Exception | None = None
+        found = Findings([], False)
         try:
             self._exchange.run(turnout, fragment)
+            found = self._exchange.looked_late()
             failure = self._exchange.journal.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
@@ -235,7 +238,13 @@ class Protocol:
             self.is_interrupted = True
             raise
         try:
-            ballots = self._cast(Ballot(number + CLOSING, is_failed=failure is not None), self._closes_within_s)
+            ballot = Ballot(
+                number + CLOSING,
+                is_nonfinite=bool(found.nonfinite),
+                is_failed=failure is not None,
+                is_moderate=found.is_moderate,
+            )
+            ballots = self._cast(ballot, self._closes_within_s)
             check_rounds(ballots, self._topology)
             is_agreed = not any(other.is_failed for other in ballots)
             reasons = [] if is_agreed else self._gather_reasons(failure)
@@ -247,13 +256,21 @@ class Protocol:
                 f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
             ) from why
         if is_agreed:
-            return
+            return self._settle(turnout, ballots, found.nonfinite)
         told = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
         if not self._atomic:
             raise TornError(f"round {number} failed with atomic=False: {told}") from failure
         raise RoundError(f"round {number} was not taken, all ranks keep their weights of before: {told}") from failure
+
+    def _settle(self, turnout: Turnout, ballots: list[Ballot], found: list[str]) -> set[int]:
+        """Go on with what was found while values were sent, or refuse it; only where no weights have changed yet."""
+        bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
+        if counted := tuple(sorted(cell for cell in bad if turnout.weights[cell])):
+            self._refuse_nonfinite(counted, found)
+        self._exchange.settle(is_moderate=all(ballot.is_moderate for ballot in ballots))
+        return bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""

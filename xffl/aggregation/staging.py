@@ -12,7 +12,7 @@ from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool
 from xffl.aggregation.tracks import Track
 
-__all__ = ["Staging", "energy_of"]
+__all__ = ["Staging"]
 
 
 class Staging:
@@ -33,6 +33,7 @@ class Staging:
         self._has_room = False
         self._snapshots: dict[int, torch.Tensor] = {}
         self.stages: dict[int, torch.Tensor] = {}
+        self._by_bucket: dict[int, tuple[torch.Tensor, ...]] = {}
         self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
 
     def begin(self, *, is_snapshot: bool, keeps_snapshot: bool) -> None:
@@ -55,38 +56,49 @@ class Staging:
             for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
                 if is_needed and track.number not in kept:
                     kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
-        if not self._atomic:
-            packed = [
-                ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
-                for track in tracks
-                for bucket in track.buckets
-                if self._layout.run_of(bucket, self._device) is None
-            ]
-            count = min(len(packed), max((pause for _, pause in packed), default=0))
-            self._has_room = count == len(packed)
-            self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
+        packed = [
+            ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
+            for track in tracks
+            for bucket in (track.buckets if track.is_late or not self._atomic else ())
+            if self._layout.run_of(bucket, self._device) is None
+        ]
+        count = min(len(packed), max((pause for _, pause in packed), default=0))
+        self._has_room = count == len(packed)
+        self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
     def stage(self, track: Track, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
         return self.stages[track.number][bucket.start : bucket.stop]
 
+    def stages_of(self, track: Track) -> tuple[torch.Tensor, ...]:
+        """Return where the values of each of a lane's buckets wait; kept, since to cut takes its time."""
+        if track.number not in self._by_bucket:
+            sizes = [bucket.stop - bucket.start for bucket in track.buckets]
+            self._by_bucket[track.number] = self.stages[track.number].split_with_sizes(sizes)
+        return self._by_bucket[track.number]
+
     def own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
+        if not self._atomic:
+            values, lent = self.lend(track, bucket)
+            return values, values, lent
+        stage = self.stage(track, bucket)
+        if track.lane.is_mean_at_home or self._is_read_from_stage:
+            return stage, stage, None
+        if self.is_snapshot:
+            return self.copied(track, bucket), stage, None
         run = self._layout.run_of(bucket, self._device)
-        if self._atomic:
-            stage = self.stage(track, bucket)
-            if track.lane.is_mean_at_home or self._is_read_from_stage:
-                return stage, stage, None
-            if self.is_snapshot:
-                return self.copied(track, bucket), stage, None
-            return (stage if run is None else run), stage, None
+        return (stage if run is None else run), stage, None
+
+    def lend(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
+        run = self._layout.run_of(bucket, self._device)
         if run is not None:
-            return run, run, None
+            return run, None
         lent = self._kept.get(id(bucket))
         if lent is None:
             lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
-        values = lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype)
-        return values, values, lent
+        return lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype), lent
 
     def copied(self, track: Track, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""
@@ -94,7 +106,7 @@ class Staging:
         return copy[track.number][bucket.start : bucket.stop]
 
     def give(self, lent: torch.Tensor | None) -> None:
-        """Take back what :meth:`own` has lent."""
+        """Take back what was lent."""
         self._packs.give(lent)
 
     def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
@@ -105,7 +117,7 @@ class Staging:
             self.give(lent)
 
     def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Copy a bucket out of the model into the buffer that :meth:`own` has lent, unless it is there already."""
+        """Copy a bucket out of the model into a buffer that was lent for it, unless it is there already."""
         if self._kept.pop(id(bucket), None) is None:
             self._layout.pack(bucket, values)
 
@@ -143,13 +155,3 @@ class Staging:
             pieces[0].copy_(merged)
         self._layout.unpack(bucket, local)
         self._packs.give(lent)
-
-
-def energy_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a number that is finite only if all values are: the sum of squares, or of the values of a narrow type."""
-    if not values.is_floating_point():
-        return values.new_zeros((), dtype=torch.float32)
-    if values.dtype.itemsize < 4:
-        values = values.float() if values.dtype.itemsize == 1 else values  # torch adds no 8-bit floats up
-        return values.sum(dtype=torch.float32)
-    return values.dot(values).float()

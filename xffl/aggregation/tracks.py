@@ -77,6 +77,8 @@ class Track:
     :param codec: How values are written on the slow link; ``None`` as they are.
     :param home: Who gets the result at home; ``None`` where nobody else does.
     :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
+    :param is_late: Whether two cells swap all their values, and each rank combines them where they lie in the model,
+        when the round is written: so the values are passed over once less, and looked at when they are sent.
     :param combiners: In two hops, by bucket the cell that combines all of it; ``None`` where each cell combines a part.
     """
 
@@ -88,6 +90,7 @@ class Track:
     codec: Codec | None
     home: dist.ProcessGroup | None
     depth: int = IN_FLIGHT
+    is_late: bool = False
     combiners: tuple[int | None, ...] = ()
 
     @property
@@ -95,9 +98,9 @@ class Track:
         """Buckets that a rank is ready to receive before it sends its own.
 
         gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself:
-        without this the slow link would pause for its latency.
+        without this the slow link would pause for its latency. What is combined late arrives where it stays.
         """
-        return self.depth // 2
+        return self.depth if self.is_late else self.depth // 2
 
     @property
     def pace(self) -> tuple[object, ...]:
@@ -136,6 +139,7 @@ def make_tracks(
     form: str,
     codecs: Mapping[str, Codec | None],
     device: torch.device,
+    combines_late: bool,
 ) -> tuple[Track, ...]:
     """Prepare the lanes of a rank; all participants of a lane find the same buckets and form.
 
@@ -147,6 +151,7 @@ def make_tracks(
     :param form: One of :data:`xffl.report.forms.FORMS`.
     :param codecs: The codec of each name that lanes carry.
     :param device: Where the groups' backend communicates from.
+    :param combines_late: Whether values may be combined when the round is written.
     :return: The tracks, in the lanes' order.
     """
     cell = topology.cell_of(rank)
@@ -167,7 +172,10 @@ def make_tracks(
         codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         # What is taken from one cell needs no combining.
         taken = "all_gather"
-        if lane.rule == "average":
+        # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
+        is_late = combines_late and not routes.is_railed and device.type == "cpu" and _is_alone(lane, topology)
+        is_late = is_late and lane.dtype == "float32" and codec is None and form != "two_hop"
+        if lane.rule == "average" and not is_late:
             taken = form_of(lane.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
@@ -180,8 +188,16 @@ def make_tracks(
         takes_turns = is_two_hop and topology.cells == 2 and codec is None and not routes.is_railed
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
         combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
-        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home, depth * turns, combiners))
+        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home, depth * turns, is_late, combiners))
     return tuple(tracks)
+
+
+def _is_alone(lane: Lane, topology: Topology) -> bool:
+    """Tell whether two cells average a lane of which each has one holder, so that nobody at home waits for the mean."""
+    if topology.cells != 2 or lane.rule != "average" or lane.is_mean_at_home or lane.holders:
+        return False
+    homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+    return all((replicas if is_part else size) == 1 for is_part, replicas, size in homes)
 
 
 def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:

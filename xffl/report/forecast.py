@@ -43,7 +43,9 @@ ASSUMPTIONS = (
     "is pushed at once, four at a time",
     "at home one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
-    "cell's value is read once; all of it at the memory's rate, and coding at a quarter of it",
+    "cell's value is read once; over gloo, with atomic, no codec and no delay, two cells without replicas look fp32 "
+    "values over when they are sent, and combine them when they are written; all of it at the memory's rate, coding at "
+    "a quarter of it",
     "in each of the two votes ballots go up a binary tree in each cell, from its first rank to all others' and down; "
     "gloo: the first step at home and the crossing begin with a word of the receiver, one latency more",
     "with a delay, local steps hide everything but looking over and writing, as far as they last",
@@ -115,6 +117,7 @@ class _Way:
     bucket_bytes: int
     atomic: bool
     is_asked: bool
+    is_late: bool
 
     @property
     def copies(self) -> float:
@@ -134,13 +137,16 @@ class _Way:
         depth = math.ceil(math.log2(replicas))
         hops: tuple[float, ...] = ()
         combine: tuple[float, ...] = ()
-        if self.form == "all_gather" and self.cells > 1:
+        if self.is_late:
+            hops, combine = (sent,), (0.0,)
+        elif self.form == "all_gather" and self.cells > 1:
             hops, combine = (sent,), (self.cells * (once + code),)
         elif self.cells > 1:
             # Each cell combines its part, and writes and reads the code of the result.
             hops, combine = (sent / 2, sent / 2), (once + code + 2 * code / self.cells, code)
         return Stages(
-            pack=2 * code,  # what was sent is what the sender goes on with: it reads its own code
+            # What was sent is what the sender goes on with: it reads its own code.
+            pack=once if self.is_late else 2 * code,
             hops=hops,
             combine=combine,
             latency=self.link.latency_s,
@@ -155,7 +161,7 @@ class _Way:
         depth = depth if self.is_asked else min(depth, STREAMS)
         return Pace(
             depth,
-            depth // 2 if self.is_asked else 0,
+            (depth if self.is_late else depth // 2) if self.is_asked else 0,
             HOME_LAG // (replicas if self.rails else 1),
         )
 
@@ -233,10 +239,11 @@ def forecast_round(
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
-    form = form_of(smallest, cells, form, is_exact=codec_ratio is None)
-    memory, is_asked = Link(memory_gbps), backend == "gloo"
-    way = _Way(form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, atomic, is_asked)
-    most = max(topology.replica_counts)
+    memory, is_asked, most = Link(memory_gbps), backend == "gloo", max(topology.replica_counts)
+    is_plain = atomic and not delay and not rails and codec_ratio is None and bytes_per_parameter == 4
+    is_late = is_plain and is_asked and cells == 2 and most == 1 and form != "two_hop"
+    form = "all_gather" if is_late else form_of(smallest, cells, form, is_exact=codec_ratio is None)
+    way = _Way(form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, atomic, is_asked, is_late)
     walks = [_walk(way, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
     longest = max(walks, key=lambda walk: walk.seconds)
     votes = 2 * _vote_seconds(topology, link, home, is_asked=is_asked)
@@ -308,12 +315,12 @@ def _walk(way: _Way, shards: int, replicas: int, model: float, most: int) -> _Wa
     stall = course.last - course.first - across
     once = way.memory.seconds(model / shards)
     phases = {
-        "pack": once,
+        "pack": 0.0 if way.is_late else once,
         "fill": course.first,
         "across": across,
         "stall": stall if stall > ROUNDING * across else 0.0,
         "drain": course.end - course.last,
-        "commit": once if way.atomic else 0.0,
+        "commit": (way.cells if way.is_late else 1) * once if way.atomic else 0.0,
     }
     busy = {
         "processor": buckets * (stages.pack + sum(stages.combine)),

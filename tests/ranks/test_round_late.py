@@ -1,0 +1,171 @@
+"""Two cells without replicas swap their values, and each rank takes the mean when it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import xffl
+from tests.ranks.test_round import digests, make_state
+from tests.worlds import run_world
+
+
+def local(parameter: Any) -> torch.Tensor:
+    tensor: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return tensor.detach()
+
+
+def model_of(rank: int, state: Any) -> nn.Module:
+    """A large tensor in several buckets, and small ones that share one."""
+    torch.manual_seed(rank)
+    return xffl.shard(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 2)), state)
+
+
+def make(rank: int, sizes: tuple[int, ...], **options: Any) -> tuple[nn.Module, xffl.Aggregator]:
+    state = make_state(rank, sizes, None)
+    model = model_of(rank, state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=256, **options)
+    assert any(track.is_late for track in aggregator._made.tracks) == (options.get("nonfinite") != "drop_cell")
+    return model, aggregator
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    return [local(parameter).detach().clone() for parameter in model.parameters()]
+
+
+def nonfinite(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    """One value of one rank: all learn the cell and the tensor, nobody changes, and the next round takes place."""
+    model, aggregator = make(rank, sizes)
+    value = local(model[0].weight).detach().view(-1)  # type: ignore[index]
+    if rank == world_size - 1:
+        kept = float(value[-1])
+        value[-1] = math.nan
+    before = digests(model)
+    for _ in range(2):
+        with pytest.raises(xffl.RoundError, match=r"cell 1 holds values that are not finite in '0\.weight'"):
+            aggregator.aggregate()
+        assert digests(model) == before and aggregator.can_go_on and aggregator.rounds == 0
+    if rank == world_size - 1:
+        value[-1] = kept
+    assert aggregator.aggregate().round == 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
+def test_values_that_are_not_finite_are_refused(sizes: tuple[int, ...]) -> None:
+    run_world(sum(sizes), nonfinite, sizes)
+
+
+def weightless(rank: int, world_size: int) -> None:
+    """What a cell of weight 0 holds does not count, finite or not: it gets the other's, to the bit."""
+    model, aggregator = make(rank, (1, 1))
+    mine = whole(model)
+    if rank == 0:
+        with torch.no_grad():
+            model[2].bias.fill_(math.inf)  # type: ignore[index, union-attr, operator]
+    report = aggregator.aggregate(float(rank))
+    assert report.weights == (0.0, 1.0) and (report.bytes_across > 0) == (rank == 1)
+    for parameter, value in zip(model.parameters(), mine, strict=True):
+        wanted = value if rank == 1 else torch.empty_like(value)
+        dist.broadcast(wanted, 1)
+        assert torch.equal(local(parameter), wanted)
+
+
+def extreme(rank: int, world_size: int) -> None:
+    """Differences that leave fp32 do not: how large values are is told by the last vote."""
+    for high in (1e18, 3e38):
+        model, aggregator = make(rank, (1, 1))
+        sign = 1.0 if rank else -1.0
+        with torch.no_grad():
+            model[0].weight.fill_(sign * high)  # type: ignore[index, union-attr, operator]
+        aggregator.aggregate(1.0 + 2.0 * rank)
+        assert aggregator._exchange.turnout.is_fused == (high < 1e19)
+        got = local(model[0].weight)  # type: ignore[index]
+        assert torch.allclose(got, torch.full_like(got, high / 2), rtol=1e-6)
+        both = [torch.empty_like(got) for _ in range(2)]
+        dist.all_gather(both, got.contiguous())
+        assert torch.equal(*both)
+
+
+def strided(rank: int, world_size: int) -> None:
+    """What does not lie in one run of memory is packed, on the ranks where it is so, and once for each round."""
+    state = make_state(rank, (1, 1), None)
+    torch.manual_seed(rank)
+    value = torch.randn(48, 40)
+    model = nn.ParameterList(
+        [nn.Parameter(value.t() if rank else value.t().contiguous()), nn.Parameter(value[0, :3].clone())]
+    )
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
+    packed: list[int] = []
+    layout = aggregator._exchange._layout
+    pack = layout.pack
+
+    def counted(bucket: Any, into: torch.Tensor) -> None:
+        packed.append(bucket.number)
+        pack(bucket, into)
+
+    layout.pack = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model:
+                parameter.add_(torch.randn(parameter.shape))
+        values = [parameter.detach().contiguous().clone() for parameter in model]
+        for parameter in values:
+            dist.all_reduce(parameter)
+        packed.clear()
+        aggregator.aggregate()
+        for parameter, total in zip(model, values, strict=True):
+            assert torch.allclose(parameter, total / 2, atol=1e-6)
+        (track,) = aggregator._made.tracks
+        strewn = [bucket.number for bucket in track.buckets if bucket.pieces[0].item == 0 and rank == 1]
+        # With many on their way there is no room to keep them until the mean is written.
+        assert sorted(packed) == sorted(2 * strewn)
+    assert model[0].is_contiguous() == (rank == 0)
+
+
+def untouched(rank: int, world_size: int) -> None:
+    """Until the last vote the model is what it was, and no copy is made of what lies in one run of memory."""
+    model, aggregator = make(rank, (2, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(float(rank // 2))
+    before = digests(model)
+    protocol: Any = aggregator._protocol
+    cast: Callable[..., Any] = protocol._cast
+    seen: list[bool] = []
+
+    def checked(*given: Any) -> Any:
+        seen.append(digests(model) == before)
+        return cast(*given)
+
+    protocol._cast = checked
+    phases = aggregator.aggregate().phases
+    assert seen == [True, True] and digests(model) != before
+    assert set(phases) == {"vote", "pack", "post", "across", "commit"}
+
+
+def dropping(rank: int, world_size: int) -> None:
+    """Whose values count has to be known before they move where a cell may be left out."""
+    model, aggregator = make(rank, (1, 1), nonfinite="drop_cell")
+    mine = whole(model)
+    if rank == 0:
+        with torch.no_grad():
+            model[0].bias.fill_(math.nan)  # type: ignore[index, union-attr, operator]
+    assert aggregator.aggregate().dropped == (0,)
+    if rank == 1:
+        assert all(torch.equal(*pair) for pair in zip(whole(model), mine, strict=True))
+
+
+@pytest.mark.parametrize(
+    "ranks, case",
+    [(2, weightless), (2, extreme), (2, strided), (4, untouched), (2, dropping)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_late(ranks: int, case: Callable[[int, int], None]) -> None:
+    run_world(ranks, case)
