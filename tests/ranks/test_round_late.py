@@ -129,6 +129,25 @@ def strided(rank: int, world_size: int) -> None:
     assert model[0].is_contiguous() == (rank == 0)
 
 
+def shared(rank: int, world_size: int) -> None:
+    """Tensors that share memory, some in part and some across buckets, are averaged once."""
+    state = make_state(rank, (1, 1), None)
+    memory = torch.randn(600, generator=torch.Generator().manual_seed(rank))
+    model = nn.ParameterList(
+        [nn.Parameter(memory[:400]), nn.Parameter(memory[100:500].view(20, 20)), nn.Parameter(memory[490:])]
+    )
+    wanted = memory.clone()
+    dist.all_reduce(wanted)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=256)
+    assert aggregator._exchange._layout.shares_memory is False  # nobody has looked yet
+    aggregator.aggregate()
+    assert aggregator._exchange._layout.shares_memory
+    assert torch.allclose(memory, wanted / 2, atol=1e-6)
+    both = [torch.empty_like(memory) for _ in range(2)]
+    dist.all_gather(both, memory)
+    assert torch.equal(*both)
+
+
 def untouched(rank: int, world_size: int) -> None:
     """Until the last vote the model is what it was, and no copy is made of what lies in one run of memory."""
     model, aggregator = make(rank, (2, 2))
@@ -164,7 +183,7 @@ def dropping(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "ranks, case",
-    [(2, weightless), (2, extreme), (2, strided), (4, untouched), (2, dropping)],
+    [(2, weightless), (2, extreme), (2, strided), (2, shared), (4, untouched), (2, dropping)],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_late(ranks: int, case: Callable[[int, int], None]) -> None:

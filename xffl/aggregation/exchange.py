@@ -255,9 +255,7 @@ class Exchange:
                 self._layout.look_up()
             if self.agreed is not None:
                 self.agreed.step(fragment, self._staging.stages, self.turnout.scale)
-            for track in self._tracks_of(fragment):
-                if track.is_late:
-                    self._late.write(track, self.turnout)
+            self._late.write([track for track in self._tracks_of(fragment) if track.is_late], self.turnout)
             for track, bucket in self._walk(fragment) if self._atomic else ():
                 if track.is_late:
                     continue

@@ -8,6 +8,7 @@ at hand; what that finds is part of the last vote, before which no weight has ch
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,20 +96,27 @@ class Late:
             self._looks.add(bucket, values)
         return values, lent
 
-    def write(self, track: Track, turnout: Turnout) -> None:
-        """Write the mean of a lane into the model; local.
+    def write(self, tracks: Sequence[Track], turnout: Turnout) -> None:
+        """Write the mean of lanes into the model; local.
 
-        :param track: The lane.
+        :param tracks: The lanes.
         :param turnout: Whose values count, and for what.
         """
-        senders = turnout.senders(track.lane)
-        counts = [turnout.counts[cell] for cell in senders]
-        for bucket, stage in zip(track.buckets, self._staging.stages_of(track), strict=True):
-            values, lent = self._staging.lend(track, bucket)
-            if lent is not None:
-                self._staging.fill(bucket, values)
-            both = (values, stage) if self._cell == 0 else (stage, values)
-            weighted_mean([both[cell] for cell in senders], counts, values, is_fused=turnout.is_fused)
-            if lent is not None:
-                self._layout.unpack(bucket, values)
+        # What shares memory is written once all of it has been read.
+        waits = self._layout.shares_memory
+        for track in tracks:
+            senders = turnout.senders(track.lane)
+            counts = [turnout.counts[cell] for cell in senders]
+            for bucket, stage in zip(track.buckets, self._staging.stages_of(track), strict=True):
+                values, lent = self._staging.lend(track, bucket)
+                if lent is not None:
+                    self._staging.fill(bucket, values)
+                both = (values, stage) if self._cell == 0 else (stage, values)
+                mean = stage if waits else values
+                weighted_mean([both[cell] for cell in senders], counts, mean, is_fused=turnout.is_fused)
+                if lent is not None and not waits:
+                    self._layout.unpack(bucket, values)
                 self._staging.give(lent)
+        for track in tracks if waits else ():
+            for bucket, stage in zip(track.buckets, self._staging.stages_of(track), strict=True):
+                self._layout.unpack(bucket, stage)

@@ -40,7 +40,8 @@ class Places(NamedTuple):
 class Layout:
     """This rank's elements of the moving tensors, in canonical order.
 
-    Views are kept from round to round while the model keeps its tensors where they are.
+    Views are kept from round to round while the model keeps its tensors where they are. ``shares_memory`` tells, once
+    they have been looked up, whether some of them overlap.
 
     :param entries: The moving tensors, in the plan's order; ``None`` for one that this rank does not hold.
     :param items: The same tensors as the plan sees them.
@@ -63,6 +64,7 @@ class Layout:
         self._entries = tuple(entries)
         # A module's parameters and buffers, once each: taken together they cost less than one by one.
         self._dicts = list({id(entry.held): entry.held for entry in entries if entry is not None}.values())
+        self.shares_memory = False
         self._tensors: list[torch.Tensor | None] = []
         self._axis = tuple(
             0 if entry is None else canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries)
@@ -119,16 +121,21 @@ class Layout:
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
                     "Aggregator was made; make a new Aggregator after sharding the model"
                 )
-        if self._needs_memory_of_its_own:
-            self._check_apart(views)
+        shared = self._find_shared(views)
+        if shared is not None and self._needs_memory_of_its_own:
+            raise ConfigError(
+                f"tensors {self.name(shared[0])!r} and {self.name(shared[1])!r} share memory, which atomic=False and "
+                "overlap=True cannot average; make them one parameter, or leave these options out"
+            )
+        self.shares_memory = shared is not None
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
         self._tensors, self._found = tensors, _places(self._moving)
         self._of_bucket.clear()
         self._cuts.clear()
 
-    def _check_apart(self, views: Sequence[torch.Tensor]) -> None:
-        """Raise where the memory of two tensors overlaps."""
+    def _find_shared(self, views: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+        """Return two tensors whose memory overlaps, by their places in the plan, if there are any."""
         ends = (sum((n - 1) * step for n, step in zip(v.shape, v.stride(), strict=True)) for v in views)
         found = [
             (str(view.device), view.data_ptr(), view.data_ptr() + (end + 1) * view.itemsize, index)
@@ -137,10 +144,8 @@ class Layout:
         ]
         for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(sorted(found)):
             if device == other_device and start < end:
-                raise ConfigError(
-                    f"tensors {self.name(one)!r} and {self.name(other)!r} share memory, which atomic=False and "
-                    "overlap=True cannot average; make them one parameter, or leave these options out"
-                )
+                return one, other
+        return None
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
         """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.
