@@ -181,6 +181,23 @@ def test_a_killed_rank_ends_the_job(xffl: Start) -> None:
     assert not still_there([int(pids["1"])], DEADLINE_S)
 
 
+@pytest.mark.parametrize("end, code", [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_rank_that_fails_leaves_no_children(xffl: Start, tmp_path: Path, end: str, code: int) -> None:
+    script = f"""
+        import os, subprocess, sys, time
+        if os.environ["RANK"] == "0":
+            time.sleep(60)
+        nowhere = subprocess.DEVNULL
+        child = subprocess.Popen(["sleep", "60"], stdout=nowhere, stderr=nowhere)
+        print(child.pid, file=open("child", "w"), flush=True)
+        {end}
+    """
+    ended, _, err = finish(xffl("--processes 2", textwrap.dedent(script)))
+    assert ended == code, err
+    child = int((tmp_path / "child").read_text())
+    assert still_there([child], 5.0) == []
+
+
 def test_the_time_limit(xffl: Start) -> None:
     code, _, err = finish(xffl("--processes 2 --timeout 4", "import signal\nsignal.pause()\n"))
     assert (code, err) == (124, "xffl: stopped all ranks after 4.0 s, as --timeout says\n")

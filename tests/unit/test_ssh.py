@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import xffl
+from tests.processes import still_there
 from xffl.cluster import ssh
 from xffl.cluster.allocation import Host
 from xffl.cluster.exit_codes import ExitCode
@@ -42,6 +44,13 @@ if os.environ["RANK"] == "1":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill({whom}, signal.{how})
 time.sleep(60)
+"""
+CHILD = """
+import os, subprocess, sys
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+with open("part." + os.environ["RANK"], "w") as file:
+    print(child.pid, file=file)
+os.rename(file.name, "child." + os.environ["RANK"])
 """
 PAUSED = """
 import sys
@@ -99,6 +108,19 @@ def launch(
 def test_a_rank_that_another_program_ends_is_the_failure() -> None:
     ended = launch(ONE_ENDS.format(whom="os.getpid()", how="SIGTERM"))
     assert isinstance(ended, RankFailure) and (ended.rank, ended.exit_code, ended.record) == (1, 143, None)
+
+
+@pytest.mark.parametrize("end, left", [("sys.exit(3)", []), ("os.kill(os.getpid(), 9)", []), ("sys.exit(0)", [0, 1])])
+def test_a_rank_that_fails_leaves_no_children(end: str, left: list[int]) -> None:
+    """What one that ends well has started may go on: it was meant to."""
+    launch(CHILD + end)
+    pids = {rank: int(Path(f"child.{rank}").read_text()) for rank in (0, 1) if Path(f"child.{rank}").exists()}
+    try:
+        assert pids and [rank for rank, pid in pids.items() if still_there([pid], 0.0 if left else 5.0)] == left
+    finally:
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_lost_peer_is_told_where_no_host_is_lost() -> None:

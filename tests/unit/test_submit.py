@@ -142,7 +142,7 @@ def test_options_of_sbatch() -> None:
         partition="gpu", nodes=4, cpus_per_task=8, gpus_per_node="a100:4", memory=0, time="1-12:30", account="a b",
         qos="high", constraint="a100&nvme", nodelist="a[1-2],b1", switches="1@12:00:00",
         dependency="afterany:7", signal="TERM", signal_s=300,
-        array_limit=2, extra=("--exclusive", "--mail-user=me@site.org"),
+        array={"experiment.seed": [0, 1]}, array_limit=2, extra=("--exclusive", "--mail-user=me@site.org"),
     )  # fmt: skip
     script = render_script(slurm, job(tasks_per_node=4, tasks=(("a",), ("b",))), find_template())
     options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -168,6 +168,7 @@ def test_what_cannot_stand_in_a_script_is_refused(name: str) -> None:
     ("given", "message"),
     [
         ({"nodes": 0}, "slurm.nodes 0 is below 1"),
+        ({"array_limit": 2}, "slurm.array_limit 2 is for the tasks of slurm.array, which has none"),
         ({"max_restarts": -1}, "slurm.max_restarts -1 is below 0"),
         ({"signal": "usr2; x"}, "slurm.signal"),
         ({"gpus_per_node": 0}, "slurm.gpus_per_node 0"),

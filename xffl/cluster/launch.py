@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -85,6 +85,9 @@ def launch_local(
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
+            for failure in error.failures.values():  # what these have started is of no more use; the agent ends others'
+                with suppress(ProcessLookupError):
+                    os.killpg(failure.pid, signal.SIGKILL)
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return first_failure(codes, {rank: failure.error_file_data for rank, failure in error.failures.items()})
         except SignalException as stop:

@@ -203,6 +203,9 @@ class _Ranks:
             if code is None:
                 continue
             del self._processes[rank]
+            if code != 0:  # what it has started is of no more use
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             for stream, is_error in ((process.stdout, False), (process.stderr, True)):
                 # A child that the rank left behind may keep its streams open: what is there now is all.
                 if stream is not None and not stream.closed:

@@ -87,6 +87,11 @@ class SlurmConfig:
             self._check_whole(name, least)
         for name, least in (("signal_s", 0), ("max_restarts", 0)):
             self._check_whole(name, least)
+        if self.array_limit is not None and not self.array:
+            raise ConfigError(
+                f"slurm.array_limit {self.array_limit} is for the tasks of slurm.array, which has none; give it "
+                "values, or leave the limit out"
+            )
         if not re.fullmatch(r"[A-Z0-9+-]+", self.signal):
             raise ConfigError(f"slurm.signal {self.signal!r} is no signal; give its name, such as USR2")
         if self.gpus_per_node is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(self.gpus_per_node)):
