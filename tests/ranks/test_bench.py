@@ -84,7 +84,11 @@ def check_bytes(record: dict[str, Any]) -> None:
             assert row["bytes_across"]["busiest"] == traffic["cell_kinds"][-1]["all_gather_bytes_per_sender"]
         if ratio < 1:
             assert 0 < row["codec_error"] < 1
-        assert {"vote", "pack", "across", "combine"} <= row["phases"].keys()
+        assert {"vote", "pack", "across"} <= row["phases"].keys()
+        # Two cells without replicas take the mean when they write it.
+        is_alone = topology.cells == 2 and max(topology.replica_counts) == 1
+        is_late = is_alone and ratio == 1 and row["options"]["form"] != "two_hop" and not row["options"]["rails"]
+        assert "combine" in row["phases"] or (is_late and row["options"].get("atomic", True))
         assert sum(row["phases"].values()) > 0
 
 
