@@ -148,6 +148,20 @@ def shared(rank: int, world_size: int) -> None:
     assert torch.equal(*both)
 
 
+def inferred(rank: int, world_size: int) -> None:
+    """A first round in inference mode spoils no later one."""
+    state = make_state(rank, (1, 1), None)
+    memory = torch.full((300,), float(rank))
+    model = nn.ParameterList([nn.Parameter(memory[:200]), nn.Parameter(memory[100:])])
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=256)
+    with torch.inference_mode():
+        aggregator.aggregate()
+    assert (memory == 0.5).all()
+    memory.fill_(float(rank))
+    aggregator.aggregate(1.0 + 2.0 * rank)
+    assert (memory == 0.75).all()
+
+
 def untouched(rank: int, world_size: int) -> None:
     """Until the last vote the model is what it was, and no copy is made of what lies in one run of memory."""
     model, aggregator = make(rank, (2, 2))
@@ -183,7 +197,7 @@ def dropping(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "ranks, case",
-    [(2, weightless), (2, extreme), (2, strided), (2, shared), (4, untouched), (2, dropping)],
+    [(2, weightless), (2, extreme), (2, strided), (2, shared), (2, inferred), (4, untouched), (2, dropping)],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_late(ranks: int, case: Callable[[int, int], None]) -> None:

@@ -56,6 +56,8 @@ class Staging:
             for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
                 if is_needed and track.number not in kept:
                     kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
+            if track.is_late:
+                self.stages_of(track)
         packed = [
             ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
             for track in tracks

@@ -225,17 +225,10 @@ def forecast_round(
     if codec_ratio is not None:
         _above_zero(codec_ratio=codec_ratio)
     _whole(1, every=every, bucket_bytes=bucket_bytes, fragments=fragments)
-    _whole(0, delay=delay)
     for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if choice not in choices:
             raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
-    if delay >= every:
-        raise ConfigError(f"delay {delay} is not below the {every} steps between two rounds; give at most {every - 1}")
-    if delay and not atomic:
-        raise ConfigError(
-            f"delay {delay} needs new values beside the model, which trains on meanwhile; leave atomic=False "
-            "(--in-place) out"
-        )
+    _check_delay(delay, every, atomic=atomic)
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
@@ -343,6 +336,17 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
         # As much as leaves the largest cell, or reaches the smallest.
         crossing += link.seconds(BALLOT_BYTES * max((cells - 1) * largest, ranks - min(topology.sizes)))
     return latencies + home.seconds(BALLOT_BYTES * ballots) + crossing
+
+
+def _check_delay(delay: int, every: int, *, atomic: bool) -> None:
+    _whole(0, delay=delay)
+    if delay >= every:
+        raise ConfigError(f"delay {delay} is not below the {every} steps between two rounds; give at most {every - 1}")
+    if delay and not atomic:
+        raise ConfigError(
+            f"delay {delay} needs new values beside the model, which trains on meanwhile; leave atomic=False "
+            "(--in-place) out"
+        )
 
 
 def _above_zero(**values: object) -> None:
