@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ import xffl
 from tests.ports import free_port
 from tests.worlds import run_world
 from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
+from xffl.distributed.agreement import agree_on_store
 from xffl.errors import XfflError
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +165,46 @@ def test_wrong_sessions() -> None:
         found, text = answers.pop()
         assert found == kind and all(part in text for part in parts), (name, found, text)
         assert all(ranks[number][2] < 15 for ranks in told), name
+
+
+class FirstOfAll:
+    """A store as a rank sees it that is alone for its first step, and then waits until the other has said all."""
+
+    def __init__(self, store: dist.Store, has_spoken: threading.Event) -> None:
+        self._store, self._has_spoken = store, has_spoken
+
+    def compare_set(self, *words: str) -> bytes:
+        found: bytes = self._store.compare_set(*words)
+        self._has_spoken.set()
+        while self._store.add("arrived", 0) == 0 and words[0] != "error":
+            time.sleep(0.01)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_rank_with_an_error_is_not_taken_for_one_with_another_set_up() -> None:
+    store, has_spoken = dist.HashStore(), threading.Event()
+    told: dict[int, str] = {}
+
+    def agree(rank: int, value: str, error: XfflError | None) -> None:
+        seen: Any = FirstOfAll(store, has_spoken) if rank == 1 else store
+        if rank == 0:
+            has_spoken.wait(10)
+        with pytest.raises(xffl.ConfigError) as raised:
+            agree_on_store(seen, rank, 2, value, error, 10.0)
+        told[rank] = str(raised.value)
+
+    threads = [
+        threading.Thread(target=agree, args=(0, "device='cpu'", None)),
+        threading.Thread(target=agree, args=(1, "None", xffl.ConfigError("device 'gpu' is none"))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert told == dict.fromkeys((0, 1), "device 'gpu' is none (first told by rank 1)")
 
 
 def part_of_a_place(rank: int, world_size: int) -> None:

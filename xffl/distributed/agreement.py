@@ -75,10 +75,9 @@ def agree_on_store(
     :raises XfflError: the same on all ranks: the first rank's error, or one that tells how the values differ.
     :raises LaunchError: if not all ranks come in time.
     """
-    common = store.compare_set("value", "", value).decode()
-    if error is not None:
+    if error is not None:  # this rank has no value then, and must not be taken for one that was given another
         store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
-    elif common != value:
+    elif (common := store.compare_set("value", "", value).decode()) != value:
         text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
         store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
     if store.add("arrived", 1) == world_size:
