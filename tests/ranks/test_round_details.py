@@ -236,8 +236,10 @@ def interrupted_in_place(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = linear(64, seed=rank)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=1024, atomic=False)
-    interrupt_halfway(aggregator)
+    under_way = interrupt_halfway(aggregator, lag_s=0.0 if rank else 0.5)
     assert aggregator.is_torn
+    dist.barrier()
+    assert under_way
 
 
 def other_start(rank: int, world_size: int) -> None:

@@ -166,20 +166,29 @@ def other_combiner(rank: int, world_size: int) -> None:
     assert again.aggregate().round == 2
 
 
-def interrupt_halfway(aggregator: xffl.Aggregator) -> None:
-    """Run a round in which a signal comes when the third bucket is to be sent."""
+def interrupt_halfway(aggregator: xffl.Aggregator, lag_s: float) -> list[dist.Work]:
+    """Run a round in which a signal comes when the third bucket is to be sent; return what is under way.
+
+    gloo takes back what has not left when its handle goes, and a slower rank would never get to its third bucket.
+    """
     calls = 0
+    under_way: list[dist.Work] = []
 
     def interrupted(receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup, tag: int) -> Any:
         nonlocal calls
+        if not under_way:
+            time.sleep(lag_s)
         calls += bool(send)
         if calls == 3:
             raise KeyboardInterrupt
-        return start_moves(receive, send, group, tag)
+        works = start_moves(receive, send, group, tag)
+        under_way.extend(works)
+        return works
 
     patches = [mock.patch.object(module, "start_moves", interrupted) for module in (crossing, late)]
     with patches[0], patches[1], pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
+    return under_way
 
 
 def interrupted_halfway(rank: int, world_size: int, form: str) -> None:
@@ -188,11 +197,12 @@ def interrupted_halfway(rank: int, world_size: int, form: str) -> None:
     model = linear(64, seed=rank)
     before = model.weight.detach().clone()
     aggregator = xffl.Aggregator(model, state, bucket_bytes=1024, form=form)
-    interrupt_halfway(aggregator)
+    under_way = interrupt_halfway(aggregator, lag_s=0.0 if rank else 0.5)
     assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
     with pytest.raises(xffl.RoundError, match="an exchange was interrupted here"):
         aggregator.aggregate()
     assert torch.equal(model.weight, before) and not aggregator.is_torn
+    assert under_way
 
 
 def cut_off(rank: int, world_size: int, folder: str) -> None:
