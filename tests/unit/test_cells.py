@@ -171,8 +171,9 @@ def test_cells_by_a_file(name: str, text: str, tmp_path: Path) -> None:
 def test_wrong_files(name: str, text: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=told) as wrong:
         name_cells([Host("n1")], f"file:{file}")
+    assert "\n" not in str(wrong.value)
     with pytest.raises(ConfigError, match="No such file"):
         name_cells([Host("n1")], f"file:{tmp_path}/missing")
 

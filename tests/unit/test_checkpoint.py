@@ -22,10 +22,18 @@ from torch import nn
 
 import xffl
 from tests.kept import ALONE, Own
-from xffl.checkpoint import CheckpointManager, auto_resume, find_latest_checkpoint, load_checkpoint, save_checkpoint
+from xffl.checkpoint import (
+    CheckpointManager,
+    auto_resume,
+    consolidate_checkpoint,
+    find_latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from xffl.checkpoint.folder import read_record, record_text
 from xffl.checkpoint.plain import from_plain, tensors_named, to_plain
 from xffl.distributed.distributed_state import DistributedState
+from xffl.training.models.writing import NewFolder
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
@@ -356,7 +364,8 @@ def deadly(act: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
     return change
 
 
-def test_a_checkpoint_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def noted_syncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which every file that is flushed from now on adds its name."""
     synced, sync = [], os.fsync
 
     def note(handle: Any) -> None:
@@ -365,11 +374,30 @@ def test_a_checkpoint_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.M
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", note)
+    return synced
+
+
+def test_a_checkpoint_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = noted_syncs(monkeypatch)
     save_checkpoint(tmp_path / "it", {"own": Own(torch.ones(2))}, ALONE)
     partial = f"{tmp_path}/.it.partial"
     assert {f"{partial}/cell_0/__0_0.distcp", f"{partial}/cell_0/index.json", f"{partial}/cell_0"} <= set(synced)
     assert synced[-3:] == [f"{partial}/checkpoint.json", partial, str(tmp_path)]
     assert f"{partial}/cell_0" in synced[synced.index(f"{partial}/cell_0/index.json") :], "the index's name, too"
+
+
+def test_folders_of_models_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "it", {"own": nn.Linear(2, 2)}, ALONE)
+    synced = noted_syncs(monkeypatch)
+    consolidate_checkpoint(tmp_path / "it", tmp_path / "out", part="own")
+    partial = f"{tmp_path}/.out.partial"
+    assert synced == [f"{partial}/model.safetensors", partial, str(tmp_path)]
+    synced.clear()
+    with NewFolder(tmp_path / "new", ("*.json",), is_writer=True) as target:
+        assert target.partial is not None
+        (target.partial / "config.json").write_text("{}")
+    partial = f"{tmp_path}/.new.partial"
+    assert synced == [f"{partial}/config.json", partial, str(tmp_path)]
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,15 @@ BAD = [
     (["plan", "--world", "4", "--mesh", "tp=3"], "ConfigError: tp=3 multiply to 3, but the world has 4 ranks"),
     (["plan", "--world", "4", "--mesh", "tp=auto,pp=auto"], "ConfigError: pp and tp are all 'auto'"),
     (["plan", "--world", "4", "--mesh", "tp=4", "--strategy", "ddp"], "ConfigError: --strategy ddp does not do what"),
-    (["plan", "--world", "4", "--mesh", "tp=4", "--hsdp", "2"], "ConfigError: replicas of 2 ranks (--hsdp) differ"),
+    (
+        ["plan", "--world", "4", "--mesh", "tp=4", "--hsdp", "2"],
+        "ConfigError: replicas of 2 ranks (--hsdp) differ from those of --mesh tp=4, of 4; leave",
+    ),
+    (
+        ["plan", "--world", "4", "--strategy", "fsdp", "--hsdp", "2"],
+        "ConfigError: replicas of 2 ranks (--hsdp) differ from those of --strategy fsdp, which are whole cells; leave",
+    ),
+    (["plan", "--federated", "4,-4"], "TopologyError: federated size -4 is less than 1"),
     (["plan", "--world", "4", "--strategy", "hsdp"], "ConfigError: --strategy hsdp needs to know the ranks"),
     (["plan", "--world", "4", "--strategy", "single"], "ConfigError: all sizes 1 multiply to 1, but the world has 4"),
     (["plan", "--world", "4", "--optimizer", "sgd"], "ConfigError: --optimizer would not be read; give --params, too"),
@@ -272,6 +280,7 @@ BAD = [
     (["exec", "--processes", "0", __file__], "TopologyError: world size 0 is less than 1"),
     (["exec", "--processes", "2"], "ConfigError: no script is given"),
     (["exec", "--processes", "2", "no such.py"], "LaunchError: script 'no such.py' does not exist"),
+    (["exec", "--processes", "2", "."], "LaunchError: script '.' is a folder without __main__.py"),
     (["exec", "--processes", "2", "--timeout", "0", __file__], "ConfigError: --timeout is 0.0"),
     (["bench"], "ConfigError: no launcher has started this process; give --processes N"),
     (["bench", "--federated", "2,2"], "ConfigError: no launcher has started"),
@@ -344,6 +353,20 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 0 and "xffl" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        for words in (["plan", "--federated", "2,2"], ["list", "algorithms"]):
+            ran = subprocess.run(
+                [sys.executable, "-c", WITHOUT_TORCH, *words],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                timeout=60,
+                check=False,
+            )
+            assert (ran.returncode, ran.stderr) == (1, b"xffl: [Errno 28] No space left on device\n")
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

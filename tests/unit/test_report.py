@@ -224,6 +224,19 @@ def test_text_says_how_much_it_leaves_out() -> None:
     assert "... 92 more pieces" in topology_text(Topology(100, (49, 51)), 100)  # 7 of 49 + 51 - 1 are shown
 
 
+@pytest.mark.parametrize(
+    ("topology", "head"),
+    [
+        (Topology(8, (4, 4)), "8 ranks in 2 cells of 4; each cell is one replica"),
+        (Topology(8, (4, 4), 4), "8 ranks in 2 cells of 4; each cell is one replica"),
+        (Topology(8, (4, 4), 2), "8 ranks in 2 cells of 4; replicas of 2 ranks (HSDP)"),
+        (Topology(6, (2, 4), 2), "6 ranks in 2 cells of 2 and 4; replicas of 2 ranks (HSDP)"),
+    ],
+)
+def test_text_begins_with_the_worlds_shape(topology: Topology, head: str) -> None:
+    assert topology_text(topology, 100).splitlines()[0] == head
+
+
 def test_text_refuses_a_width_without_room() -> None:
     with pytest.raises(ConfigError, match="width 39 is too small"):
         topology_text(Topology(4, (2, 2)), 39)

@@ -315,6 +315,17 @@ def test_a_script_gets_a_signal_only_where_it_is_asked_for(project: Path, capsys
     assert "#SBATCH --signal=USR2@30\n" in dry(capsys, "--slurm.signal_s=30", "submit_train.py")
 
 
+def test_a_dry_run_that_is_none_is_told(
+    project: Path, program: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    program("sbatch", "echo 12")
+    assert main(["submit", "--no-follow", "submit_train.py", "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert told.out == "12\n" and "--dry-run stands behind submit_train.py, so it is the script's" in told.err
+    assert main(["submit", "--no-follow", "submit_train.py", "--dry"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 # Templates ------------------------------------------------------------------------------------------------------------
 
 
@@ -583,7 +594,12 @@ sys.exit(submit._follow("12", job, cancels=sys.argv[1] == "cancels"))
 
 @pytest.mark.parametrize(
     ("mode", "number", "cancelled"),
-    [("cancels", signal.SIGINT, True), ("cancels", signal.SIGTERM, True), ("asks", signal.SIGINT, False)],
+    [
+        ("cancels", signal.SIGINT, True),
+        ("cancels", signal.SIGTERM, True),
+        ("asks", signal.SIGINT, False),
+        ("asks", signal.SIGTERM, False),
+    ],
 )
 def test_an_interrupt_cancels_only_where_that_is_asked_for(
     mode: str, number: signal.Signals, cancelled: bool, tmp_path: Path, program: Callable[[str, str], Path]
@@ -601,6 +617,7 @@ def test_an_interrupt_cancels_only_where_that_is_asked_for(
         finally:
             process.kill()
     assert process.returncode == code_of_signal(number) and ("cancelled job 12" in rest) is cancelled, rest
+    assert ("job 12 goes on" in rest) is not cancelled, rest
     assert ((tmp_path / "cancelled").exists() and (tmp_path / "cancelled").read_text() == "12\n") is cancelled
 
 

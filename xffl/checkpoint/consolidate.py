@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xffl.checkpoint.folder import Record, aside, read_record, settle, sync, write_text
+from xffl.checkpoint.folder import Record, aside, read_record, settle, sync, sync_all, write_text
 from xffl.checkpoint.plain import tensors_named
 from xffl.checkpoint.steps import check_path
 from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
@@ -89,7 +89,7 @@ def consolidate_checkpoint(
         files = _write_shards(save_file, partial, home, index, shards, part, ties)
         for file in configuration:
             shutil.copyfile(file, partial / file.name)
-        sync(partial)
+        sync_all(partial)
         if target.exists():
             target.rmdir()
         partial.rename(target)
@@ -123,7 +123,6 @@ def _write_shards(
         file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {_short(name, part): read_tensor(home, index, name) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt", **ties})
-        sync(folder / file)
         places |= dict.fromkeys(tensors, file)
         files.append(file)
     if len(shards) > 1:

@@ -39,6 +39,7 @@ __all__ = [
     "remove_checkpoint",
     "settle",
     "sync",
+    "sync_all",
     "write_pointer",
     "write_text",
 ]
@@ -203,6 +204,17 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """Make all that a folder holds survive a power cut; links are left alone.
+
+    :param folder: The folder.
+    """
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(parent, name))
+        sync(Path(parent))
 
 
 def publish(path: Path, record: Record) -> None:

@@ -77,9 +77,10 @@ def lay_out(options: Namespace, plain: Topology, replica_size: int | None) -> To
         return Topology(plain.world_size, plain.sizes, replica_size)
     mesh = parameters.resolve(plain.sizes)
     if replica_size not in (None, mesh.replica_size):
+        knob = f"--mesh {options.mesh}" if options.mesh is not None else f"--strategy {options.strategy}"
+        others = "which are whole cells" if mesh.replica_size is None else f"of {mesh.replica_size}"
         raise ConfigError(
-            f"replicas of {replica_size} ranks (--hsdp) differ from those of --mesh or --strategy, "
-            f"{mesh.replica_size}; leave --hsdp out"
+            f"replicas of {replica_size} ranks (--hsdp) differ from those of {knob}, {others}; leave --hsdp out"
         )
     return Topology(plain.world_size, plain.sizes, mesh.replica_size, mesh.cell_shape)
 

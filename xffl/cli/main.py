@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 from jsonargparse import ArgumentParser
 
@@ -30,6 +32,8 @@ COMMANDS = {
     "submit": ("submit", "submit a batch job to SLURM, and follow it"),
 }
 """Each command with its module in this package, which is loaded only if it is called, and what it does."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _EXAMPLES = """\
 examples:
@@ -67,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.prog = f"xffl {name}"
         options = parser.parse_args(own)
         code: int = command.run(options) if script is None else command.run(options, script)
+        sys.stdout.flush()
         return code
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -74,11 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone ("xffl plan ... | head"); Python would complain once more when it flushes at exit.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+        _silence(sys.stdout, sys.stderr)  # the reader has gone ("xffl plan ... | head")
         return ExitCode.BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        print(f"xffl: {error}", file=sys.stderr)
+        _silence(sys.stdout)
+        return ExitCode.FAILED
+
+
+def _silence(*streams: TextIO) -> None:
+    """Let what is still to be written go nowhere; Python would complain once more when it flushes at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
 
 
 def build_parser() -> ArgumentParser:

@@ -219,7 +219,7 @@ def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
             if sizes is None:
                 raise ConfigError("no ranks are given; give --federated 4,4, or --world")
             raise ConfigError(f"--federated {sizes} does not say how many ranks there are; give --world, too")
-        world = sum(sizes)
+        world = max(sum(sizes), 1)  # a size below 1 is told as such
     topology = cell.lay_out(options, Topology(world, sizes), replica_size)
     if hosts is None or arrangement is None:
         return topology, None

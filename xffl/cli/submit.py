@@ -97,6 +97,8 @@ def run(options: Namespace) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
+    if not is_configuration and "--dry-run" in words:
+        _tell(f"--dry-run stands behind {file}, so it is the script's, and this is no dry run: put it before the name")
     number = submit_job(script, job, is_chained=slurm.dependency is not None)
     if options.no_follow:
         print(number)
@@ -235,15 +237,16 @@ def _follow(number: str, job: Job, *, cancels: bool) -> int:
     """Show a job until it has ended, and return its exit code."""
     follower = Follower(number, job.log, job.name, getpass.getuser(), _write, _tell)
     try:
-        with _interrupts(cancels):
+        with _terminable():
             endings = follower.follow()
     except KeyboardInterrupt as stop:
-        if cancels or _agrees(number):
+        is_terminated = isinstance(stop, _Terminated)
+        if cancels or (not is_terminated and _agrees(number)):
             cancel_job(number)
             _tell(f"cancelled job {number}")
         else:
             _tell(f"job {number} goes on; squeue -j {number} shows it, scancel {number} ends it")
-        return code_of_signal(signal.SIGTERM) if isinstance(stop, _Terminated) else ExitCode.INTERRUPTED
+        return code_of_signal(signal.SIGTERM) if is_terminated else ExitCode.INTERRUPTED
     if not endings:
         raise LaunchError(f"job {number} has ended, and SLURM no longer knows how; see its output in {job.log}")
     logs = follower.logs()
@@ -268,15 +271,12 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _interrupts(cancels: bool) -> Iterator[None]:
-    """Let SIGTERM count as Ctrl-C where the job is to be cancelled with this process."""
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the block like Ctrl-C, though nobody is asked then."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _Terminated
 
-    if not cancels:
-        yield
-        return
     before: Any = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -220,7 +220,7 @@ def _yaml_entries(text: str, rule: str) -> list[tuple[str, str]]:
     try:
         read: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"rule {rule!r} is no YAML: {error}") from error
+        raise ConfigError(f"rule {rule!r} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(read, Mapping):
         raise ConfigError(f"rule {rule!r} holds no cells; write a line such as a: n[1-4], or a: [n1, n2], for each")
     entries = []

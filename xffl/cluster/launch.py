@@ -18,6 +18,7 @@ from typing import Any
 from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
+from xffl.cluster.runner import check_script
 from xffl.errors import LaunchError
 
 __all__ = ["launch_distributed", "launch_local"]
@@ -51,8 +52,7 @@ def launch_local(
         code.
     :raises LaunchError: if the script does not exist, or the agent itself fails.
     """
-    if not os.path.exists(command[0]):
-        raise LaunchError(f"script {command[0]!r} does not exist in {os.getcwd()}; give the path of a Python script")
+    check_script(command[0])
     os.environ.update(environ)
     limit_threads()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
@@ -123,8 +123,7 @@ def launch_distributed(
     :param master_port: Port where node 0 listens; with one node a free one by default.
     :raises LaunchError: if the arguments do not fit each other, or a process fails.
     """
-    if not os.path.exists(script):
-        raise LaunchError(f"script {script!r} does not exist in {os.getcwd()}; give the path of a Python script")
+    check_script(script)
     if num_nodes < 1 or gpus_per_node < 1:
         raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are no job; give at least 1 of each")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus_per_node}"]

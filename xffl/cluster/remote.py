@@ -79,8 +79,13 @@ def _refusal(job: Mapping[str, Any]) -> str | None:
         os.chdir(job["cwd"])
     except OSError as error:
         return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
-    if not os.path.exists(job["command"][0]):
-        return f"script {job['command'][0]!r} does not exist in {job['cwd']}; it must be there on every host"
+    from xffl.cluster.runner import check_script  # of the same version, as is known now
+    from xffl.errors import LaunchError
+
+    try:
+        check_script(job["command"][0], "it must be there on every host")
+    except LaunchError as lack:
+        return str(lack)
     return None
 
 

@@ -27,7 +27,7 @@ from xffl.cluster.failure import FailureRecord, describe_failure, record_failure
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.marked_lines import mark
 from xffl.cluster.rank_files import RankFile, redirect
-from xffl.errors import XfflError
+from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
@@ -114,6 +114,19 @@ def run_script(command: Sequence[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, with -P or PYTHONSAFEPATH
         sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def check_script(script: str, advice: str = "give the path of a Python script") -> None:
+    """Raise if there is nothing that :func:`run_script` could run; local.
+
+    :param script: The script's path; a folder needs a file ``__main__.py``, as for Python itself.
+    :param advice: What helps.
+    :raises LaunchError: if it is not there.
+    """
+    if not os.path.exists(script):
+        raise LaunchError(f"script {script!r} does not exist in {os.getcwd()}; {advice}")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise LaunchError(f"script {script!r} is a folder without __main__.py; {advice}")
 
 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:

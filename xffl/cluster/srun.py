@@ -26,7 +26,7 @@ from xffl.cluster.job_watch import JobWatch, caught_signals
 from xffl.cluster.line_cutter import LineCutter
 from xffl.cluster.marked_lines import MarkedLines, Message
 from xffl.cluster.rank_files import line_prefix
-from xffl.cluster.runner import RankJob
+from xffl.cluster.runner import RankJob, check_script
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
@@ -83,8 +83,7 @@ def launch_srun(
     :return: The failure that ended the job, or an exit code.
     :raises LaunchError: if the script does not exist, there is no srun, or the step cannot be made.
     """
-    if not os.path.exists(command[0]):
-        raise LaunchError(f"script {command[0]!r} does not exist in {os.getcwd()}; give the path of a Python script")
+    check_script(command[0])
     job = RankJob(tuple(command), log_dir, is_marked=True, is_tied=False)
     watch = JobWatch(timeout_s, grace_s)
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as folder:

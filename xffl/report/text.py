@@ -62,7 +62,7 @@ def describe_world(topology: Topology) -> str:
         where = f"{topology.cells} cells of {', '.join(map(str, topology.sizes[:-1]))} and {topology.sizes[-1]}"
     else:
         where = f"{topology.cells} cells of {low} to {high}"
-    if topology.replica_size is None:
+    if topology.replica_size is None or {topology.replica_size} == set(topology.sizes):
         return f"{ranks} in {where}; each cell is one replica"
     return f"{ranks} in {where}; replicas of {counted(topology.replica_size, 'rank')} (HSDP)"
 

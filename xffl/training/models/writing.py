@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.entries import reshard
-from xffl.checkpoint.folder import aside, delete, sync
+from xffl.checkpoint.folder import aside, delete, sync, sync_all
 from xffl.checkpoint.steps import check_path, this_cell, together
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
@@ -119,12 +119,13 @@ class NewFolder:
         if self.partial is None:
             return
         old = aside(self._path, "old")
-        sync(self.partial)
+        sync_all(self.partial)
         if self._path.exists():
             if old.exists():
                 delete(old)
             self._path.rename(old)
         self.partial.rename(self._path)
+        sync(self._path.parent)
         if old.exists():
             delete(old)
 
