@@ -108,7 +108,7 @@ def test_forecasts_are_within_a_tenth_of_what_was_measured(record: Path) -> None
     rows = [line.split() for line in scale("--validate", str(record)).splitlines()[2:]]
     ratios = {name: float(ratio) for name, _, _, ratio in rows}
     exact = {name: ratio for name, ratio in ratios.items() if name not in ("bf16", "int8", "int4")}
-    assert {"round", "in_place"} <= set(exact)
+    assert "round" in exact and exact.keys() & {"in_place", "one_replica"}
     assert all(0.9 <= ratio <= 1.1 for ratio in exact.values()), exact
 
 
