@@ -34,6 +34,7 @@ __all__ = [
     "DELIVERY_S",
     "LINGER_S",
     "RankJob",
+    "check_script",
     "find_place",
     "keep_log",
     "limit_exit",
