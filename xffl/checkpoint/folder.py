@@ -207,9 +207,9 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Make all that a folder holds survive a power cut; links are left alone.
+    """Make all files of a folder and of those in it survive a power cut, with their names.
 
-    :param folder: The folder.
+    :param folder: The folder, without links.
     """
     for parent, _, files in os.walk(folder):
         for name in files:
