@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -471,6 +472,43 @@ def shared_memory(rank: int, world_size: int) -> None:
     assert torch.equal(*everyones(values))
 
 
+def interrupted_before_writing(rank: int, world_size: int, at: str) -> None:
+    """A rank that knows of a yes and is stopped before it writes is torn; the others have the new weights."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state)
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        assert aggregator.aggregate().round == 1 and not aggregator.is_torn
+        return
+    setattr(aggregator if at == "_conclude" else aggregator._exchange, at, stop)
+    with pytest.raises(KeyboardInterrupt):
+        aggregator.aggregate()
+    assert aggregator.is_torn and not aggregator.can_go_on
+
+
+def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException]) -> None:
+    """Where ranks cannot tell each other why there is no round, all keep their weights, and no round can follow."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+    before = model.weight.detach().clone()
+    aggregator = xffl.Aggregator(model, state)
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise stop("the peer is gone")
+
+    with mock.patch.object(protocol, "agree", lost), pytest.raises(BaseException, match="the peer is gone") as found:
+        aggregator.aggregate()
+    assert isinstance(found.value, xffl.RoundError if stop is RuntimeError else stop)
+    assert not aggregator.can_go_on and not aggregator.is_torn
+    assert torch.equal(model.weight.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize(
     "ranks, case, args",
     [
@@ -495,6 +533,8 @@ def shared_memory(rank: int, world_size: int) -> None:
         (2, one_cell, ()),
         (2, shared_memory, ()),
         (2, interrupted_at_the_end, ()),
+        *((2, interrupted_before_writing, (at,)) for at in ("settle", "_conclude")),
+        *((2, stopped_in_a_refusal, (stop,)) for stop in (RuntimeError, KeyboardInterrupt)),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )

@@ -216,9 +216,9 @@ class Aggregator:
         if least_divergence is not None and not self._made.options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
         opening = open_round(self._made, self._model, self._rounds + 1, self.next_fragment, given)
-        with self._tearing():
+        with self._tearing(), self._protocol.owing():
             outcome = self._protocol.confer(opening, self.next_fragment, least_divergence)
-        return None if outcome is None else self._conclude(outcome, start)
+            return None if outcome is None else self._conclude(outcome, start)
 
     def aggregate_async(
         self,
@@ -389,8 +389,10 @@ class Aggregator:
                         self._exchange.commit(fragment, is_merged=is_merged, alpha=alpha)
                         write_view(self._model)
                 except BaseException as error:
+                    self._protocol.is_owed = False
                     raise TornError(
                         f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
                     ) from error
             self._rounds += 1
+            self._protocol.is_owed = False
         return report_of(outcome, self._exchange, number, fragment, time.perf_counter() - start)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -92,6 +93,8 @@ class Protocol:
         self._opens_within_s, self._closes_within_s = HASTE * limits.session_s, HASTE * limits.across_s
         self.is_over = False
         self.is_cut_off = self.is_interrupted = False
+        self.is_owed = False
+        """Whether all ranks have agreed on new values that this one has not written yet."""
 
     @property
     def is_out_of_step(self) -> bool:
@@ -112,6 +115,7 @@ class Protocol:
         :raises RoundError: if the round does not take place; all ranks keep their weights.
         :raises TornError: if ranks may hold different weights now.
         """
+        self.is_owed = False
         ballots = self._open(opening.ballot, opening.error)
         weights = cell_weights(ballots, self._topology)
         if self.is_over and not any(weights):
@@ -139,6 +143,37 @@ class Protocol:
             unfit=frozenset(bad),
             step_seconds=seconds,
         )
+
+    @contextmanager
+    def owing(self) -> Iterator[None]:
+        """Run a round and write it; what ends the block in between tears the model, since others write their part.
+
+        :raises TornError: if all ranks have agreed on new values, and this one has not written them.
+        """
+        try:
+            yield
+        except BaseException as stop:
+            if self.is_owed:
+                self.is_owed = False
+                raise TornError(f"a round was agreed, but {type(stop).__name__} came before it was written") from stop
+            raise
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let ranks tell each other why a round does not take place; one that is stopped then is out of step."""
+        try:
+            yield
+        except XfflError:
+            raise
+        except Exception as broken:
+            self.is_cut_off = True
+            raise RoundError(
+                f"a round was refused, and this rank could not learn why; it keeps its weights: {broken}; see the "
+                "other ranks' output"
+            ) from broken
+        except BaseException:
+            self.is_interrupted = True
+            raise
 
     def _count(self, ballots: list[Ballot], weights: tuple[float, ...], dropped: tuple[int, ...]) -> Turnout:
         """Return whose values count, and what the combiner is told about them."""
@@ -193,7 +228,8 @@ class Protocol:
         self.is_over = all(other.is_finished for other in ballots)
         check_rounds(ballots, self._topology)
         if any(other.is_failed for other in ballots):
-            agree(f"opening of round {number}", "", error=error, group=self._group)
+            with self._telling():
+                agree(f"opening of round {number}", "", error=error, group=self._group)
         return ballots
 
     def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
@@ -210,7 +246,8 @@ class Protocol:
                 f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
                 "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
             )
-        agree("finite values", "", error=error, group=self._group)
+        with self._telling():
+            agree("finite values", "", error=error, group=self._group)
 
     def _tell_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
@@ -246,7 +283,7 @@ class Protocol:
             )
             ballots = self._cast(ballot, self._closes_within_s)
             check_rounds(ballots, self._topology)
-            is_agreed = not any(other.is_failed for other in ballots)
+            self.is_owed = is_agreed = not any(other.is_failed for other in ballots)
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
             why = failure or error
@@ -268,6 +305,7 @@ class Protocol:
         """Go on with what was found while values were sent, or refuse it; only where no weights have changed yet."""
         bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
         if counted := tuple(sorted(cell for cell in bad if turnout.weights[cell])):
+            self.is_owed = False
             self._refuse_nonfinite(counted, found)
         self._exchange.settle(is_moderate=all(ballot.is_moderate for ballot in ballots))
         return bad
