@@ -74,6 +74,54 @@ def test_success_passes_arguments_and_federation(xffl: Start, tmp_path: Path) ->
         assert (told["XFFL_FEDERATED"], told["XFFL_HSDP"], told["OMP_NUM_THREADS"]) == ("2,2", "1", "1")
 
 
+def test_the_launcher_takes_no_torch(xffl: Start, tmp_path: Path) -> None:
+    """Ranks start at once: to import torch takes a second and more, which each of them pays by itself."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    code, out, err = finish(xffl("--processes 2 --federated 1", "import sys\nprint('torch' in sys.modules)"))
+    assert (code, out, err) == (0, "False\n" * 2, "")
+
+
+PORT = """
+import errno, os, socket, sys
+port, rank = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["GROUP_WORLD_SIZE"] == "1"
+if sys.argv[1] == "others":  # nobody is given the port, whoever asks
+    if rank == 0:
+        given = [socket.create_server(("127.0.0.1", 0)) for _ in range(500)]
+        assert port not in {one.getsockname()[1] for one in given}
+        try:
+            socket.socket().bind(("127.0.0.1", port))
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+        else:
+            raise AssertionError("the port is not held")
+else:  # as a script that knows nothing of xffl
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    assert ranks == 2
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("who", ["others", "torch"])
+def test_ranks_meet_at_a_port_that_is_held_for_them(xffl: Start, who: str) -> None:
+    code, out, err = finish(xffl("--processes 2", PORT, who))
+    assert (code, out, err) == (0, "", "")
+
+
+def test_ranks_that_do_not_end_are_killed_after_their_grace(xffl: Start) -> None:
+    script = "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid())\nsignal.pause()"
+    process = xffl("--processes 2 --grace 0.5", script)
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, err) == (143, "xffl: stopped all ranks after SIGTERM\n")
+    assert not still_there(pids, DEADLINE_S)
+
+
 def test_a_failing_rank_is_shown_once_and_ends_the_job(xffl: Start) -> None:
     script = (
         "import os, signal\n"

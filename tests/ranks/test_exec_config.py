@@ -108,7 +108,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def note(
-        processes: int, command: Sequence[str], *, environ: Mapping[str, str], timeout_s: float | None = None
+        processes: int, command: Sequence[str], *, environ: Mapping[str, str], timeout_s: float | None, **more: object
     ) -> int:
         found.append({"processes": processes, "command": command, "environ": environ, "timeout_s": timeout_s})
         return 0

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
+from xffl.report.forms import MOST_IN_FLIGHT
 
 
 def local(parameter: Any) -> torch.Tensor:
@@ -97,7 +98,7 @@ def strided(rank: int, world_size: int) -> None:
     """What does not lie in one run of memory is packed, on the ranks where it is so, and once for each round."""
     state = make_state(rank, (1, 1), None)
     torch.manual_seed(rank)
-    value = torch.randn(48, 40)
+    value = torch.randn(160, 50)
     model = nn.ParameterList(
         [nn.Parameter(value.t() if rank else value.t().contiguous()), nn.Parameter(value[0, :3].clone())]
     )
@@ -126,6 +127,9 @@ def strided(rank: int, world_size: int) -> None:
         strewn = [bucket.number for bucket in track.buckets if bucket.pieces[0].item == 0 and rank == 1]
         # With many on their way there is no room to keep them until the mean is written.
         assert sorted(packed) == sorted(2 * strewn)
+        # As many buffers as are on their way, no more.
+        assert track.depth == MOST_IN_FLIGHT
+        assert len(aggregator._exchange._staging._packs._free) == (MOST_IN_FLIGHT if rank else 0)
     assert model[0].is_contiguous() == (rank == 0)
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from xffl.cli.execute import split_command
 from xffl.cli.main import main
-from xffl.cluster import launch
 from xffl.cluster.failure import (
     FailureRecord,
     RankFailure,
     describe_failure,
     first_failure,
     note_failure,
+    read_failure,
     record_failure,
     stopped_result,
 )
@@ -402,21 +402,20 @@ def test_the_script_begins_at_the_first_word_that_is_no_option(words: str, own: 
 # Who failed first -----------------------------------------------------------------------------------------------------
 
 
-def record(time: float, headline: str = "ValueError: x", *, lost_peer: bool = False) -> dict[str, object]:
-    return {"xffl": vars(FailureRecord(time, 1, headline, "Traceback ...\n", is_xffl=False, lost_peer=lost_peer))}
+def record(time: float, headline: str = "ValueError: x", *, lost_peer: bool = False) -> FailureRecord:
+    return FailureRecord(time, 1, headline, "Traceback ...\n", is_xffl=False, lost_peer=lost_peer)
 
 
 LOST = "RuntimeError: Connection closed by peer"
-NOTHING: dict[str, object] = {"message": "<NONE>"}
 
 
 @pytest.mark.parametrize(
-    ("codes", "contents", "rank", "exit_code"),
+    ("codes", "records", "rank", "exit_code"),
     [
         ({0: 1, 1: 1}, {0: record(2.0), 1: record(1.0)}, 1, 1),
         # A lost peer is lost because of somebody: of the rank with an error of its own, or of the one without a word.
         ({0: 1, 1: 1}, {0: record(1.0, LOST, lost_peer=True), 1: record(2.0)}, 1, 1),
-        ({0: 1, 1: 17}, {0: record(1.0, LOST, lost_peer=True), 1: NOTHING}, 1, 17),
+        ({0: 1, 1: 17}, {0: record(1.0, LOST, lost_peer=True)}, 1, 17),
         ({0: 1, 2: -9}, {0: record(1.0, LOST, lost_peer=True)}, 2, 137),
         # A survivor that the launcher ended, and one that aborted while it was torn down, are no causes.
         ({0: -15, 1: -6, 2: 1}, {2: record(1.0)}, 2, 1),
@@ -427,10 +426,8 @@ NOTHING: dict[str, object] = {"message": "<NONE>"}
         ({0: -15, 1: 1}, {0: record(1.0), 1: record(2.0)}, 0, 1),
     ],
 )
-def test_first_failure(
-    codes: dict[int, int], contents: dict[int, dict[str, object]], rank: int, exit_code: int
-) -> None:
-    found = first_failure(codes, contents)
+def test_first_failure(codes: dict[int, int], records: dict[int, FailureRecord], rank: int, exit_code: int) -> None:
+    found = first_failure(codes, records)
     assert (found.rank, found.exit_code) == (rank, exit_code)
 
 
@@ -448,10 +445,11 @@ def test_a_record_tells_of_causes(tmp_path: Path) -> None:
         except ConnectionResetError as cause:
             raise RoundError("round 3 did not take place;\n the old weights stand") from cause
     except RoundError as error:
-        written = record_failure(error, tmp_path / "error.json")
+        written = describe_failure(error)
     assert (written.exit_code, written.is_xffl, written.lost_peer) == (2, True, True)
     assert written.headline == "RoundError: round 3 did not take place; the old weights stand"
-    assert FailureRecord(**json.loads((tmp_path / "error.json").read_text())["xffl"]) == written
+    record_failure(written, str(tmp_path), 3)
+    assert read_failure(str(tmp_path), 3) == written and read_failure(str(tmp_path), 0) is None
 
 
 @pytest.mark.parametrize(("way", "lost"), [("raise other", True), ("raise other from None", False)])
@@ -482,21 +480,20 @@ def test_what_a_stopped_job_tells(headline: str, code: int, is_told: bool) -> No
     assert stopped_result(143, {2: found}) == (RankFailure(2, 143, found) if is_told else 143)
 
 
-def test_a_record_that_was_being_written_is_none(tmp_path: Path) -> None:
-    for rank in range(3):
-        (tmp_path / str(rank)).mkdir()
-    record_failure(RoundError("round 3 of 7 failed"), tmp_path / "0" / "error.json")
-    (tmp_path / "1" / "error.json").write_text("")
-    (tmp_path / "2" / "error.json").write_text((tmp_path / "0" / "error.json").read_text()[:-9])
-    assert list(launch._read_records(str(tmp_path))) == [0]
+@pytest.mark.parametrize("kept", [0, 9, 60])
+def test_a_record_that_was_being_written_is_none(tmp_path: Path, kept: int) -> None:
+    record_failure(record(1.0), str(tmp_path), 0)
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:kept])
+    assert read_failure(str(tmp_path), 0) is None
 
 
-def test_the_time_of_a_failure_is_noted_once(tmp_path: Path) -> None:
+def test_the_time_of_a_failure_is_noted_once() -> None:
     error = TopologyError("x")
     note_failure(error)
-    earlier = record_failure(error, tmp_path / "a").time
+    earlier = describe_failure(error).time
     note_failure(error)
-    assert record_failure(error, tmp_path / "b").time == earlier
+    assert describe_failure(error).time == earlier
 
 
 @pytest.mark.parametrize(
@@ -510,5 +507,5 @@ def test_the_time_of_a_failure_is_noted_once(tmp_path: Path) -> None:
         (TopologyError("x"), 2),
     ],
 )
-def test_exit_codes(error: BaseException, code: int, tmp_path: Path) -> None:
-    assert record_failure(error, tmp_path / "error.json").exit_code == code
+def test_exit_codes(error: BaseException, code: int) -> None:
+    assert describe_failure(error).exit_code == code

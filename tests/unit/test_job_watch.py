@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,8 @@ time.sleep(60)
 TIME_TO_START_S = 8
 
 
-def record(at: float, *, lost_peer: bool = False, code: int = 1) -> dict[str, object]:
-    return asdict(FailureRecord(at, code, "ValueError: x", "Traceback\n", is_xffl=False, lost_peer=lost_peer))
+def record(at: float, *, lost_peer: bool = False, code: int = 1) -> FailureRecord:
+    return FailureRecord(at, code, "ValueError: x", "Traceback\n", is_xffl=False, lost_peer=lost_peer)
 
 
 def test_the_first_rank_without_a_word_counts() -> None:
@@ -70,8 +69,8 @@ def test_an_end_by_sigterm_counts_where_there_is_no_other() -> None:
 def test_a_failure_while_the_job_is_stopped_is_told() -> None:
     watch = JobWatch(None, 5.0)
     watch.stop(signal.SIGINT)
-    for rank, content in enumerate((record(1.0, code=130), record(2.0, lost_peer=True))):
-        watch.add_record(rank, content)
+    for rank, found in enumerate((record(1.0, code=130), record(2.0, lost_peer=True))):
+        watch.add_record(rank, found)
     assert watch.result() == 130
     watch.add_record(2, record(3.0))
     failure = watch.result()

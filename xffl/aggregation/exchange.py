@@ -37,6 +37,7 @@ from xffl.aggregation.secure import Masker
 from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track, Turnout
 from xffl.aggregation.weighing import weighed
+from xffl.report.forms import MOST_IN_FLIGHT
 from xffl.topology import Topology
 
 __all__ = ["Exchange"]
@@ -281,7 +282,10 @@ class Exchange:
     def _make_buffers(self, fragment: int) -> None:
         """Make what a round needs, so that it does not run out of memory on its way."""
         tracks = self._tracks_of(fragment)
-        self._staging.make(tracks, {track.number: self._crossing.pause(track) + HOME_LAG for track in tracks})
+        pauses = {track.number: self._crossing.pause(track) + HOME_LAG for track in tracks}
+        # What is combined late is free again once it has been sent; a few more spare small models a second packing.
+        pauses |= {track.number: min(pauses[track.number], MOST_IN_FLIGHT) for track in tracks if track.is_late}
+        self._staging.make(tracks, pauses)
         for track in tracks if self._is_gathering else ():
             if any(self._crossing.carriers.is_here(track.lane, bucket) for bucket in track.buckets):
                 self._crossing.gathered.reserve(track, self._kept_dtype(track))

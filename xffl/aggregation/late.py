@@ -82,6 +82,7 @@ class Late:
                     moves = [(values, peer)] if sends else []
                     leaving.append((bucket, lent, start_moves([], moves, groups[bucket.number % len(groups)], TAG)))
             if tick < len(buckets):
+                journal.posted(0)  # what is asked for counts, too
                 with journal.phase("post"):
                     moves = [(stages[tick], peer)] if receives else []
                     arriving.append(start_moves(moves, [], groups[tick % len(groups)], TAG))

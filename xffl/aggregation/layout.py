@@ -130,9 +130,10 @@ class Layout:
         self.shares_memory = shared is not None
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
-        self._tensors, self._found = tensors, _places(self._moving)
         self._of_bucket.clear()
         self._cuts.clear()
+        # Last: an interrupt before this has the next round look once more.
+        self._tensors, self._found = tensors, _places(self._moving)
 
     def _find_shared(self, views: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """Return two tensors whose memory overlaps, by their places in the plan, if there are any."""

@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -38,7 +39,7 @@ from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch import launch_local
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.rank_files import following, make_log_dir
-from xffl.cluster.runner import RankJob, run_script
+from xffl.cluster.runner import run_script
 from xffl.cluster.srun import launch_srun
 from xffl.cluster.ssh import launch_ssh
 from xffl.errors import ConfigError, LaunchError
@@ -291,18 +292,17 @@ def _start(
         if options.merge and log_dir is None and start.way == "local":
             log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
         stack.enter_context(following(Path(log_dir) if options.merge and log_dir else None, sys.stdout.buffer))
+        more: dict[str, Any] = {
+            "environ": environ,
+            "timeout_s": timeout_s,
+            "grace_s": options.grace or _GRACE_S,
+            "log_dir": log_dir,
+        }
         if start.way == "local":
-            ended = _start_here(options, layout, command, environ, timeout_s, log_dir)
+            ended = launch_local(start.world_size, command, **more)
         else:
-            ended = (launch_srun if start.way == "srun" else launch_ssh)(
-                layout,
-                command,
-                environ=environ,
-                timeout_s=timeout_s,
-                grace_s=options.grace or _GRACE_S,
-                log_dir=log_dir,
-                is_labelled=options.merge and log_dir is None,
-            )
+            launch = launch_srun if start.way == "srun" else launch_ssh
+            ended = launch(layout, command, **more, is_labelled=options.merge and log_dir is None)
     if isinstance(ended, RankFailure):
         _tell(ended, layout, with_traceback=options.traceback)
         return ended.exit_code
@@ -313,21 +313,6 @@ def _start(
     elif ended > 128:
         print(f"xffl: stopped all ranks after {signal.Signals(ended - 128).name}", file=sys.stderr)
     return ended
-
-
-def _start_here(
-    options: Namespace,
-    layout: JobLayout,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    timeout_s: float | None,
-    log_dir: str | None,
-) -> RankFailure | int:
-    if options.grace is not None:
-        environ = {**environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(options.grace)))}
-    if log_dir is not None:
-        environ = {**environ, **RankJob(log_dir=log_dir).variables()}
-    return launch_local(layout.topology.world_size, command, environ=environ, timeout_s=timeout_s)
 
 
 _PREEMPTED = (

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.errors import XfflError
@@ -24,6 +23,7 @@ __all__ = [
     "describe_failure",
     "first_failure",
     "note_failure",
+    "read_failure",
     "record_failure",
     "stopped_result",
 ]
@@ -117,32 +117,43 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
     )
 
 
-def record_failure(error: BaseException, path: Path, *, skip: Container[str] = ()) -> FailureRecord:
+def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
     """Write what ended this rank where the launcher finds it.
 
-    :param error: The exception that ended it.
-    :param path: File to write, in the form that torch's elastic agent reads too.
-    :param skip: Files whose frames are left out at the beginning of the traceback.
-    :return: What was written.
+    :param record: What ended it.
+    :param folder: Folder to write into.
+    :param rank: This rank.
     """
-    record = describe_failure(error, skip=skip)
-    extra = {"py_callstack": record.traceback, "timestamp": str(int(record.time))}
-    content = {"message": {"message": record.headline, "extraInfo": extra}, "xffl": asdict(record)}
-    path.write_text(json.dumps(content))
-    return record
+    _file(folder, rank).write_text(json.dumps(asdict(record)))
 
 
-def first_failure(exit_codes: Mapping[int, int], contents: Mapping[int, Mapping[str, Any]]) -> RankFailure:
+def read_failure(folder: str, rank: int) -> FailureRecord | None:
+    """Read what :func:`record_failure` has written.
+
+    :param folder: The folder.
+    :param rank: A rank that has ended.
+    :return: The record; ``None`` where the rank wrote none, or was killed while it did.
+    """
+    try:
+        return FailureRecord(**json.loads(_file(folder, rank).read_text()))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder, f"{rank}.json")
+
+
+def first_failure(exit_codes: Mapping[int, int], records: Mapping[int, FailureRecord]) -> RankFailure:
     """Pick the failure that the others followed from.
 
     That is the earliest of the ranks that failed by themselves; where every record only tells of a lost peer, a rank
     that died without a word was that peer. Ranks ended by SIGTERM come last, since the launcher ends the survivors so.
 
     :param exit_codes: Exit code of each failed rank, -n after signal n.
-    :param contents: What the failed ranks wrote, as read back from their files; ranks may be missing.
+    :param records: What the failed ranks wrote; ranks may be missing.
     :return: The failure, with the exit code for the launcher.
     """
-    records = {rank: FailureRecord(**content["xffl"]) for rank, content in contents.items() if "xffl" in content}
 
     def order(rank: int) -> tuple[int, float, int]:
         record = records.get(rank)
@@ -170,7 +181,7 @@ def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> Rank
     """
     expected = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
     failed = {
-        rank: {"xffl": asdict(record)}
+        rank: record
         for rank, record in records.items()
         if record.headline and not record.lost_peer and record.exit_code not in expected
     }

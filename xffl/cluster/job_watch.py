@@ -7,8 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
@@ -39,9 +37,8 @@ class JobWatch:
         self._is_ended_by_others = False
         """Whether it is known that another than the launcher sent that SIGTERM."""
 
-    def add_record(self, rank: int, content: dict[str, Any]) -> None:
+    def add_record(self, rank: int, record: FailureRecord) -> None:
         """Take over what a rank has told of its failure."""
-        record = FailureRecord(**content)
         self._records[rank] = record
         if not record.lost_peer:
             self.lose_patience()
@@ -103,7 +100,7 @@ class JobWatch:
         codes = {**self._terminated, **self._codes, **records}
         if not codes:
             return None
-        failure = first_failure(codes, {rank: {"xffl": asdict(record)} for rank, record in self._records.items()})
+        failure = first_failure(codes, self._records)
         if self._is_ended_by_others and failure.record is not None and failure.record.lost_peer:
             return first_failure(self._terminated, {})  # the peer that was lost
         return failure

@@ -1,105 +1,185 @@
-"""Start processes on this machine and see them through, with torch's elastic agent underneath."""
+"""Start processes on this machine and see them through; without torch, which takes a second and more to import."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from xffl.cluster.affinity import limit_threads
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
-from xffl.cluster.runner import check_script
+from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.failure import RankFailure, read_failure
+from xffl.cluster.job_watch import JobWatch, caught_signals
+from xffl.cluster.launchers import torchrun_variables
+from xffl.cluster.runner import LINGER_S, RankJob, check_script
 from xffl.errors import LaunchError
 
 __all__ = ["launch_distributed", "launch_local"]
 
-_GRACE_S = 10
-"""How long ranks may take to end after a signal before they are killed (torch 2.12 and later; before, 30 s)."""
-
-
-class _TimeLimit(BaseException):
-    """The job's time is up."""
+_POLL_S = 0.05
 
 
 def launch_local(
-    processes: int, command: Sequence[str], *, environ: Mapping[str, str], timeout_s: float | None = None
+    processes: int,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float | None = None,
+    grace_s: float = 10.0,
+    log_dir: str | None = None,
 ) -> RankFailure | int:
     """Run a Python script in several processes on this machine, and wait for them.
 
-    The ranks get torchrun's variables; the rendezvous is a free port of 127.0.0.1 that this process already holds, so
-    jobs do not collide. Output streams through. When a rank fails, the others are ended at once. SIGINT, SIGTERM,
-    SIGHUP and SIGQUIT are passed on to the ranks, which are killed if they have not ended some seconds later
-    (``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``); SIGUSR1 and SIGUSR2 are passed on without that. If this process is killed,
-    Linux ends the ranks. Call it from the main thread of a process of its own: environment, signal handlers and logging
-    are changed for good.
+    The ranks get torchrun's variables; they meet at a free port of 127.0.0.1 that this process holds for them, so jobs
+    do not collide. Output and input are this process's own. When a rank fails, the others are ended at once. SIGINT,
+    SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks and what they have started, and what is left after
+    ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on to the ranks alone. If this process is killed, Linux ends
+    the ranks. Call it from the main thread.
 
     :param processes: How many, at least 1.
     :param command: Script and its arguments, passed on unchanged.
     :param environ: Variables that the ranks get on top of this process's own.
     :param timeout_s: End the job after this many seconds; ``None`` means no limit.
+    :param grace_s: Seconds that ranks get to end by themselves.
+    :param log_dir: Folder for a log file of each rank.
     :return: The failure that ended the job, or an exit code: 0, 128 + n where signal n stopped it, 124 where its time
         was up, 75 where ranks left so after a signal. A rank that fails while the job is stopped is returned with that
         code.
-    :raises LaunchError: if the script does not exist, or the agent itself fails.
+    :raises LaunchError: if the script does not exist, or a process cannot be started.
     """
     check_script(command[0])
-    os.environ.update(environ)
-    limit_threads()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    if "LOGLEVEL" not in os.environ:
-        # The agent logs every rank that it ends; what matters of it is returned.
-        logger = logging.getLogger("torch.distributed")
-        logger.propagate = False
-        logger.handlers[:] = [logging.NullHandler()]
-    # The agent substitutes ${local_rank} in arguments; "$$" is a "$" that is left alone.
-    arguments = ["-m", "xffl.cluster.runner", *(part.replace("$", "$$") for part in command)]
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, _pass_on)
-    with tempfile.TemporaryDirectory(prefix="xffl-exec-") as logs, _time_limit(timeout_s):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=os.path.basename(logs),
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )
+    watch = JobWatch(timeout_s, grace_s)
+    variables = {**os.environ, **environ}
+    limit_threads(variables)
+    with tempfile.TemporaryDirectory(prefix="xffl-exec-") as failures, _held_port() as port, caught_signals() as come:
+        variables |= RankJob(log_dir=log_dir, failures=failures).variables()
+        ranks = _Ranks(watch, failures)
         try:
-            elastic_launch(config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            for failure in error.failures.values():  # what these have started is of no more use; the agent ends others'
-                with suppress(ProcessLookupError):
-                    os.killpg(failure.pid, signal.SIGKILL)
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return first_failure(codes, {rank: failure.error_file_data for rank, failure in error.failures.items()})
-        except SignalException as stop:
-            records = _read_records(logs)
-            if any(record.exit_code == ExitCode.PREEMPTED for record in records.values()):
-                return ExitCode.PREEMPTED
-            return stopped_result(code_of_signal(stop.sigval), records)
-        except KeyboardInterrupt:
-            return ExitCode.INTERRUPTED
-        except _TimeLimit:
-            return stopped_result(ExitCode.TIMEOUT, _read_records(logs))
-    return ExitCode.OK
+            ranks.start(processes, command, {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+            while ranks.are_left:
+                time.sleep(_POLL_S)
+                for number, ends in come():
+                    if ends:
+                        watch.stop(number)
+                        ranks.end(number)
+                    else:
+                        ranks.send(number)
+                if watch.is_late:
+                    watch.stop(0)
+                    ranks.end(signal.SIGTERM)
+                ranks.look()
+                if watch.is_overdue():
+                    ranks.kill()
+        finally:
+            ranks.kill()
+    ended = watch.result()
+    return ExitCode.OK if ended is None else ended
+
+
+class _Ranks:
+    """The ranks of a job, each in a session of its own: a terminal's Ctrl-C is for the launcher alone.
+
+    :param watch: Learns how they end.
+    :param failures: Folder where ranks tell why they failed.
+    """
+
+    def __init__(self, watch: JobWatch, failures: str) -> None:
+        self._watch, self._failures = watch, failures
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_ending = False
+        self._echo_until: float | None = None
+        """How long the others may show that they failed before a rank that has lost one of them."""
+
+    @property
+    def are_left(self) -> bool:
+        """Whether some have not ended yet."""
+        return bool(self._running)
+
+    def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start them all."""
+        for rank in range(processes):
+            places = torchrun_variables(
+                rank=rank, world_size=processes, node_local_rank=rank, node_local_size=processes
+            )
+            try:
+                self._running[rank] = subprocess.Popen(
+                    [sys.executable, "-m", "xffl.cluster.runner", *command],
+                    env={**environ, **places},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise LaunchError(f"process {rank} of {processes} could not be started: {error}") from error
+
+    def look(self) -> None:
+        """See who has ended, and end the others where one has failed."""
+        for rank, process in list(self._running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del self._running[rank]
+            if code != 0:
+                _kill(process, signal.SIGKILL)  # what it has started is of no more use
+                self._take(rank, code)
+        if self._echo_until is not None and time.monotonic() > self._echo_until:
+            self.end(signal.SIGTERM)
+
+    def end(self, number: int) -> None:
+        """Tell those that are left to end, once."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._watch.lose_patience()
+            self._kill_all(number)
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to the ranks alone."""
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill those that are left."""
+        self._kill_all(signal.SIGKILL)
+        for process in self._running.values():
+            process.wait()
+        self._running.clear()
+
+    def _take(self, rank: int, code: int) -> None:
+        """Take over how a rank has failed."""
+        record = read_failure(self._failures, rank)
+        if record is not None:
+            self._watch.add_record(rank, record)
+        elif not self._is_ending:
+            self._watch.add_code(rank, code, is_own=True)
+        if record is None or not record.lost_peer:
+            self.end(signal.SIGTERM)
+        elif self._echo_until is None:
+            self._echo_until = time.monotonic() + LINGER_S
+
+    def _kill_all(self, number: int) -> None:
+        for process in self._running.values():
+            _kill(process, number)
+
+
+def _kill(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a rank and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """Hold a free port while the block runs: Linux gives it to nobody else, but a rank may listen there.
+
+    That may who asks for it by number with SO_REUSEADDR, as torch's store does, while nobody listens.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def launch_distributed(
@@ -140,42 +220,3 @@ def launch_distributed(
     code = subprocess.run([*command, script, config], check=False).returncode
     if code != 0:
         raise LaunchError(f"torchrun of {script!r} ended with exit code {code}; see the output of its processes")
-
-
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Send a signal to the ranks, which are this process's children."""
-    for listed in Path("/proc/self/task").glob("*/children"):
-        for child in listed.read_text().split():
-            os.kill(int(child), number)
-
-
-def _read_records(logs: str) -> dict[int, FailureRecord]:
-    """Read what each rank has told of its end; the agent does not read it of ranks that it ends."""
-    contents = {int(file.parent.name): _json(file) for file in Path(logs).rglob("error.json")}
-    return {rank: FailureRecord(**content["xffl"]) for rank, content in contents.items() if "xffl" in content}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Read what a rank has told; nothing where it was ended while it wrote."""
-    try:
-        told: dict[str, Any] = json.loads(file.read_text())
-    except ValueError:
-        return {}
-    return told
-
-
-@contextmanager
-def _time_limit(timeout_s: float | None) -> Iterator[None]:
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise _TimeLimit
-
-    if timeout_s is None:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -14,7 +14,7 @@ from xffl.cluster.hosts import expand_counts, expand_hosts, node_address
 from xffl.cluster.mpi import Claim, meet
 from xffl.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Fields", "Launcher", "honour_master", "read_number"]
+__all__ = ["LAUNCHERS", "Fields", "Launcher", "honour_master", "read_number", "torchrun_variables"]
 
 Fields = dict[str, Any]
 """Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far."""
@@ -172,3 +172,33 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
 )
 """The launchers that are known, in the order in which they are tried."""
+
+
+def torchrun_variables(
+    *,
+    rank: int,
+    world_size: int,
+    node_local_rank: int,
+    node_local_size: int,
+    node_rank: int = 0,
+    node_world_size: int = 1,
+) -> dict[str, str]:
+    """Return the variables by which torchrun tells a process its place; where ranks meet is told beside them.
+
+    :param rank: Its rank.
+    :param world_size: All processes.
+    :param node_local_rank: Its place on its node.
+    :param node_local_size: Processes there.
+    :param node_rank: Number of its node.
+    :param node_world_size: All nodes.
+    :return: Variable to text.
+    """
+    place = {
+        "rank": rank,
+        "world_size": world_size,
+        "node_local_rank": node_local_rank,
+        "node_local_size": node_local_size,
+        "node_rank": node_rank,
+        "node_world_size": node_world_size,
+    }
+    return {_TORCHRUN[name]: str(number) for name, number in place.items()}

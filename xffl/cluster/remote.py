@@ -158,18 +158,21 @@ class _Ranks:
                 self._stop(order["stop"])
 
     def _start(self, rendezvous: Mapping[str, str]) -> None:
+        from xffl.cluster.launchers import torchrun_variables
+
         job = self._job
         for local in range(job["slots"]):
             rank = job["first"] + local
-            places = {"RANK": rank, "WORLD_SIZE": job["world_size"], "LOCAL_RANK": local}
-            places |= {"LOCAL_WORLD_SIZE": job["slots"], "GROUP_RANK": job["node_rank"]}
-            places |= {"GROUP_WORLD_SIZE": job["nodes"], "XFFL_HOST": job["host"].rpartition("@")[2]}
-            environ = {
-                **os.environ,
-                **job["environ"],
-                **rendezvous,
-                **{name: str(text) for name, text in places.items()},
-            }
+            places = torchrun_variables(
+                rank=rank,
+                world_size=job["world_size"],
+                node_local_rank=local,
+                node_local_size=job["slots"],
+                node_rank=job["node_rank"],
+                node_world_size=job["nodes"],
+            )
+            place = {**places, "XFFL_HOST": job["host"].rpartition("@")[2]}
+            environ = {**os.environ, **job["environ"], **rendezvous, **place}
             process = subprocess.Popen(
                 [sys.executable, "-c", _RUN, job["path"], *job["command"]],
                 env=environ,

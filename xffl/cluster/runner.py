@@ -60,6 +60,8 @@ class RankJob:
     command: tuple[str, ...] = ()
     """Script and arguments, where they do not stand on the command line: srun takes a ":" there for itself."""
     log_dir: str | None = None
+    failures: str | None = None
+    """Folder where failures are told, each in a file."""
     is_marked: bool = False
     """Whether failures are told in marked lines on standard error."""
     is_tied: bool = True
@@ -179,13 +181,16 @@ def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> Failu
 
 def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log: bool) -> int:
     """Tell the failure to the launcher and return the exit code, with a limit on what still runs at exit."""
+    record = without_own_frames(error)
+    is_told = job.is_marked or job.failures is not None
     try:
         if job.is_marked:
-            record = without_own_frames(error)
             _tell(tell, rank, {"failure": asdict(record)})
-        else:
-            record = record_failure(error, Path(os.environ["TORCHELASTIC_ERROR_FILE"]), skip=_OWN_FILES)
-    except (KeyError, OSError):
+        elif job.failures is not None:
+            record_failure(record, job.failures, rank)
+    except OSError:
+        is_told = False
+    if not is_told:
         sys.excepthook(type(error), error, error.__traceback__)
         return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
     if has_log:

@@ -19,7 +19,7 @@ from typing import IO, BinaryIO
 
 from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import RankFailure
+from xffl.cluster.failure import FailureRecord, RankFailure
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.job_layout import JobLayout
 from xffl.cluster.job_watch import JobWatch, caught_signals
@@ -292,7 +292,7 @@ class _Step:
             return False
         if "failure" in content:
             try:
-                self._watch.add_record(message.rank, content["failure"])
+                self._watch.add_record(message.rank, FailureRecord(**content["failure"]))
             except TypeError:  # other keys than a record has
                 return False
         else:

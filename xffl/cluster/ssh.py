@@ -19,7 +19,7 @@ from typing import Any
 import xffl
 from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.failure import RankFailure
+from xffl.cluster.failure import FailureRecord, RankFailure
 from xffl.cluster.job_layout import JobLayout
 from xffl.cluster.job_watch import JobWatch, caught_signals
 from xffl.cluster.marked_lines import MarkedLines
@@ -253,7 +253,7 @@ class _Job:
             said, message = self._marked.take(line) if is_error else (line, None)
             if message is not None and "failure" in message.content:
                 try:
-                    self._watch.add_record(message.rank, message.content["failure"])
+                    self._watch.add_record(message.rank, FailureRecord(**message.content["failure"]))
                 except TypeError:  # a script that prints such a thing itself
                     said = line
             if said:
