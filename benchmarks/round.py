@@ -33,9 +33,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 import xffl
+from xffl.aggregation.layout import _bytes_of, _copy
 from xffl.aggregation.routes import start_moves
 from xffl.cluster.hardware import resident_bytes
 
@@ -128,6 +130,27 @@ class Messages:
             work.wait()
 
 
+class Packed:
+    """Pack all tensors, look at them, swap them with one peer, and write the mean: the same for small tensors."""
+
+    def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self.peer = group, dist.get_global_rank(group, 1 - dist.get_rank(group))
+        self.parts = [part.view(-1) for part in parts]
+        self.own, self.other, self.mean = (torch.zeros(sum(map(len, parts))) for _ in range(3))
+        self.memory = [*map(_bytes_of, self.parts)]
+        sizes = [len(part) for part in parts]
+        self.packed, self.written = ([*map(_bytes_of, one.split(sizes))] for one in (self.own, self.mean))
+
+    def __call__(self) -> None:
+        _copy(self.memory, self.packed)
+        self.own.dot(self.own).item()
+        for work in start_moves([(self.other, self.peer)], [(self.own, self.peer)], self.group, 1):
+            work.wait()
+        torch.lerp(self.own, self.other, 0.5, out=self.mean)
+        _copy(self.written, self.memory)
+        increment_version(self.parts)
+
+
 class Drift:
     """Change the parameters a little before a round, so that a codec has something to write."""
 
@@ -166,8 +189,9 @@ def contenders(
     asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
     calls: dict[str, Callable[[], object]] = {"raw all-reduce": raw, "by parameter": by_parameter}
     large = [part for part in parts if part.numel() > LARGEST_TINY]
-    if state.topology.cells == 2 and not options.plain and large:
-        calls["messages alone"] = Messages(large, group) if is_in else lambda: None
+    if state.topology.cells == 2 and not options.plain:
+        least = (lambda: Messages(large, group)) if large else (lambda: Packed(parts, group))
+        calls["messages alone"] = least() if is_in else lambda: None
     for kind, atomic in KINDS.items():
         calls[f"round, {kind}"] = xffl.Aggregator(model, state, atomic=atomic, **asked).aggregate
     return calls, Drift(model) if options.codec != "none" else lambda: None, flat.nbytes

@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.ranks.test_round import make_state
 from tests.worlds import WorldError, run_world
@@ -281,12 +283,25 @@ def test_the_round_benchmark_runs(layout: str, words: str, raw_bytes: int, tmp_p
     assert ran.returncode == 0, ran.stderr
     record = json.loads(out.read_text())
     assert record["raw_bytes"] == raw_bytes  # what one rank sends in a round
-    # Between two cells, tensors that are not tiny are also sent without all else.
-    alone = ["messages alone"] if "2e5" in words else []
+    # Between two cells, shards are also swapped without all else.
+    alone = [] if "--plain" in words else ["messages alone"]
     names = ["raw all-reduce", "by parameter", *alone, "round, atomic", "round, in-place"]
     assert list(record["ratios"]) == names and record["ratios"]["raw all-reduce"] == 1
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["seconds"].values())
     assert [line[:16].strip() for line in ran.stdout.splitlines()] == names
+
+
+def alone(rank: int, world_size: int) -> None:
+    script = round_script()
+    for kind in (script.Messages, script.Packed):
+        parts = [torch.arange(700.0 + number) * (1 + 2 * rank) for number in range(20)]
+        assert dist.group.WORLD is not None
+        kind(parts, dist.group.WORLD)()
+        assert all(torch.equal(part, torch.arange(len(part)) * 2.0) for part in parts), kind
+
+
+def test_the_least_messages_take_the_mean() -> None:
+    run_world(2, alone)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")

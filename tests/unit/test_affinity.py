@@ -179,6 +179,65 @@ def test_a_rank_has_a_thread_for_each_of_its_cores(monkeypatch: pytest.MonkeyPat
     assert taken == [(2, 3, 6, 7)] and environ["OMP_NUM_THREADS"] == "2"
 
 
+OF_FOUR = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
+OF_FOUR |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "variables", "policy", "is_batch"),
+    [
+        (3, OF_FOUR, os.SCHED_OTHER, True),
+        (4, OF_FOUR, os.SCHED_OTHER, False),  # a CPU for each
+        (3, {}, os.SCHED_OTHER, False),  # nobody has started this process
+        (3, {**OF_FOUR, "XFFL_SCHED": "other"}, os.SCHED_OTHER, False),
+        (4, {"XFFL_SCHED": "Batch"}, os.SCHED_OTHER, True),
+        (3, OF_FOUR, os.SCHED_IDLE, False),  # somebody has chosen already
+        (3, {**OF_FOUR, "XFFL_BIND": "cores"}, os.SCHED_OTHER, True),  # ranks share cores, bound or not
+    ],
+)
+def test_ranks_take_turns_where_there_are_more_than_cpus(
+    cpus: int, variables: dict[str, str], policy: int, is_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [policy]
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: tuple(range(cpus)))
+    monkeypatch.setattr(os, "sched_getscheduler", lambda process: current[-1])
+    monkeypatch.setattr(os, "sched_setscheduler", lambda process, chosen, param: current.append(chosen))
+    assert affinity.take_turns_if_crowded(variables) is is_batch
+    assert current == ([policy, os.SCHED_BATCH] if is_batch else [policy])
+
+
+def test_a_rank_with_a_core_of_its_own_is_not_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "is_bound", lambda environ: True)
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: (3,))
+    monkeypatch.setattr(os, "sched_getscheduler", lambda process: os.SCHED_OTHER)
+    assert not affinity.take_turns_if_crowded(OF_FOUR)
+
+
+def test_a_scheduler_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda process: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: (0,))
+    assert not affinity.take_turns_if_crowded(OF_FOUR)  # only slower
+    with pytest.raises(ConfigError, match="XFFL_SCHED=batch is not allowed here: .*not permitted"):
+        affinity.take_turns_if_crowded({"XFFL_SCHED": "batch"})
+    with pytest.raises(ConfigError, match="XFFL_SCHED is 'fifo'; give batch or other"):
+        affinity.take_turns_if_crowded({"XFFL_SCHED": "fifo"})
+
+
+@pytest.mark.parametrize("processes", [1, len(allowed_cpus()) + 1])
+def test_exec_has_crowded_ranks_take_turns(processes: int, tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import os\nprint(os.sched_getscheduler(0) == os.SCHED_BATCH)\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "xffl", "exec", "--processes", str(processes), "show.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, capture_output=True, text=True,
+        check=True, preexec_fn=lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),
+    )  # fmt: skip
+    assert ran.stdout.split() == [str(processes > 1)] * processes
+
+
 @pytest.mark.parametrize(
     ("environ", "threads"),
     [({}, "1"), ({"OMP_NUM_THREADS": "7"}, "7"), ({"XFFL_BIND": "cores"}, None)],

@@ -238,6 +238,7 @@ _OWN = (
     "XFFL_HSDP",
     "XFFL_IFNAME",
     "XFFL_PYTHON",
+    "XFFL_SCHED",
     "XFFL_SRUN",
     "XFFL_SSH",
     "XFFL_TEMPLATES",

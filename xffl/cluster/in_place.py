@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from xffl.cluster.affinity import bind_if_asked, limit_threads
+from xffl.cluster.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.runner import DELIVERY_S, LINGER_S, find_place, keep_log, limit_exit, without_own_frames
@@ -21,15 +21,16 @@ _FINALIZE_S = 5
 
 
 def take_share() -> None:
-    """Take this rank's part of its node: its own cores if ``XFFL_BIND`` asks for them, else one thread.
+    """Take this rank's part of its node: its own cores if ``XFFL_BIND`` asks for them, else one thread, and its turn.
 
     Call it once, before torch is imported, which asks for the number of threads then; ``OMP_NUM_THREADS`` stays what it
     is where it is set. Where no launcher has started this process nothing is done.
 
-    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable cannot be meant.
+    :raises XfflError: if ``XFFL_BIND``, ``XFFL_SCHED`` or a launcher's variable cannot be meant.
     """
     if not any(row.matches(os.environ) for row in LAUNCHERS):
         return
+    take_turns_if_crowded()  # as many CPUs as before it is bound
     bind_if_asked()
     limit_threads()
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xffl.cluster.affinity import bind_if_asked
+from xffl.cluster.affinity import bind_if_asked, take_turns_if_crowded
 from xffl.cluster.environment import requested_federation
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import FailureRecord, describe_failure, record_failure
@@ -86,6 +86,7 @@ def main() -> None:
     rank, tell, has_log = 0, os.dup(2), False
     try:
         rank, _ = find_place(os.environ)
+        take_turns_if_crowded()  # as many CPUs as before it is bound
         bind_if_asked()
         if job.log_dir is not None:
             os.close(keep_log(job.log_dir))
