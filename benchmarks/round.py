@@ -276,6 +276,7 @@ def circumstances(options: argparse.Namespace, state: xffl.DistributedState) -> 
         "benchmark": "round",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "scheduler": "batch" if os.sched_getscheduler(0) == os.SCHED_BATCH else "other",  # XFFL_SCHED chooses
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "xffl": xffl.__version__},
         "cells": state.topology.sizes,
         "replica_size": state.topology.replica_size,
