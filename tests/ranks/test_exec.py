@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import is_alive, still_there
+from xffl.cluster.runner import RankJob
 
 DEADLINE_S = 120
 ROOT = Path(__file__).parents[2]
@@ -87,14 +88,13 @@ port, rank = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
 assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["GROUP_WORLD_SIZE"] == "1"
 if sys.argv[1] == "others":  # nobody is given the port, whoever asks
     if rank == 0:
-        given = [socket.create_server(("127.0.0.1", 0)) for _ in range(500)]
-        assert port not in {one.getsockname()[1] for one in given}
-        try:
-            socket.socket().bind(("127.0.0.1", port))
-        except OSError as error:
-            assert error.errno == errno.EADDRINUSE
-        else:
-            raise AssertionError("the port is not held")
+        for address in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):
+            try:
+                socket.socket().bind((address, port))
+            except OSError as error:
+                assert error.errno == errno.EADDRINUSE
+            else:
+                raise AssertionError(f"the port is not held for {address}")
 else:  # as a script that knows nothing of xffl
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
@@ -107,7 +107,8 @@ else:  # as a script that knows nothing of xffl
 
 
 @pytest.mark.parametrize("who", ["others", "torch"])
-def test_ranks_meet_at_a_port_that_is_held_for_them(xffl: Start, who: str) -> None:
+def test_ranks_meet_at_a_port_that_is_held_for_them(xffl: Start, who: str, environ: dict[str, str]) -> None:
+    environ |= {"TORCHELASTIC_RUN_ID": "above", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1"}
     code, out, err = finish(xffl("--processes 2", PORT, who))
     assert (code, out, err) == (0, "", "")
 
@@ -120,6 +121,138 @@ def test_ranks_that_do_not_end_are_killed_after_their_grace(xffl: Start) -> None
     code, _, err = finish(process)
     assert (code, err) == (143, "xffl: stopped all ranks after SIGTERM\n")
     assert not still_there(pids, DEADLINE_S)
+
+
+SLOW = """
+import os, signal, subprocess, sys, threading
+rank, how = os.environ["RANK"], sys.argv[1]
+def leave(number, frame):
+    if how == "saves":  # and lingers, longer than the grace
+        sys.exit(75)
+    if how == "fails":
+        threading.Thread(target=threading.Event().wait).start()
+        raise OSError("disk full while writing the checkpoint")
+signal.signal(signal.SIGTERM, leave)
+print("up")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("saves", 75, "xffl: the job was asked to leave and has saved its state (exit code 75); start it again"),
+        (
+            "fails",
+            143,
+            "xffl: rank {rank} failed with OSError: disk full while writing the checkpoint; all other ranks",
+        ),
+    ],
+)
+def test_what_a_rank_has_told_before_it_is_killed_counts(xffl: Start, how: str, code: int, told: str) -> None:
+    process = xffl("--processes 2 --grace 1", SLOW, how)
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    ended, _, err = finish(process)
+    assert ended == code and any(err.splitlines()[-1].startswith(told.format(rank=rank)) for rank in range(2)), err
+
+
+@pytest.mark.parametrize("answer", ["sys.exit(75)", "sys.exit(143)", "raise ValueError('mine')"])
+def test_answers_to_the_end_of_another_rank_are_no_causes(xffl: Start, answer: str) -> None:
+    script = f"""
+        import os, signal, sys, time
+        def leave(number, frame):
+            {answer}
+        signal.signal(signal.SIGTERM, leave)
+        open("up" + os.environ["RANK"], "w").close()
+        while not os.path.exists("up0") or not os.path.exists("up1"):
+            time.sleep(0.01)
+        if os.environ["RANK"] == "1":
+            os._exit(9)
+        signal.pause()
+    """
+    ended, _, err = finish(xffl("--processes 2", textwrap.dedent(script)))
+    assert (ended, err) == (9, "xffl: rank 1 exited with code 9; all other ranks were stopped\n")
+
+
+CHILD = """
+import os, signal, subprocess, sys
+child = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: {how}); print(os.getpid(), flush=True)"
+words = [sys.executable, "-c", child.format(how=sys.argv[1]) + "; time.sleep(60)"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[2])))
+subprocess.Popen(words)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("own", ["0", "1"])
+def test_what_ranks_have_started_gets_its_grace_too(xffl: Start, own: str, tmp_path: Path) -> None:
+    how = "(time.sleep(0.3), open('saved', 'w').close(), os._exit(0))"
+    process = xffl("--processes 1 --grace 60", CHILD, how, own)
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 143 and (tmp_path / "saved").exists()
+    process = xffl("--processes 1 --grace 0.3", CHILD, "None", own)  # and is killed then
+    pid = int(process.stdout.readline())
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 143 and not still_there([pid], 5.0)
+
+
+def test_a_second_ctrl_c_kills_what_is_left(xffl: Start) -> None:
+    script = (
+        "import signal\nfor number in (2, 15):\n    signal.signal(number, signal.SIG_IGN)\nprint('up')\nsignal.pause()"
+    )
+    process = xffl("--processes 1 --grace 100", script)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)  # batch systems may say it twice
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (143, "", "xffl: stopped all ranks after SIGTERM\n")
+
+
+def test_a_failure_is_told_whatever_comes_while_the_others_end(xffl: Start) -> None:
+    script = """
+        import os, signal
+        signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        while True:
+            signal.pause()
+    """
+    process = xffl("--processes 2 --grace 2", textwrap.dedent(script))
+    assert process.stdout.readline() == "told\n"
+    process.send_signal(signal.SIGTERM)
+    told = "xffl: rank 1 was killed by SIGKILL (signal 9); all other ranks were stopped\n"
+    code, _, err = finish(process)
+    assert (code, err) == (137, told)
+
+
+def test_a_job_that_was_told_to_ignore_how_children_end(tmp_path: Path) -> None:
+    (tmp_path / "above.py").write_text(
+        "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nos.execv(sys.executable, sys.argv[1:])"
+    )
+    words = ["-m", "xffl", "exec", "--processes", "1", "script.py"]
+    (tmp_path / "script.py").write_text("raise ValueError('mine')")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "above.py", sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1 and "failed with ValueError: mine" in ran.stderr
+
+
+def test_a_rank_whose_launcher_has_gone_already_does_not_begin(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("open('begun', 'w').close()")
+    for parent, code in ((os.getpid(), 0), (1, 137)):
+        ran = subprocess.run(
+            [sys.executable, "-m", "xffl.cluster.runner", "script.py"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **RankJob(parent=parent).variables()},
+            timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+        assert ran.returncode == code and (tmp_path / "begun").exists() == (code == 0)
+        (tmp_path / "begun").unlink(missing_ok=True)
 
 
 def test_a_failing_rank_is_shown_once_and_ends_the_job(xffl: Start) -> None:

@@ -173,6 +173,8 @@ def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
         except OSError as refused:
             if asked:
                 raise ConfigError(f"XFFL_SCHED=batch is not allowed here: {refused}; leave it out") from refused
+    elif asked == "other" and os.sched_getscheduler(0) == os.SCHED_BATCH:  # of a rank above
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     return os.sched_getscheduler(0) == os.SCHED_BATCH
 
 
@@ -183,7 +185,10 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
         return None
     found = row.read(environ)
     if "node_local_size" not in found:  # a step of SLURM
-        found["node_local_size"] = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])[found["node_rank"]]
+        counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+        if not 0 <= found["node_rank"] < len(counts):
+            return None  # what is wrong is told when the ranks meet
+        found["node_local_size"] = counts[found["node_rank"]]
     return found["node_local_rank"], found["node_local_size"]
 
 

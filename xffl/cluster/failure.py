@@ -124,7 +124,9 @@ def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
     :param folder: Folder to write into.
     :param rank: This rank.
     """
-    _file(folder, rank).write_text(json.dumps(asdict(record)))
+    file = _file(folder, rank)
+    file.with_suffix(".new").write_text(json.dumps(asdict(record)))
+    file.with_suffix(".new").replace(file)  # whole, or not at all: the rank may be killed meanwhile
 
 
 def read_failure(folder: str, rank: int) -> FailureRecord | None:

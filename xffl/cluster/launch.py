@@ -10,11 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from xffl.cluster.affinity import limit_threads
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import RankFailure, read_failure
+from xffl.cluster.failure import FailureRecord, RankFailure, read_failure
 from xffl.cluster.job_watch import JobWatch, caught_signals
 from xffl.cluster.launchers import torchrun_variables
 from xffl.cluster.runner import LINGER_S, RankJob, check_script
@@ -39,8 +39,8 @@ def launch_local(
     The ranks get torchrun's variables; they meet at a free port of 127.0.0.1 that this process holds for them, so jobs
     do not collide. Output and input are this process's own. When a rank fails, the others are ended at once. SIGINT,
     SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks and what they have started, and what is left after
-    ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on to the ranks alone. If this process is killed, Linux ends
-    the ranks. Call it from the main thread.
+    ``grace_s``, or at the next SIGINT, is killed; SIGUSR1 and SIGUSR2 are passed on to the ranks alone. If this process
+    is killed, Linux ends the ranks. Call it from the main thread.
 
     :param processes: How many, at least 1.
     :param command: Script and its arguments, passed on unchanged.
@@ -55,22 +55,27 @@ def launch_local(
     """
     check_script(command[0])
     watch = JobWatch(timeout_s, grace_s)
-    variables = {**os.environ, **environ}
+    # An agent above this process is none of the ranks'.
+    own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    variables = {**own, **environ}
     limit_threads(variables)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns how a process has ended
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as failures, _held_port() as port, caught_signals() as come:
-        variables |= RankJob(log_dir=log_dir, failures=failures).variables()
+        variables |= RankJob(log_dir=log_dir, failures=failures, parent=os.getpid()).variables()
         ranks = _Ranks(watch, failures)
         try:
             ranks.start(processes, command, {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
             while ranks.are_left:
                 time.sleep(_POLL_S)
                 for number, ends in come():
-                    if ends:
+                    if not ends:
+                        ranks.send(number)
+                    elif not ranks.are_ending:
                         watch.stop(number)
                         ranks.end(number)
-                    else:
-                        ranks.send(number)
-                if watch.is_late:
+                    elif number == signal.SIGINT:  # somebody has no patience left; a batch system may say TERM twice
+                        ranks.kill()
+                if watch.is_late and not ranks.are_ending:
                     watch.stop(0)
                     ranks.end(signal.SIGTERM)
                 ranks.look()
@@ -92,14 +97,21 @@ class _Ranks:
     def __init__(self, watch: JobWatch, failures: str) -> None:
         self._watch, self._failures = watch, failures
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._is_ending = False
+        self._orphans: list[subprocess.Popen[bytes]] = []
+        """Ranks that have ended since all were told to, and may have left something running."""
+        self._ending_since: float | None = None
         self._echo_until: float | None = None
         """How long the others may show that they failed before a rank that has lost one of them."""
 
     @property
     def are_left(self) -> bool:
-        """Whether some have not ended yet."""
-        return bool(self._running)
+        """Whether some have not ended yet, or what they have started and is to end with them."""
+        return bool(self._running or self._orphans)
+
+    @property
+    def are_ending(self) -> bool:
+        """Whether they were told to end."""
+        return self._ending_since is not None
 
     def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start them all."""
@@ -122,18 +134,23 @@ class _Ranks:
             if (code := process.poll()) is None:
                 continue
             del self._running[rank]
-            if code != 0:
+            if self.are_ending:
+                self._orphans.append(process)
+            elif code != 0:
                 _kill(process, signal.SIGKILL)  # what it has started is of no more use
+            if code != 0:
                 self._take(rank, code)
+        self._orphans = [process for process in self._orphans if _kill(process, 0)]
         if self._echo_until is not None and time.monotonic() > self._echo_until:
             self.end(signal.SIGTERM)
 
     def end(self, number: int) -> None:
         """Tell those that are left to end, once."""
-        if not self._is_ending:
-            self._is_ending = True
+        if not self.are_ending:
+            self._ending_since = time.time()
             self._watch.lose_patience()
-            self._kill_all(number)
+            for process in self._running.values():
+                _kill(process, number)
 
     def send(self, number: int) -> None:
         """Pass a signal on to the ranks alone."""
@@ -141,44 +158,56 @@ class _Ranks:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill those that are left."""
-        self._kill_all(signal.SIGKILL)
-        for process in self._running.values():
+        """Kill what is left; what ranks have told before counts."""
+        for process in (*self._running.values(), *self._orphans):
+            _kill(process, signal.SIGKILL)
+        for rank, process in self._running.items():
             process.wait()
+            self._take_record(rank)
         self._running.clear()
+        self._orphans.clear()
 
     def _take(self, rank: int, code: int) -> None:
         """Take over how a rank has failed."""
-        record = read_failure(self._failures, rank)
-        if record is not None:
-            self._watch.add_record(rank, record)
-        elif not self._is_ending:
+        record = self._take_record(rank)
+        if record is None and not self.are_ending:
             self._watch.add_code(rank, code, is_own=True)
         if record is None or not record.lost_peer:
             self.end(signal.SIGTERM)
         elif self._echo_until is None:
             self._echo_until = time.monotonic() + LINGER_S
 
-    def _kill_all(self, number: int) -> None:
-        for process in self._running.values():
-            _kill(process, number)
+    def _take_record(self, rank: int) -> FailureRecord | None:
+        """Take over what a rank has told, unless it is about its end on account of another one's failure."""
+        record = read_failure(self._failures, rank)
+        is_answer = self._watch.stopped_by is None and self._ending_since is not None
+        if record is None or (is_answer and record.time > (self._ending_since or 0.0)):
+            return None
+        self._watch.add_record(rank, record)
+        return record
 
 
-def _kill(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a rank and what it has started."""
-    with suppress(ProcessLookupError):
+def _kill(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Send a signal to a rank and what it has started, and tell whether anything of it is there."""
+    try:
         os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @contextmanager
 def _held_port() -> Iterator[int]:
-    """Hold a free port while the block runs: Linux gives it to nobody else, but a rank may listen there.
+    """Hold a free port of all addresses while the block runs: Linux gives it to nobody, but a rank may listen there.
 
     That may who asks for it by number with SO_REUSEADDR, as torch's store does, while nobody listens.
     """
-    with socket.socket() as holder:
+    both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        if both:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.bind(("", 0))
         yield holder.getsockname()[1]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from xffl.cluster.affinity import bind_if_asked, take_turns_if_crowded
 from xffl.cluster.environment import requested_federation
-from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import FailureRecord, describe_failure, record_failure
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.marked_lines import mark
@@ -66,6 +66,8 @@ class RankJob:
     """Whether failures are told in marked lines on standard error."""
     is_tied: bool = True
     """Whether the rank is to be killed when the process that started it dies."""
+    parent: int | None = None
+    """That process, where it is known; it may have died before the rank could tie itself to it."""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable that tells it to the ranks."""
@@ -83,6 +85,8 @@ def main() -> None:
     job = RankJob.take(os.environ)
     if job.is_tied:
         _die_with_parent()
+    if job.parent is not None and os.getppid() != job.parent:
+        os._exit(code_of_signal(signal.SIGKILL))
     rank, tell, has_log = 0, os.dup(2), False
     try:
         rank, _ = find_place(os.environ)
