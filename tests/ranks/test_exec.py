@@ -124,8 +124,8 @@ def test_ranks_that_do_not_end_are_killed_after_their_grace(xffl: Start) -> None
 
 
 SLOW = """
-import os, signal, subprocess, sys, threading
-rank, how = os.environ["RANK"], sys.argv[1]
+import signal, sys, threading
+how = sys.argv[1]
 def leave(number, frame):
     if how == "saves":  # and lingers, longer than the grace
         sys.exit(75)
@@ -176,7 +176,7 @@ def test_answers_to_the_end_of_another_rank_are_no_causes(xffl: Start, answer: s
 
 
 CHILD = """
-import os, signal, subprocess, sys
+import signal, subprocess, sys
 child = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: {how}); print(os.getpid(), flush=True)"
 words = [sys.executable, "-c", child.format(how=sys.argv[1]) + "; time.sleep(60)"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[2])))
