@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
+from xffl.aggregation.combine import Mean, Seen, Weighed
 from xffl.report.forms import MOST_IN_FLIGHT
 
 
@@ -41,6 +42,14 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     return [local(parameter).detach().clone() for parameter in model.parameters()]
 
 
+def shake(model: nn.Module, rank: int) -> None:
+    """Let cells differ, which start alike."""
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+
+
 def nonfinite(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
     """One value of one rank: all learn the cell and the tensor, nobody changes, and the next round takes place."""
     model, aggregator = make(rank, sizes)
@@ -56,6 +65,7 @@ def nonfinite(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
     if rank == world_size - 1:
         value[-1] = kept
     assert aggregator.aggregate().round == 1
+    assert aggregator._exchange.turnout.is_fused  # what was found before is forgotten
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
@@ -66,6 +76,7 @@ def test_values_that_are_not_finite_are_refused(sizes: tuple[int, ...]) -> None:
 def weightless(rank: int, world_size: int) -> None:
     """What a cell of weight 0 holds does not count, finite or not: it gets the other's, to the bit."""
     model, aggregator = make(rank, (1, 1))
+    shake(model, rank)
     mine = whole(model)
     if rank == 0:
         with torch.no_grad():
@@ -133,6 +144,89 @@ def strided(rank: int, world_size: int) -> None:
     assert model[0].is_contiguous() == (rank == 0)
 
 
+def packed(rank: int, world_size: int) -> None:
+    """Small tensors share buckets: packed once for each round, looked at then, and not kept for a later round."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ParameterList([nn.Parameter(torch.full((5,), float(rank))) for _ in range(40)])
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=256)
+    (track,) = aggregator._made.tracks
+    count = len(track.buckets)
+    assert track.is_late and count == 4
+    layout, found = aggregator._exchange._layout, []
+    pack = layout.pack
+
+    def counted(bucket: Any, into: torch.Tensor) -> None:
+        found.append(bucket.number)
+        pack(bucket, into)
+
+    layout.pack = counted  # type: ignore[method-assign]
+    for number in range(4):
+        with torch.no_grad():
+            for parameter in model:
+                parameter.fill_(10.0 * number + rank)
+            if number % 2 and rank == 1:
+                model[7][2] = math.nan
+        if number % 2:
+            with pytest.raises(xffl.RoundError, match=r"cell 1 holds values that are not finite in '7'"):
+                aggregator.aggregate()
+            assert (model[0] == 10.0 * number + rank).all()
+            continue
+        found.clear()
+        aggregator.aggregate()
+        assert all(bool((parameter == 10.0 * number + 0.5).all()) for parameter in model)
+        assert sorted(found) == list(range(count))
+        assert len(aggregator._exchange._staging._packs._free) == count
+
+
+def extreme_in_one_cell(rank: int, world_size: int) -> None:
+    """Large values of one rank have all ranks compute alike, to the bit."""
+    for holder in range(world_size):
+        model, aggregator = make(rank, (1, 1))
+        shake(model, rank)
+        if rank == holder:
+            with torch.no_grad():
+                model[2].bias[0] = 1e30  # type: ignore[index, union-attr, operator]
+        aggregator.aggregate(1.0 + 2.0 * rank)
+        assert not aggregator._exchange.turnout.is_fused
+        told: list[Any] = [None] * world_size
+        dist.all_gather_object(told, digests(model))
+        assert told[0] == told[1]
+
+
+class Alike(Mean):
+    """Cells count alike, whatever their weights."""
+
+    def weigh(self, seen: Seen) -> Weighed:
+        return Weighed((1.0,) * len(seen.weights))
+
+
+def counted_alike(rank: int, world_size: int) -> None:
+    """Cells count for what the combiner says, not for their weights."""
+    model, aggregator = make(rank, (1, 1), combine=Alike())
+    shake(model, rank)
+    wanted = whole(model)
+    for value in wanted:
+        dist.all_reduce(value)
+    report = aggregator.aggregate(1.0 + 9.0 * rank)
+    assert report.weights == (1.0, 10.0) and report.shares == (0.5, 0.5)
+    for parameter, value in zip(model.parameters(), wanted, strict=True):
+        assert torch.allclose(local(parameter), value / 2, atol=1e-6)
+
+
+def seen_by_autograd(rank: int, world_size: int) -> None:
+    """A backward pass finds out that a round came between, where values lie in one run of memory, too."""
+    state = make_state(rank, (1, 1), None)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
+    loss = model(torch.ones(1, 32)).sum()
+    aggregator.aggregate()
+    (track,) = aggregator._made.tracks
+    assert track.is_late and all(len(bucket.pieces) == 1 for bucket in track.buckets)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def shared(rank: int, world_size: int) -> None:
     """Tensors that share memory, some in part and some across buckets, are averaged once."""
     state = make_state(rank, (1, 1), None)
@@ -150,6 +244,39 @@ def shared(rank: int, world_size: int) -> None:
     both = [torch.empty_like(memory) for _ in range(2)]
     dist.all_gather(both, memory)
     assert torch.equal(*both)
+
+
+def shared_by_lanes(rank: int, world_size: int) -> None:
+    """Memory that several lanes share, one of them combined before, is averaged once."""
+    state = make_state(rank, (1, 1), None)
+    memory = torch.randn(400, generator=torch.Generator().manual_seed(rank))
+    model = nn.ParameterList([nn.Parameter(memory[:200]), nn.Parameter(memory[100:300], requires_grad=False)])
+    model.register_buffer("mean", memory[250:])
+    wanted = memory.clone()
+    dist.all_reduce(wanted)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=256, policies={"1": "average"})
+    assert sorted(track.is_late for track in aggregator._made.tracks) == [False, True, True]
+    aggregator.aggregate()
+    assert torch.allclose(memory, wanted / 2, atol=1e-6)
+    both = [torch.empty_like(memory) for _ in range(2)]
+    dist.all_gather(both, memory)
+    assert torch.equal(*both)
+
+
+def beside_the_caller(rank: int, world_size: int) -> None:
+    """What a script sends over the same group on its own is not taken for a bucket."""
+    state = make_state(rank, (1, 1), None)
+    assert state.federated_group is not None
+    group, number = state.federated_group[0], torch.zeros(64)
+    aggregator = xffl.Aggregator(nn.Linear(16, 16), state, bucket_bytes=256)
+    assert aggregator._made.tracks[0].is_late
+    work = dist.irecv(number, 1, group=group) if rank == 0 else None
+    aggregator.aggregate()
+    if work is None:
+        dist.send(torch.full((64,), 7.0), 0, group=group)
+    else:
+        work.wait()
+        assert (number == 7.0).all()
 
 
 def inferred(rank: int, world_size: int) -> None:
@@ -201,7 +328,11 @@ def dropping(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "ranks, case",
-    [(2, weightless), (2, extreme), (2, strided), (2, shared), (2, inferred), (4, untouched), (2, dropping)],
+    [
+        *((2, weightless), (2, extreme), (2, strided), (2, shared), (2, inferred), (4, untouched), (2, dropping)),
+        *((2, packed), (2, extreme_in_one_cell), (2, counted_alike), (2, seen_by_autograd)),
+        *((2, shared_by_lanes), (2, beside_the_caller)),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_late(ranks: int, case: Callable[[int, int], None]) -> None:

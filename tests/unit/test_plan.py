@@ -120,6 +120,11 @@ def test_large_pieces_get_even_buckets_of_their_own() -> None:
     assert buckets[3].pieces == ((0, 0, 3), (2, 5, 9))
 
 
+def test_small_pieces_fill_as_many_buckets_as_they_need() -> None:
+    lane = Lane(0, (True,), (0,), "float32", "average", False, "none", False, tuple(Piece(i, 0, 5) for i in range(45)))
+    assert [len(bucket.pieces) for bucket in lane.buckets(64)] == [12, 12, 12, 9]
+
+
 def test_a_small_replicated_tensor_is_not_shared_out() -> None:
     assert Cut.of_copy(1000, 8).chunk == 125
     assert Cut.of_copy(1000, 8, 300).chunk == 300
