@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
 from xffl.aggregation.privacy import Privacy
+from xffl.distributed.process_group import cleanup_distributed_process_group
 
 LAYOUTS = [((1, 1), None), ((4, 2), 2), ((4, 2), None), ((2, 4, 2), 2), ((2, 2), 1)]
 
@@ -231,6 +233,37 @@ def interrupted(rank: int, world_size: int) -> None:
     assert (model.weight == 0.5).all() and aggregator.under_way is None
 
 
+def left_alone(rank: int, world_size: int) -> None:
+    """Who leaves waits for a round that nobody has merged: a thread that still communicates would abort the process."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    run = aggregator._exchange.run
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        run(*args)
+
+    aggregator._exchange.run = slow  # type: ignore[method-assign]
+    pending = aggregator.aggregate_async()
+    cleanup_distributed_process_group(state)
+    assert pending.is_done() and not pending._background._thread.is_alive()
+    assert pending.merge().round == 1
+
+
+def unlike(rank: int, world_size: int) -> None:
+    """Cells that merge with different alphas would drift apart; a finished one may take the result at once."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    for alpha in ((None, 0.9), (0.5, 0.9)):
+        with pytest.raises(xffl.RoundError, match=r"merge with different alphas \(\[.*0\.9\]"):
+            aggregator.aggregate_async(alpha=alpha[rank]).merge()
+    assert aggregator.can_go_on
+    report = aggregator.aggregate() if rank else aggregator.aggregate_async(alpha=0.5).merge()
+    assert report.round == 1
+
+
 def wrong(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = net()
@@ -257,7 +290,9 @@ def wrong(rank: int, world_size: int) -> None:
             xffl.FederatedScaling(model, optimizer, state, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("case", [at_once, rejected, interrupted, wrong], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [at_once, rejected, interrupted, left_alone, unlike, wrong], ids=lambda case: case.__name__
+)
 def test_in_the_background(case: object) -> None:
     run_world(2, case)  # type: ignore[arg-type]
 

@@ -184,6 +184,54 @@ def an_opening_is_no_end(rank: int, world_size: int) -> None:
     assert torch.equal(model.weight, before) and aggregator.rounds == 0
 
 
+def interrupted_in_the_vote(rank: int, world_size: int) -> None:
+    """An answer that is still to come would be taken for one to the next ballot."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(linear(seed=rank), state)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(protocol, "cast", interrupted), pytest.raises(KeyboardInterrupt):
+        aggregator.aggregate()
+    assert not aggregator.can_go_on and not aggregator.is_torn
+    with pytest.raises(xffl.StateError, match="a vote of this aggregator was cut off"):
+        aggregator.aggregate()
+
+
+def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
+    """One rank is interrupted and comes back or not: who has waited for it in vain says no, so weights stand."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state)
+    before = model.weight.detach().clone()
+    exchange: Any = aggregator._exchange
+    cast, run, calls = protocol.cast, exchange.run, 0
+
+    def stopped(*args: Any) -> None:
+        exchange.run = run
+        raise KeyboardInterrupt if rank else RuntimeError("timed out")
+
+    def unanswered(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and not is_back:
+            raise RuntimeError("nobody answers")
+        return cast(*args)
+
+    exchange.run = stopped
+    with mock.patch.object(protocol, "cast", unanswered):
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                aggregator.aggregate()
+        if rank == 0 or is_back:
+            told = "round 1 was not taken, this rank keeps .*timed out" if rank == 0 else "different rounds"
+            with pytest.raises(xffl.RoundError, match=told):
+                aggregator.aggregate()
+    assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
+    model(torch.ones(8))
+
+
 # Failures
 
 
@@ -533,6 +581,8 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException]) 
         (2, one_cell, ()),
         (2, shared_memory, ()),
         (2, interrupted_at_the_end, ()),
+        (2, interrupted_in_the_vote, ()),
+        *((2, alone_in_the_exchange, (is_back,)) for is_back in (True, False)),
         *((2, interrupted_before_writing, (at,)) for at in ("settle", "_conclude")),
         *((2, stopped_in_a_refusal, (stop,)) for stop in (RuntimeError, KeyboardInterrupt)),
     ],

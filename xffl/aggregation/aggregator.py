@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from xffl.aggregation.accountant import Accountant
 from xffl.aggregation.assembly import assemble
@@ -257,7 +258,7 @@ class Aggregator:
             if self._pending is not pending:
                 raise StateError("this round has ended already: merge() has written or refused it")
             asked = time.perf_counter()
-            with self._tearing():
+            with self._tearing(), record_function("xffl.wait"):
                 try:
                     outcome = background.result()
                 except BaseException as error:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from xffl.aggregation.report import RoundReport
+from xffl.distributed.process_group import leave_after
 
 __all__ = ["Background", "PendingRound"]
 
@@ -33,11 +34,18 @@ class Background(Generic[T]):
         # Not the thread itself is waited for: Python takes a thread for ended whose join was interrupted (3.11).
         self._done = threading.Event()
         # A daemon: a peer that does not answer must not keep a process that has failed elsewhere from ending.
-        threading.Thread(target=self._run, name="xffl-round", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="xffl-round", daemon=True)
+        leave_after(self)
+        self._thread.start()
 
     def is_done(self) -> bool:
         """Tell whether the result is there."""
         return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until the thread has ended, whatever came of it."""
+        self._done.wait()
+        self._thread.join()
 
     def has_raised(self, error: BaseException) -> bool:
         """Tell whether the call has raised just this, and not a signal that has met who waits for it."""

@@ -225,6 +225,9 @@ class Protocol:
                 f"round {number} could not be opened, this rank keeps its weights: {broken}; see the other ranks' "
                 "output"
             ) from broken
+        except BaseException:
+            self.is_cut_off = True  # what is still to come would be taken for an answer to the next ballot
+            raise
         self.is_over = all(other.is_finished for other in ballots)
         check_rounds(ballots, self._topology)
         if any(other.is_failed for other in ballots):
@@ -274,6 +277,7 @@ class Protocol:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self.is_interrupted = True
             raise
+        is_refused = failure is not None  # without this rank's yes nobody writes
         try:
             ballot = Ballot(
                 number + CLOSING,
@@ -282,13 +286,22 @@ class Protocol:
                 is_moderate=found.is_moderate,
             )
             ballots = self._cast(ballot, self._closes_within_s)
+            is_agreed = not any(other.is_failed for other in ballots)
+            is_refused = not is_agreed
             check_rounds(ballots, self._topology)
-            self.is_owed = is_agreed = not any(other.is_failed for other in ballots)
+            self.is_owed = is_agreed
             reasons = [] if is_agreed else self._gather_reasons(failure)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the outcome is unknown
+        except BaseException as error:
             why = failure or error
             if not isinstance(error, Exception):
                 why = error
+            if self._atomic and is_refused:
+                self.is_cut_off = True
+                if why is error and not isinstance(error, Exception):
+                    raise
+                raise RoundError(
+                    f"round {number} was not taken, this rank keeps its weights: {why or type(why).__name__}; {AFRESH}"
+                ) from why
             raise TornError(
                 f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
             ) from why

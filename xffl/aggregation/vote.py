@@ -190,7 +190,7 @@ def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
     :param ballots: The ballots, by rank.
     :param topology: The federation.
     :raises RoundError: if they differ in the aggregator, the round, in knowing the codecs' state, or within a cell in
-        how they merge.
+        how they merge, or between cells in their ``alpha``.
     """
     called = {ballot.aggregator: rank for rank, ballot in reversed(list(enumerate(ballots)))}
     if len(called) > 1:
@@ -220,6 +220,13 @@ def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
                 f"the ranks of cell {cell} merge in different ways ({sorted(ways)}, where {AT_ONCE:g} is aggregate and "
                 f"{NO_ALPHA:g} no alpha); call the same on all of them"
             )
+    # A cell that has finished takes the result at once, while others go on.
+    alphas = {ballot.merging for ballot in ballots if not ballot.is_failed} - {AT_ONCE}
+    if len(alphas) > 1:
+        raise RoundError(
+            f"the cells merge with different alphas ({sorted(alphas)}, where {NO_ALPHA:g} is none); give the same in "
+            "all of them"
+        )
 
 
 def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,16 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["cleanup_distributed_process_group", "set_up_cells", "setup_distributed_process_group"]
+__all__ = ["cleanup_distributed_process_group", "leave_after", "set_up_cells", "setup_distributed_process_group"]
+
+
+class _Waits(Protocol):
+    """Something under way that can be waited for."""
+
+    def wait(self) -> None: ...
+
+
+_under_way: WeakSet[_Waits] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -143,14 +153,23 @@ def setup_distributed_process_group(
         raise
 
 
+def leave_after(work: _Waits) -> None:
+    """Have :func:`cleanup_distributed_process_group` wait for something that communicates on a thread of its own.
+
+    :param work: Something to wait for; kept only as long as somebody else keeps it.
+    """
+    _under_way.add(work)
+
+
 def cleanup_distributed_process_group(
     state: DistributedState, del_obj: Collection[Any] = (), *, synchronize: bool = True
 ) -> None:
     """Leave the process group and release what the state made; its set-ups are gone afterwards.
 
-    Collective over the world with ``synchronize``: the ranks wait for each other first, since a process that ends while
-    another still talks to it may abort. After an exception give ``synchronize=False``: nothing is communicated, and a
-    world of several ranks over NCCL, which could not be left without that, lasts as long as the process.
+    Collective over the world with ``synchronize``: the ranks wait for each other first, and for rounds under way that
+    nobody has merged, since a process that ends while something still talks to it may abort. After an exception give
+    ``synchronize=False``: nothing is communicated, and a world of several ranks over NCCL, which could not be left
+    without that, lasts as long as the process.
 
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
@@ -167,6 +186,8 @@ def cleanup_distributed_process_group(
             if is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize()
+            for work in list(_under_way):
+                work.wait()
             dist.barrier()
             is_together = True
     finally:
