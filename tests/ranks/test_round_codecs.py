@@ -88,6 +88,25 @@ def test_rounds_follow_the_codec_to_the_bit(ranks: int, form: str, codec: str) -
     run_world(ranks, follow, codec, form, ranks == 2)
 
 
+def enormous(rank: int, world_size: int) -> None:
+    """Steps whose squares leave fp32 arrive, and their error is not measured: a record of NaN would be no JSON."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(8, 8, bias=False)
+    aggregator = xffl.Aggregator(model, state, codec="int8")
+    reports = []
+    for step in (0.0, 1.0, 1e25):
+        start = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.add_(step * (1 + rank))
+        reports.append(aggregator.aggregate())
+        assert torch.allclose(model.weight - start, torch.full((8, 8), 1.5 * step), rtol=0.02)
+    assert [report.codec_error is None for report in reports] == [True, False, True]
+
+
+def test_steps_whose_squares_leave_fp32() -> None:
+    run_world(2, enormous)
+
+
 def layouts(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, rails: bool) -> None:
     """In every layout all ranks hold the same bits, close to the exact mean, and closer on average over rounds."""
     state = make_state(rank, sizes, hsdp)

@@ -115,13 +115,13 @@ def untied(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state)
     copies = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(copies, assign=True)
-    with pytest.raises(xffl.ConfigError, match="untied"):
+    with pytest.raises(xffl.ConfigError, match=r"look at two\.weight: .*untied"):
         aggregator.aggregate()
     # The other way round: two that become one.
     model = nn.ModuleDict({"one": linear(4), "two": linear(4)})
     aggregator = xffl.Aggregator(model, state)
     model["two"].weight = model["one"].weight
-    with pytest.raises(xffl.ConfigError, match="tied"):
+    with pytest.raises(xffl.ConfigError, match=r"look at two\.weight: .*tied"):
         aggregator.aggregate()
 
 
@@ -219,7 +219,7 @@ def cut_off(rank: int, world_size: int, folder: str) -> None:
     before = model.weight.detach().clone()
     if rank == 1:
         time.sleep(4.0)
-    with pytest.raises(xffl.RoundError, match="round 1 could not be opened, this rank keeps its weights"):
+    with pytest.raises(xffl.RoundError, match=f"round 1 could not be opened, .*in a vote with ranks \\[{1 - rank}\\]"):
         aggregator.aggregate()
     assert not aggregator.can_go_on
     with pytest.raises(xffl.StateError, match="end the process group on all ranks and join again"):

@@ -164,11 +164,11 @@ def held(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def places(model: nn.Module) -> tuple[tuple[int, str, bool, int], ...]:
+def places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ...]:
     """Return where the model keeps its tensors, in order, which of them train, and the first place of tied ones."""
-    first: dict[int, int] = {}
+    first: dict[int, tuple[int, str]] = {}
     return tuple(
-        (id(module), leaf, tensor.requires_grad, first.setdefault(id(tensor), len(first)))
+        (id(module), leaf, tensor.requires_grad, first.setdefault(id(tensor), (id(module), leaf)))
         for module in model.modules()
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None

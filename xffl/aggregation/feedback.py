@@ -181,11 +181,14 @@ class Memory:
 
     @property
     def codec_error(self) -> float | None:
-        """Error of what this rank sent in the last round, relative to what it had to send, in the L2 norm."""
+        """Error of what this rank sent in the last round, relative to what it had to send, in the L2 norm.
+
+        ``None`` where nothing was encoded, or where it was so large that squares left fp32.
+        """
         norms = [norm for feedback in self._feedback.values() for norm in feedback.norms()]
-        if not norms:
-            return None
         whole = sum(norm[0] for norm in norms)
+        if not norms or not math.isfinite(whole):
+            return None
         return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
 
     def begin(self) -> None:

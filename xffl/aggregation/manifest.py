@@ -100,6 +100,7 @@ class Manifest:
         self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
         self._roots = (model,) if extra is None else (model, extra)
         self._places = self._look(places)
+        self._module_names = self._look_up_names()
         # Kept alive, so that no other tensor can be taken for one of them.
         self._tensors = self._look(held)
         self._trains = [tensor.requires_grad for tensor in self._tensors]
@@ -134,11 +135,16 @@ class Manifest:
         if now == self._places:
             self._tensors, self._trains = tensors, trains
             return
-        changed = sorted({leaf for _, leaf, *_ in set(now) ^ set(self._places)})
+        names = self._module_names | self._look_up_names()
+        other = set(now) ^ set(self._places)
+        changed = sorted({f"{names[module]}.{leaf}".removeprefix(".") for module, leaf, *_ in other})
         raise ConfigError(
             f"the model's tensors have changed since the Aggregator was made (look at {', '.join(changed[:5])}: "
             "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
         )
+
+    def _look_up_names(self) -> dict[int, str]:
+        return {id(module): name for root in self._roots for name, module in root.named_modules()}
 
     def _look(self, at: Callable[[nn.Module], Sequence[T]]) -> list[T]:
         return [found for root in self._roots for found in at(root)]

@@ -35,7 +35,7 @@ class RoundReport:
     :param nonfinite: For each dropped cell the tensors with values that were not finite (three at most of each rank).
     :param is_skipped: Whether the cells' models were so close that nothing moved; such a round does not count.
     :param codec_error: What lossy codecs left out of what this rank had to send, relative to it, in the L2 norm; it is
-        sent later. ``None`` where none was used.
+        sent later. ``None`` where none was used, or where it had to send so much that squares left fp32.
     """
 
     round: int

@@ -150,8 +150,11 @@ def _swap(
 ) -> None:
     """Send to some ranks of the world and receive from some, at the same time."""
     arriving, leaving = ([(values, rank) for rank, values in by_rank.items()] for by_rank in (receive, send))
-    for work in start_moves(arriving, leaving, group, TAG):
-        work.wait()
+    try:
+        for work in start_moves(arriving, leaving, group, TAG):
+            work.wait()
+    except RuntimeError as broken:
+        raise RuntimeError(f"{broken}, in a vote with ranks {sorted({*send, *receive})}") from broken
 
 
 def _wait(device: torch.device, within_s: float) -> None:
