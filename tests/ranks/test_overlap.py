@@ -260,8 +260,10 @@ def unlike(rank: int, world_size: int) -> None:
         with pytest.raises(xffl.RoundError, match=r"merge with different alphas \(\[.*0\.9\]"):
             aggregator.aggregate_async(alpha=alpha[rank]).merge()
     assert aggregator.can_go_on
-    report = aggregator.aggregate() if rank else aggregator.aggregate_async(alpha=0.5).merge()
-    assert report.round == 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        report = aggregator.aggregate() if rank else aggregator.aggregate_async(alpha=0.5).merge()
+    assert report.round == 1 and ("wait" in report.phases) == (rank == 0)
+    assert ("xffl.wait" in {event.key for event in seen.key_averages()}) == (rank == 0)
 
 
 def wrong(rank: int, world_size: int) -> None:

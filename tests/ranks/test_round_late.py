@@ -105,15 +105,8 @@ def extreme(rank: int, world_size: int) -> None:
         assert torch.equal(*both)
 
 
-def strided(rank: int, world_size: int) -> None:
-    """What does not lie in one run of memory is packed, on the ranks where it is so, and once for each round."""
-    state = make_state(rank, (1, 1), None)
-    torch.manual_seed(rank)
-    value = torch.randn(160, 50)
-    model = nn.ParameterList(
-        [nn.Parameter(value.t() if rank else value.t().contiguous()), nn.Parameter(value[0, :3].clone())]
-    )
-    aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
+def packed_by(aggregator: xffl.Aggregator) -> list[int]:
+    """Return a list that gets the number of each bucket that is packed from now on."""
     packed: list[int] = []
     layout = aggregator._exchange._layout
     pack = layout.pack
@@ -123,6 +116,19 @@ def strided(rank: int, world_size: int) -> None:
         pack(bucket, into)
 
     layout.pack = counted  # type: ignore[method-assign]
+    return packed
+
+
+def strided(rank: int, world_size: int) -> None:
+    """What does not lie in one run of memory is packed, on the ranks where it is so, and once for each round."""
+    state = make_state(rank, (1, 1), None)
+    torch.manual_seed(rank)
+    value = torch.randn(160, 50)
+    model = nn.ParameterList(
+        [nn.Parameter(value.t() if rank else value.t().contiguous()), nn.Parameter(value[0, :3].clone())]
+    )
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
+    packed = packed_by(aggregator)
     for _ in range(2):
         with torch.no_grad():
             for parameter in model:
@@ -152,14 +158,7 @@ def packed(rank: int, world_size: int) -> None:
     (track,) = aggregator._made.tracks
     count = len(track.buckets)
     assert track.is_late and count == 4
-    layout, found = aggregator._exchange._layout, []
-    pack = layout.pack
-
-    def counted(bucket: Any, into: torch.Tensor) -> None:
-        found.append(bucket.number)
-        pack(bucket, into)
-
-    layout.pack = counted  # type: ignore[method-assign]
+    found = packed_by(aggregator)
     for number in range(4):
         with torch.no_grad():
             for parameter in model:

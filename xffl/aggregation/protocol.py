@@ -297,10 +297,10 @@ class Protocol:
                 why = error
             if self._atomic and is_refused:
                 self.is_cut_off = True
-                if why is error and not isinstance(error, Exception):
+                if not isinstance(error, Exception):
                     raise
                 raise RoundError(
-                    f"round {number} was not taken, this rank keeps its weights: {why or type(why).__name__}; {AFRESH}"
+                    f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"
                 ) from why
             raise TornError(
                 f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
