@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -225,9 +226,10 @@ def main() -> None:
     parser.add_argument("--validate", type=Path, metavar="FILE", help="a JSON file of wan.py to compare with instead")
     options = parser.parse_args()
     # A fragment is merged before the next one starts.
-    for name, least in (("every", FRAGMENTS * (DELAY + 1)), ("points", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)} is below {least}; give {least} or more")
+    for name, least in (("every", FRAGMENTS * (DELAY + 1)), ("latency_ms", 0), ("points", 1)):
+        if not least <= getattr(options, name) < math.inf:  # nan is neither
+            shown = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            parser.error(f"{shown} is no number from {least} on; give {least} or more")
     if options.validate:
         validate(options)
     else:

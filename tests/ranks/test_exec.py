@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -426,6 +427,8 @@ with xffl.session(device="cpu") as state:
         raise ValueError("mine")
     if state.rank == 2 and sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if state.rank == 2 and sys.argv[1] == "leave":
+        os._exit(0)
     dist.all_reduce(x)
     signal.pause()
 """
@@ -441,6 +444,26 @@ def test_a_rank_that_dies_in_a_session_is_the_one_that_is_told(xffl: Start, way:
     assert ended == code
     assert err.count("Traceback") == (1 if way == "raise" else 0)
     assert err.endswith(f"xffl: rank 2 (cell 1) {words}; all other ranks were stopped\n")
+
+
+def test_a_rank_that_leaves_with_0_while_others_wait_is_told(xffl: Start) -> None:
+    ended, _, err = finish(xffl("--processes 4 --federated 2,2", SESSION, "leave"))
+    assert ended == 1
+    assert re.fullmatch(
+        r"xffl: rank [013] \(cell [01]\) failed with .*; rank 2 left with code 0.*; all other ranks were stopped",
+        err.splitlines()[-1],
+    )
+
+
+def test_a_rank_for_which_others_have_waited_in_vain_is_told(xffl: Start) -> None:
+    script = """
+import os, signal
+if os.environ["RANK"] in ("1", "2"):
+    signal.pause()
+raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
+"""
+    ended, _, err = finish(xffl("--processes 4", script))
+    assert ended == 1 and err.endswith("to complete; ranks 1, 2 went on, and may hang; all other ranks were stopped\n")
 
 
 def test_ctrl_c_ends_a_session(xffl: Start) -> None:

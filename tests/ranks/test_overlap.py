@@ -251,6 +251,41 @@ def left_alone(rank: int, world_size: int) -> None:
     assert pending.merge().round == 1
 
 
+def overtaken(rank: int, world_size: int) -> None:
+    """Of two rounds of the same tensors at once the second would count the way to the mean twice; others are free."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ModuleDict({"one": nn.Linear(3, 2, bias=False), "two": nn.Linear(3, 2, bias=False)})
+    first, second = (xffl.Aggregator(model, state, overlap=True) for _ in range(2))
+    one, two = (xffl.Aggregator(model, state, policies={other: "local"}, overlap=True) for other in ("two.*", "one.*"))
+    halves = [xffl.Aggregator(model, state, fragments=2, overlap=True) for _ in range(2)]
+    halves[1].aggregate()
+
+    def start(*aggregators: xffl.Aggregator) -> list[xffl.PendingRound]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        return [aggregator.aggregate_async() for aggregator in aggregators]
+
+    for other in (second, None):
+        pending, *late = start(*filter(None, (first, other)))
+        if other is None:
+            second.aggregate()
+            late = [pending]
+        else:
+            pending.merge()
+        with pytest.raises(xffl.StateError, match="another aggregator's round has written tensors of this one"):
+            late[0].merge()
+        assert all((parameter == 0.5).all() for parameter in model.parameters())
+        with pytest.raises(xffl.StateError, match="ended already"):
+            late[0].merge()
+    assert (first.rounds, second.rounds) == (1, 1) and first.can_go_on
+    for apart in ([one, two], halves, [first]):
+        for pending in start(*apart):
+            pending.merge()
+        assert all((parameter == 0.5).all() for parameter in model.parameters())
+    assert (one.rounds, two.rounds, first.rounds, [half.rounds for half in halves]) == (1, 1, 2, [1, 2])
+
+
 def unlike(rank: int, world_size: int) -> None:
     """Cells that merge with different alphas would drift apart; a finished one may take the result at once."""
     state = make_state(rank, (1, 1), None)
@@ -293,7 +328,7 @@ def wrong(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [at_once, rejected, interrupted, left_alone, unlike, wrong], ids=lambda case: case.__name__
+    "case", [at_once, rejected, interrupted, left_alone, overtaken, unlike, wrong], ids=lambda case: case.__name__
 )
 def test_in_the_background(case: object) -> None:
     run_world(2, case)  # type: ignore[arg-type]

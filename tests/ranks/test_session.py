@@ -103,6 +103,22 @@ def test_set_up_and_clean_up() -> None:
     run_world(4, given_everything, free_port(), init=False)
 
 
+def left_behind(rank: int, world_size: int, port: int) -> None:
+    be_rank(rank, world_size, port)
+    state = setup_distributed_process_group(device="cpu", timeout_s=8)
+    total()
+    if rank == 1:
+        cleanup_distributed_process_group(state, synchronize=False)
+        return
+    with pytest.raises(xffl.LaunchError, match=r"rank 0 could not wait for the others before it leaves \(.+\); one of"):
+        cleanup_distributed_process_group(state)
+    assert not dist.is_initialized()
+
+
+def test_who_cannot_leave_together_with_the_others_says_so() -> None:
+    run_world(2, left_behind, free_port(), init=False)
+
+
 def single_process(rank: int, world_size: int) -> None:
     for federated, hsdp in ((None, None), (1, None), ((1,), 1), (None, 1)):
         with xffl.session(federated=federated, hsdp=hsdp) as state:

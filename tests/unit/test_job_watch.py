@@ -46,6 +46,23 @@ def test_the_first_rank_without_a_word_counts() -> None:
     assert not isinstance(failure, int) and failure is not None and (failure.rank, failure.exit_code) == (3, 1)
 
 
+def test_where_a_peer_was_lost_it_is_told_which_ranks_may_be_it() -> None:
+    def told(watch: JobWatch) -> str:
+        failure = watch.result()
+        assert isinstance(failure, RankFailure)
+        return failure.describe()
+
+    watch = JobWatch(None, 5.0)
+    watch.add_record(0, record(2.0, lost_peer=True))
+    assert told(watch) == "failed with ValueError: x"
+    watch.add_left(3)
+    assert told(watch) == "failed with ValueError: x; rank 3 left with code 0"
+    watch.add_lasting([2, 1])
+    assert told(watch) == "failed with ValueError: x; rank 3 left with code 0, and ranks 1, 2 went on, and may hang"
+    watch.add_record(1, record(3.0))  # the cause itself
+    assert told(watch) == "failed with ValueError: x"
+
+
 def test_an_end_by_sigterm_counts_where_there_is_no_other() -> None:
     def found(watch: JobWatch) -> tuple[int, int]:
         failure = watch.result()

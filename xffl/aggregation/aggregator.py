@@ -19,7 +19,7 @@ from xffl.aggregation.entries import reshard
 from xffl.aggregation.manifest import Manifest, Pattern
 from xffl.aggregation.opening import Contribution, open_round
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
-from xffl.aggregation.pending import Background, PendingRound
+from xffl.aggregation.pending import Background, PendingRound, overtake
 from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.protocol import AFRESH, Outcome, report_of
 from xffl.aggregation.report import RoundReport
@@ -242,7 +242,7 @@ class Aggregator:
         :param steps: As in :meth:`aggregate`.
         :param seconds: Seconds of a local step here; 0 where nobody has measured.
         :return: The round under way. An argument that cannot be meant raises when it is merged, on all ranks.
-        :raises StateError: if the aggregator was made without ``overlap``, or a round is under way.
+        :raises StateError: if the aggregator was made without ``overlap``, or a round of it is under way.
         """
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
@@ -266,11 +266,17 @@ class Aggregator:
                         self._pending = None
                     raise
             self.check()
+            if pending.is_overtaken:
+                self._pending, self._protocol.is_owed = None, False
+                raise StateError(
+                    "another aggregator's round has written tensors of this one since it started, so the steps before "
+                    "it would count twice; it was not merged: merge one round before the next of these tensors starts"
+                )
             assert outcome is not None, "a rank that has not finished always gets a round"
             self._exchange.journal.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
-        self._pending = PendingRound(background, conclude)
+        self._pending = PendingRound(background, conclude, self._made.layout.moving(fragment))
         return self._pending
 
     def close(self) -> None:
@@ -389,6 +395,7 @@ class Aggregator:
                         refresh_view(self._model, is_new=False)
                         self._exchange.commit(fragment, is_merged=is_merged, alpha=alpha)
                         write_view(self._model)
+                        overtake(lambda: self._made.layout.moving(fragment))
                 except BaseException as error:
                     self._protocol.is_owed = False
                     raise TornError(

@@ -31,7 +31,7 @@ from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, XfflError
 
-__all__ = ["Assembly", "assemble"]
+__all__ = ["Assembly", "assemble", "check_given"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,21 @@ class Assembly:
             self.exchange.agreed.take()
 
 
+def check_given(model: object, state: object) -> None:
+    """Raise where a model is none, or what describes the federation does not.
+
+    :param model: A :class:`torch.nn.Module`.
+    :param state: A :class:`~xffl.distributed.DistributedState`, or a place.
+    :raises ConfigError: if they are something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
+    if not isinstance(state, DistributedState | Place):
+        raise ConfigError(
+            f"{type(state).__name__} is no state; give the DistributedState of xffl.session() or a set-up"
+        )
+
+
 def assemble(
     model: nn.Module,
     state: DistributedState | Place,
@@ -128,6 +143,7 @@ def assemble(
     text, holding = "", None
     axes: tuple[int, ...] = ()
     try:
+        check_given(model, state)
         place = state if isinstance(state, Place) else Place(state, state.topology)
         topology, rank = place.topology, place.rank
         device = communication_device(place.state)

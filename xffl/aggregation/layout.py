@@ -62,6 +62,7 @@ class Layout:
     ) -> None:
         self._needs_memory_of_its_own = needs_memory_of_its_own
         self._entries = tuple(entries)
+        self._fragments = tuple(item.fragment for item in items)
         # A module's parameters and buffers, once each: taken together they cost less than one by one.
         self._dicts = list({id(entry.held): entry.held for entry in entries if entry is not None}.values())
         self.shares_memory = False
@@ -99,6 +100,16 @@ class Layout:
         :return: First element and number of elements.
         """
         return self._origin[item], self._held[item]
+
+    def moving(self, fragment: int) -> list[torch.Tensor]:
+        """Return the model's tensors of a fragment, also those of which this rank has no elements; local.
+
+        :param fragment: The part of the model.
+        :return: Its parameters and buffers as the model keeps them.
+        """
+        entries = zip(self._entries, self._fragments, strict=True)
+        kept = [entry.held[entry.leaf] for entry, number in entries if entry is not None and number == fragment]
+        return [tensor for tensor in kept if tensor is not None]
 
     def look_up(self) -> None:
         """Look all tensors up anew; local.

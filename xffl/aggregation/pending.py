@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.process_group import leave_after
 
-__all__ = ["Background", "PendingRound"]
+__all__ = ["Background", "PendingRound", "overtake"]
 
 T = TypeVar("T")
+
+_under_way: WeakSet[PendingRound] = WeakSet()
 
 
 class Background(Generic[T]):
@@ -84,11 +87,21 @@ class PendingRound:
 
     :param background: The votes and the exchange.
     :param conclude: Waits for them and writes their result; told whether steps made meanwhile stay.
+    :param tensors: The model's tensors that it moves.
     """
 
-    def __init__(self, background: Background[Any], conclude: Callable[[PendingRound, bool], RoundReport]) -> None:
+    def __init__(
+        self,
+        background: Background[Any],
+        conclude: Callable[[PendingRound, bool], RoundReport],
+        tensors: Collection[torch.Tensor],
+    ) -> None:
         self._background = background
         self._conclude = conclude
+        self._moving = frozenset(map(id, tensors))
+        self.is_overtaken = False
+        """Whether another round has written some of its tensors since it started."""
+        _under_way.add(self)
 
     def is_done(self) -> bool:
         """Tell whether this rank's part of the round is over, so that :meth:`merge` would not wait; local.
@@ -107,6 +120,18 @@ class PendingRound:
             place. The same on all ranks of a cell.
         :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
         :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
-        :raises StateError: if it has ended already, merged or refused.
+        :raises StateError: if it has ended already, merged or refused; or where another aggregator's round has written
+            some of the same tensors meanwhile. The model stays as it is then, and this round does not count.
         """
         return self._conclude(self, keeps_steps)
+
+
+def overtake(tensors: Callable[[], Collection[torch.Tensor]]) -> None:
+    """Note that a round has written tensors: what others under way have copied of them is from before; local.
+
+    :param tensors: Returns the model's tensors; asked only while a round is under way.
+    """
+    if _under_way:
+        written = frozenset(map(id, tensors()))
+        for pending in list(_under_way):
+            pending.is_overtaken |= bool(pending._moving & written)

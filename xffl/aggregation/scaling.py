@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.assembly import check_given
 from xffl.aggregation.clients.base import Client, check_step
 from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
@@ -95,6 +96,7 @@ class FederatedScaling:
         error: XfflError | None = None
         text = ""
         try:
+            check_given(model, state)
             recipe = read_recipe(
                 model,
                 optimizers,

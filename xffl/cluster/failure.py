@@ -71,11 +71,14 @@ class RankFailure:
     """What the launcher exits with: the rank's own code, or 128 + n after signal n."""
     record: FailureRecord | None
     """What the rank wrote; ``None`` where it was killed or left by ``os._exit``."""
+    suspects: str = ""
+    """Where it only lost a peer: the ranks that may be the one, in words."""
 
     def describe(self) -> str:
         """Return in words how the rank ended."""
         if self.record is not None and self.record.headline:
-            return f"failed with {self.record.headline}"
+            suspects = f"; {self.suspects}" if self.record.lost_peer and self.suspects else ""
+            return f"failed with {self.record.headline}{suspects}"
         if self.record is None and self.exit_code > 128:
             number = self.exit_code - 128
             name = signal.Signals(number).name if number in set(signal.Signals) else "a signal"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.failure import FailureRecord, RankFailure, first_failure, stopped_result
@@ -36,6 +37,8 @@ class JobWatch:
         """The same of ranks ended by SIGTERM."""
         self._is_ended_by_others = False
         """Whether it is known that another than the launcher sent that SIGTERM."""
+        self._left: set[int] = set()
+        self._lasting: set[int] = set()
 
     def add_record(self, rank: int, record: FailureRecord) -> None:
         """Take over what a rank has told of its failure."""
@@ -59,6 +62,14 @@ class JobWatch:
             self._terminated[rank] = code
             self._is_ended_by_others = is_own
         self.lose_patience()
+
+    def add_left(self, rank: int) -> None:
+        """Take over that a rank has left with code 0 before any was told to end: others may still wait for it."""
+        self._left.add(rank)
+
+    def add_lasting(self, ranks: Iterable[int]) -> None:
+        """Take over which ranks went on after others had lost a peer, until all were told to end."""
+        self._lasting.update(ranks)
 
     def lose_patience(self) -> None:
         """Give the ranks that are left no more than their grace."""
@@ -103,7 +114,14 @@ class JobWatch:
         failure = first_failure(codes, self._records)
         if self._is_ended_by_others and failure.record is not None and failure.record.lost_peer:
             return first_failure(self._terminated, {})  # the peer that was lost
-        return failure
+        return replace(failure, suspects=self._suspects())
+
+    def _suspects(self) -> str:
+        """Tell which ranks may be the lost peer of one that failed."""
+        groups = ((self._left, "left with code 0"), (self._lasting, "went on, and may hang"))
+        return ", and ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {how}" for ranks, how in groups if ranks
+        )
 
 
 @contextmanager

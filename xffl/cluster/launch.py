@@ -138,10 +138,13 @@ class _Ranks:
                 self._orphans.append(process)
             elif code != 0:
                 _kill(process, signal.SIGKILL)  # what it has started is of no more use
+            else:
+                self._watch.add_left(rank)
             if code != 0:
                 self._take(rank, code)
         self._orphans = [process for process in self._orphans if _kill(process, 0)]
-        if self._echo_until is not None and time.monotonic() > self._echo_until:
+        if self._echo_until is not None and time.monotonic() > self._echo_until and not self.are_ending:
+            self._watch.add_lasting(self._running)
             self.end(signal.SIGTERM)
 
     def end(self, number: int) -> None:

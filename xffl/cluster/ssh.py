@@ -235,6 +235,8 @@ class _Job:
             if event["code"] != 0 and not event["is_stopped"]:
                 self._watch.add_code(event["rank"], event["code"], is_own=True)
                 self._end(signal.SIGTERM)
+            elif event["code"] == 0 and not event["is_stopped"]:
+                self._watch.add_left(event["rank"])
         elif "lines" in event:
             self._show(event["rank"], base64.b64decode(event["lines"]), is_error=event["is_error"])
         elif "print" in event:

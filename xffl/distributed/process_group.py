@@ -174,6 +174,7 @@ def cleanup_distributed_process_group(
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
     :param synchronize: Whether to wait for all ranks.
+    :raises LaunchError: if they do not come; this rank has left then.
     """
     if isinstance(del_obj, list):
         del_obj.clear()
@@ -188,7 +189,13 @@ def cleanup_distributed_process_group(
                 torch.cuda.synchronize()
             for work in list(_under_way):
                 work.wait()
-            dist.barrier()
+            try:
+                dist.barrier()
+            except RuntimeError as broken:
+                raise LaunchError(
+                    f"rank {state.rank} could not wait for the others before it leaves ({broken}); one of them has "
+                    "ended or does something else, see their output"
+                ) from broken
             is_together = True
     finally:
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
