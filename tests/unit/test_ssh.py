@@ -128,6 +128,14 @@ def test_a_lost_peer_is_told_where_no_host_is_lost() -> None:
     assert isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
 
 
+def test_a_rank_that_left_with_0_while_another_one_lost_its_peer_is_named() -> None:
+    ended = launch(
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(2)\n    raise EOFError('Socket closed')"
+    )
+    assert isinstance(ended, RankFailure)
+    assert (ended.rank, ended.describe()) == (0, "failed with EOFError: Socket closed; rank 1 left with code 0")
+
+
 def test_a_lost_host_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(ONE_ENDS.format(whom="os.getppid()", how="SIGKILL")) == ExitCode.FAILED
     assert capfd.readouterr().err == "xffl: the connection to b broke: ssh says nothing; all ranks were stopped\n"
