@@ -24,6 +24,7 @@ from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
 from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import LaunchError
 
 GPU = torch.device("cuda", 3)
 
@@ -172,12 +173,14 @@ def test_who_leaves_alone_waits_for_nobody(
         if is_late:
             raise RuntimeError("somebody is missing")
 
-    state: Any = SimpleNamespace(backend=backend, device_type=torch.device("cpu"), _forget=lambda: calls.append("left"))
+    state: Any = SimpleNamespace(
+        backend=backend, device_type=torch.device("cpu"), rank=0, _forget=lambda: calls.append("left")
+    )
     with fake_world(ranks, 0), monkeypatch.context() as patch:
         patch.setattr(dist, "barrier", barrier)
         patch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
         if is_late:
-            with pytest.raises(RuntimeError, match="missing"):
+            with pytest.raises(LaunchError, match=r"rank 0 could not wait .* \(somebody is missing\)"):
                 process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
         else:
             process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
