@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -217,8 +217,9 @@ def time_all(options: argparse.Namespace) -> dict[str, Any] | None:
             return None
         seconds_by_name = dict(zip(samples, longest.tolist(), strict=True))
         medians = {name: statistics.median(values) for name, values in seconds_by_name.items()}
+        table = sys.stderr if options.out == "-" else sys.stdout
         for name, median in medians.items():
-            print(f"{name:16s} {1e3 * median:8.1f} ms   {median / medians['raw all-reduce']:5.2f}x")
+            print(f"{name:16s} {1e3 * median:8.1f} ms   {median / medians['raw all-reduce']:5.2f}x", file=table)
         return {
             **circumstances(options, state),
             "raw_bytes": nbytes,
@@ -248,14 +249,16 @@ def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
         if state.rank != 0:
             return None
         if options.out != "-":
-            show_memory(options.memory, found)
+            show_memory(options.memory, found, sys.stdout)
         return found
 
 
-def show_memory(kind: str, found: dict[str, Any]) -> None:
+def show_memory(kind: str, found: dict[str, Any], file: TextIO) -> None:
     rise, shard = found["peak_bytes"] / MIB, found["shard_bytes"] / MIB
     over = rise - shard * KINDS[kind]
-    print(f"round, {kind:9s} {rise:8.1f} MiB above {shard:.1f} MiB of shard; without its copy {over:8.1f} MiB")
+    print(
+        f"round, {kind:9s} {rise:8.1f} MiB above {shard:.1f} MiB of shard; without its copy {over:8.1f} MiB", file=file
+    )
 
 
 def weigh_each(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -266,7 +269,7 @@ def weigh_each(options: argparse.Namespace) -> dict[str, Any] | None:
         told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         if told:  # rank 0
             found[kind] = json.loads(told)
-            show_memory(kind, found[kind])
+            show_memory(kind, found[kind], sys.stderr if options.out == "-" else sys.stdout)
     return {"memory": found} if found else None
 
 
@@ -295,8 +298,14 @@ def main() -> None:
     parser.add_argument("--rails", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--memory", nargs="?", const="each", choices=("each", *KINDS), help="measure memory, not time")
-    parser.add_argument("--out", help="write JSON there; - prints it")
+    parser.add_argument("--out", help="write JSON there; - prints it, and the table to standard error")
     options = parser.parse_args()
+    if options.out not in (None, "-"):
+        try:  # before all the work
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.out).touch()
+        except OSError as wrong:
+            parser.error(f"--out {options.out} cannot be written: {wrong}; give another file")
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats} is below 1; give 1 or more")
     if options.memory is None:
@@ -309,9 +318,7 @@ def main() -> None:
     if options.out == "-":
         sys.stdout.write(text)
         return
-    path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    Path(options.out).write_text(text)
 
 
 if __name__ == "__main__":

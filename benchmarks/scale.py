@@ -232,8 +232,13 @@ def main() -> None:
             parser.error(f"{shown} is no number from {least} on; give {least} or more")
     if options.validate:
         validate(options)
-    else:
-        draw(options)
+        return
+    try:  # before all the work
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "scale.json").touch()
+    except OSError as wrong:
+        parser.error(f"--out {options.out} cannot be written into: {wrong}; give another folder")
+    draw(options)
 
 
 if __name__ == "__main__":

@@ -210,6 +210,30 @@ def rejected(rank: int, world_size: int) -> None:
     assert (model.weight == 1.0).all()
 
 
+def rejected_beside_the_caller(rank: int, world_size: int) -> None:
+    """Ranks tell each other why there is no round beside what the caller sends over the world."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    with torch.no_grad():
+        model.weight.fill_(float("nan") if rank else 1.0)
+    number = torch.ones(3)
+    if rank == 0:
+        pending = aggregator.aggregate_async()
+        work = dist.all_reduce(number, async_op=True)
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.empty(1), 0)
+        pending = aggregator.aggregate_async()
+        pending._background.wait()
+        work = dist.all_reduce(number, async_op=True)
+    work.wait()
+    assert (number == 2.0).all()
+    with pytest.raises(xffl.RoundError, match="cell 1 holds values that are not finite"):
+        pending.merge()
+    assert aggregator.can_go_on
+
+
 def interrupted(rank: int, world_size: int) -> None:
     """A signal that comes when the result is there, but not yet written, leaves the round to be merged."""
     state = make_state(rank, (1, 1), None)
@@ -249,6 +273,25 @@ def left_alone(rank: int, world_size: int) -> None:
     cleanup_distributed_process_group(state)
     assert pending.is_done() and not pending._background._thread.is_alive()
     assert pending.merge().round == 1
+
+
+def left_behind(rank: int, world_size: int) -> None:
+    """Who leaves by an exception ends a round that does not end by itself: a thread that woke up later would abort."""
+    state = make_state(rank, (1, 1), None)
+    aggregator = xffl.Aggregator(nn.Linear(3, 2, bias=False), state, overlap=True)
+    until = time.monotonic() + 60
+
+    def endless(*args: Any) -> None:
+        while time.monotonic() < until:
+            time.sleep(0.01)
+
+    aggregator._exchange.run = endless  # type: ignore[method-assign]
+    pending = aggregator.aggregate_async()
+    start = time.monotonic()
+    cleanup_distributed_process_group(state, synchronize=False)
+    assert pending.is_done() and not pending._background._thread.is_alive() and time.monotonic() - start < 20
+    with pytest.raises(SystemExit):
+        pending.merge()
 
 
 def overtaken(rank: int, world_size: int) -> None:
@@ -328,7 +371,9 @@ def wrong(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [at_once, rejected, interrupted, left_alone, overtaken, unlike, wrong], ids=lambda case: case.__name__
+    "case",
+    [at_once, rejected, rejected_beside_the_caller, interrupted, left_alone, left_behind, overtaken, unlike, wrong],
+    ids=lambda case: case.__name__,
 )
 def test_in_the_background(case: object) -> None:
     run_world(2, case)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def drift(cell: int, number: int) -> torch.Tensor:
 
 
 def simulated(cells: int, weights: list[float], codec_name: str, form: str, rounds: int) -> list[torch.Tensor]:
-    """The same rounds in one process: nearest rounding, one tensor, one bucket."""
+    """The same rounds in one process: nearest rounding, one tensor; in two hops five buckets, else one."""
     codec = codec_of(codec_name)
     assert codec is not None
 
@@ -40,8 +40,12 @@ def simulated(cells: int, weights: list[float], codec_name: str, form: str, roun
         codec.decode(code, out)
         return out
 
-    chunk = math.ceil(NUMEL / cells) if form == "two_hop" else NUMEL
-    parts = [slice(start, start + chunk) for start in range(0, NUMEL, chunk)]
+    parts = []
+    size = math.ceil(NUMEL / 5) if form == "two_hop" else NUMEL
+    for start in range(0, NUMEL, size):
+        stop = min(start + size, NUMEL)
+        chunk = math.ceil((stop - start) / cells) if form == "two_hop" else NUMEL
+        parts += [slice(first, min(first + chunk, stop)) for first in range(start, stop, chunk)]
     left = [torch.zeros(NUMEL) for _ in range(cells)]
     second = torch.zeros(NUMEL)
     values = [drift(cell, 0) for cell in range(cells)]
@@ -70,7 +74,8 @@ def simulated(cells: int, weights: list[float], codec_name: str, form: str, roun
 def follow(rank: int, world_size: int, codec: str, form: str, atomic: bool) -> None:
     state = make_state(rank, (1,) * world_size, None)
     model = nn.Linear(NUMEL, 1, bias=False)
-    aggregator = xffl.Aggregator(model, state, codec=codec, form=form, atomic=atomic)
+    bucket_bytes = NUMEL if form == "two_hop" else 4 * NUMEL
+    aggregator = xffl.Aggregator(model, state, codec=codec, form=form, atomic=atomic, bucket_bytes=bucket_bytes)
     expected = simulated(world_size, [1.0 + cell for cell in range(world_size)], codec, form, 4)
     for number, value in enumerate(expected):
         with torch.no_grad():

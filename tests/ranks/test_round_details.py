@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,15 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
-from tests.ranks.test_round import digests, make_state
+from tests.ranks.test_round import complete, digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
 from tests.worlds import run_world
-from xffl.aggregation import crossing, late, protocol, routes
+from xffl.aggregation import crossing, feedback, late, protocol, routes, vote
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
 from xffl.aggregation.routes import start_moves
 from xffl.aggregation.units import Level
+from xffl.report.forms import IN_FLIGHT
 
 # What is averaged -----------------------------------------------------------------------------------------------------
 
@@ -57,6 +61,21 @@ def failed_round(rank: int, world_size: int) -> None:
         return digests(model)
 
     assert train(False) == train(True)
+
+
+def failed_code(rank: int, world_size: int) -> None:
+    """A rank that cannot encode sends something all the same, so that nobody waits for it, and tells why."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(32)
+    aggregator = xffl.Aggregator(model, state, codec="int8")
+    aggregator.aggregate()
+    shaken(model, rank, 0)
+    before, start = digests(model), time.monotonic()
+    failing = mock.patch.object(feedback.Feedback, "encode", side_effect=MemoryError("planted"))
+    with failing if rank else nullcontext(), pytest.raises(xffl.RoundError, match="planted"):
+        aggregator.aggregate()
+    assert time.monotonic() - start < 20 and digests(model) == before
+    assert aggregator.aggregate().round == 2
 
 
 def listening_cell(rank: int, world_size: int) -> None:
@@ -95,9 +114,10 @@ def dropped_cell(rank: int, world_size: int) -> None:
 def far_apart(rank: int, world_size: int) -> None:
     """Values whose difference leaves fp32 have a mean that does not, and codes that do not."""
     state = make_state(rank, (1, 1), None)
-    model = nn.ParameterList([nn.Parameter(torch.full((8,), 3e38 * (1 - 2 * rank)))])
-    xffl.Aggregator(model, state).aggregate()
-    assert (model[0] == 0.0).all()
+    for form in ("auto", "two_hop"):
+        model = nn.ParameterList([nn.Parameter(torch.full((8,), 3e38 * (1 - 2 * rank)))])
+        xffl.Aggregator(model, state, form=form).aggregate()
+        assert (model[0] == 0.0).all()
     model = nn.ParameterList([nn.Parameter(torch.full((64,), -3e38))])
     aggregator = xffl.Aggregator(model, state, codec="topk:1.0")
     aggregator.aggregate()
@@ -121,17 +141,45 @@ def exact_buffers(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model.running_mean, (one + other) / 2)
 
 
+def fragments_start_exact(rank: int, world_size: int) -> None:
+    """Each part of the model gets its agreed state by a round of its own, in which nothing is encoded."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Sequential(linear(seed=rank), linear(seed=rank))
+    aggregator = xffl.Aggregator(model, state, codec="int4", fragments=2)
+    wanted = [torch.stack(everyones(layer.weight.detach().clone())).mean(0) for layer in model]
+    errors = [aggregator.aggregate().codec_error for _ in range(2)]
+    assert errors == [None, None]
+    assert all(torch.allclose(layer.weight, mean, atol=1e-6) for layer, mean in zip(model, wanted, strict=True))
+    assert aggregator.aggregate().codec_error == 0.0
+
+
+def measured(rank: int, world_size: int) -> None:
+    """The error of a code is what all lanes left out, relative to what they had to send."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.float64)])
+    aggregator = xffl.Aggregator(model, state, codec="topk:0.5")
+    aggregator.aggregate()
+    with torch.no_grad():
+        model[0].copy_(torch.tensor([4.0, 3.0]))
+        model[1].copy_(torch.tensor([0.0, 12.0 + 72.0 * rank]))
+    wanted = 3.0 / math.hypot(4.0, 3.0, 12.0 + 72.0 * rank)
+    assert [aggregator.aggregate().codec_error for _ in range(3)] == [pytest.approx(wanted, rel=1e-6), 0.0, 0.0]
+
+
 def seeds(rank: int, world_size: int) -> None:
     """No two codes of a run are rounded by the same random numbers."""
     state = make_state(rank, (1, 1), None)
-    aggregator = xffl.Aggregator(linear(), state, codec="int4:rounding=stochastic")
-    carried, track = aggregator._made.exchange._crossing, aggregator._made.tracks[0]
+    model = nn.Sequential(linear(), linear().double())
+    aggregator = xffl.Aggregator(model, state, codec="int4:rounding=stochastic", bucket_bytes=128)
+    carried, tracks = aggregator._made.exchange._crossing, aggregator._made.tracks
+    assert [len(track.buckets) for track in tracks] == [2, 4]
     found = []
     for _ in range(3):
         aggregator.aggregate()
-        found += [carried._seed(track, track.buckets[0], part) for part in (-1, 0, 1)]
+        for track in tracks:
+            found += [carried._seed(track, bucket, part) for bucket in track.buckets for part in (-1, 0, 1)]
     everywhere = [*itertools.chain.from_iterable(everyones(found))]
-    assert len(set(everywhere)) == len(everywhere) == 18
+    assert len(set(everywhere)) == len(everywhere) == 2 * 3 * 6 * 3
 
 
 # Delays ---------------------------------------------------------------------------------------------------------------
@@ -185,6 +233,21 @@ def rounded_once(rank: int, world_size: int) -> None:
         mean = ((one.float() + other.float()) / 2).to(dtype)
         expected = mean.double() + (now.double() - start.double())
         assert torch.equal(model[0].detach(), expected.float().to(dtype))
+
+
+def merged_by_size(rank: int, world_size: int) -> None:
+    """A merge has room for each bucket, also where larger ones come later; and keeps it."""
+    state = make_state(rank, (1, 1), None)
+    start = (torch.full((5,), float(rank), dtype=torch.bfloat16), torch.full((100,), float(rank)))
+    model = nn.ParameterList([nn.Parameter(values) for values in start])
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model:
+                parameter.fill_(float(rank))
+        aggregator.aggregate_async().merge()
+        assert all(bool((parameter == 0.5).all()) for parameter in model)
+        assert [buffer.nbytes for buffer in aggregator._exchange._staging._packs._free] == [400]
 
 
 def told_of_a_delay(rank: int, world_size: int) -> None:
@@ -252,6 +315,28 @@ def other_start(rank: int, world_size: int) -> None:
         xffl.Aggregator(model, state, server="fedadam")
 
 
+def found_by_one_shard(rank: int, world_size: int) -> None:
+    """What one rank of a dropped cell has found stands in everybody's report."""
+    state = make_state(rank, (2, 2), None)
+    model = xffl.shard(linear(), state)
+    aggregator = xffl.Aggregator(model, state, nonfinite="drop_cell")
+    if rank == 3:
+        with torch.no_grad():
+            model.weight.to_local()[0, 0] = float("nan")
+    report = aggregator.aggregate()
+    assert report.dropped == (1,) and report.nonfinite == {1: ("weight",)}
+    assert complete(model.weight).isfinite().all()
+
+
+def counted_apart(rank: int, world_size: int) -> None:
+    """A process that has had more aggregators than another makes the next one together with it."""
+    state = make_state(rank, (1, 1), None)
+    vote._numbers[0] += 3 * rank
+    for number in (4, 5):
+        aggregator = xffl.Aggregator(linear(), state)
+        assert aggregator.aggregate().round == 1 and aggregator._protocol._number == number
+
+
 def masks_apart(rank: int, world_size: int) -> None:
     """Ranks that have used more masks than others go on with the highest number."""
     state = make_state(rank, (1, 1, 1), None)
@@ -304,6 +389,17 @@ def resting_norms(rank: int, world_size: int) -> None:
     assert aggregator.aggregate().update_norms == (0.0, 0.0)
 
 
+def norms_of_a_delay(rank: int, world_size: int) -> None:
+    """Where all replicas keep a copy, the norm of the cell's update still counts it once."""
+    state = make_state(rank, (2, 2), 1)
+    model = linear()
+    aggregator = xffl.Aggregator(model, state, overlap=True, norms=True)
+    with torch.no_grad():
+        model.weight.add_(0.5 + rank // 2)
+    norms = aggregator.aggregate_async().merge().update_norms
+    assert norms == pytest.approx((4.0, 12.0), rel=1e-5)
+
+
 class Heard:
     """A message under way that tells when it is waited for."""
 
@@ -330,6 +426,15 @@ def under_way(rank: int, world_size: int) -> None:
             aggregator.aggregate()
         # In two hops each cell sends every other bucket first.
         assert told.index("waited") >= (2 if form == "two_hop" else 4) and told.count("sent") == 16, form
+
+
+def few_packed(rank: int, world_size: int) -> None:
+    """Of small tensors, which are packed, few buckets are under way: each takes a buffer more."""
+    state = make_state(rank, (1, 1), None)
+    for size, depth in ((5, IN_FLIGHT), (60, 12)):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(2160 // size)])
+        (track,) = xffl.Aggregator(model, state, bucket_bytes=240)._made.tracks
+        assert len(track.buckets) == 36 and track.depth == depth
 
 
 def rails_of_little(rank: int, world_size: int) -> None:
@@ -359,10 +464,13 @@ def connected(rank: int, world_size: int) -> None:
     "ranks, case",
     [
         *((2, case) for case in (failed_round, listening_cell, dropped_cell, far_apart, exact_buffers, seeds)),
+        *((2, case) for case in (failed_code, fragments_start_exact, measured, counted_apart, few_packed)),
+        (2, merged_by_size),
         *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
         *((2, case) for case in (unlike_processors, broken_vote, interrupted_in_place, other_start)),
         (3, masks_apart),
         *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little, connected)),
+        *((4, case) for case in (norms_of_a_delay, found_by_one_shard)),
         *((2, case) for case in (resting_norms, under_way)),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),

@@ -19,7 +19,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
-from xffl.aggregation import feedback, pool, protocol
+from xffl.aggregation import crossing, feedback, pool, protocol
 
 
 def linear(size: int = 8, seed: int = 0) -> nn.Linear:
@@ -199,6 +199,17 @@ def interrupted_in_the_vote(rank: int, world_size: int) -> None:
         aggregator.aggregate()
 
 
+def interrupted_at_work(rank: int, world_size: int) -> None:
+    """An interrupt is no failure to be told and outlived, wherever it comes."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state, form="two_hop")
+    before = model.weight.detach().clone()
+    with mock.patch.object(crossing, "weighted_mean", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        aggregator.aggregate()
+    assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
+
+
 def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
     """One rank is interrupted and comes back or not: who has waited for it in vain says no, so weights stand."""
     state = make_state(rank, (1, 1), None)
@@ -230,6 +241,48 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
                 aggregator.aggregate()
     assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
     model(torch.ones(8))
+
+
+def without_reasons(rank: int, world_size: int) -> None:
+    """One rank has said no, and why cannot be learned any more: nobody writes, so weights stand."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state)
+    before = model.weight.detach().clone()
+    exchange: Any = aggregator._exchange
+    run = exchange.run
+
+    def fails(*args: Any) -> None:
+        run(*args)
+        if rank == 1:
+            raise MemoryError("planted")
+
+    exchange.run = fails
+    lost = mock.patch.object(protocol.dist, "all_gather_object", side_effect=RuntimeError("the peer is gone"))
+    told = "the peer is gone" if rank == 0 else "planted"
+    with lost, pytest.raises(xffl.RoundError, match=f"round 1 was not taken, this rank keeps its weights: .*{told}"):
+        aggregator.aggregate()
+    assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
+
+
+def alone_in_place(rank: int, world_size: int) -> None:
+    """What was written bucket by bucket stays torn where the round fails and nobody answers."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state, atomic=False)
+    cast, calls = protocol.cast, 0
+
+    def unanswered(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("nobody answers")
+        return cast(*args)
+
+    failing = mock.patch.object(crossing, "weighted_mean", side_effect=MemoryError("planted"))
+    with failing, mock.patch.object(protocol, "cast", unanswered), pytest.raises(xffl.RoundError, match="torn"):
+        aggregator.aggregate()
+    assert aggregator.is_torn
 
 
 # Failures
@@ -582,6 +635,9 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException]) 
         (2, shared_memory, ()),
         (2, interrupted_at_the_end, ()),
         (2, interrupted_in_the_vote, ()),
+        (2, interrupted_at_work, ()),
+        (2, without_reasons, ()),
+        (2, alone_in_place, ()),
         *((2, alone_in_the_exchange, (is_back,)) for is_back in (True, False)),
         *((2, interrupted_before_writing, (at,)) for at in ("settle", "_conclude")),
         *((2, stopped_in_a_refusal, (stop,)) for stop in (RuntimeError, KeyboardInterrupt)),

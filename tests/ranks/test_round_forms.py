@@ -206,12 +206,14 @@ def accounted(rank: int, world_size: int, options: dict[str, Any]) -> tuple[floa
     aggregator.aggregate()
 
     def slow(receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
-        time.sleep(0.02)
+        time.sleep(0.02 + 0.05 * rank)
         return start_moves(receive, send, group, tag)
 
     with mock.patch.object(crossing, "start_moves", slow), mock.patch.object(late, "start_moves", slow):
         report = aggregator.aggregate()
     assert report.phases["post"] >= 0.08
+    assert 0.0 < report.hidden <= report.seconds - report.phases["across"]
+    assert rank or report.phases["across"] >= 0.04
     if "form" not in options:  # there, some hops post nothing
         assert report.hidden >= report.phases["post"]  # from the first question to the last answer
     return report.seconds, sum(report.phases.values())

@@ -147,6 +147,7 @@ def strided(rank: int, world_size: int) -> None:
         # As many buffers as are on their way, no more.
         assert track.depth == MOST_IN_FLIGHT
         assert len(aggregator._exchange._staging._packs._free) == (MOST_IN_FLIGHT if rank else 0)
+        assert not aggregator._exchange._crossing._slots._free  # what arrives stays where it is
     assert model[0].is_contiguous() == (rank == 0)
 
 

@@ -234,12 +234,13 @@ def cut_off(rank: int, world_size: int, folder: str) -> None:
 
 def buffers_are_there(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """All memory is there before the first vote, where lanes of several types follow each other, too."""
-    state = make_state(rank, (1, 1), None)
+    state = make_state(rank, (world_size // 2,) * 2, 1)
     kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    model = nn.ParameterList([nn.Parameter(torch.randn(2000).to(kind)) for kind in kinds])
+    values = (torch.randn(2000), torch.randn(100, 80).t())  # what is turned has to be packed
+    model = nn.ParameterList([nn.Parameter(value.to(kind)) for kind in kinds for value in values])
     model.register_buffer("mean", torch.randn(2000))
     model.register_buffer("count", torch.arange(2000))
-    aggregator = xffl.Aggregator(model, state, bucket_bytes=2**16, **options)
+    aggregator = xffl.Aggregator(model, state, **{"bucket_bytes": 2**16, **options})
     exchange, take = aggregator._made.exchange, pool.Pool.take
     run, made = exchange.run, 0
 
@@ -297,7 +298,10 @@ def resizable(rank: int, world_size: int) -> None:
         (2, interrupted_halfway, ("two_hop",)),
         (2, buffers_are_there, ({},)),
         (2, buffers_are_there, ({"atomic": False},)),
+        (4, buffers_are_there, ({"atomic": False, "form": "all_gather", "bucket_bytes": 2**10},)),
         (2, buffers_are_there, ({"form": "two_hop", "codec": "int8"},)),
+        (2, buffers_are_there, ({"combine": "geometric_median", "codec": "int8", "bucket_bytes": 2**10},)),
+        (2, buffers_are_there, ({"combine": "geometric_median", "atomic": False, "bucket_bytes": 2**10},)),
         (2, resizable, ()),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),

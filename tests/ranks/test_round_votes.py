@@ -16,7 +16,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
-from xffl.aggregation import crossing, looks
+from xffl.aggregation import crossing, exchange, looks
 from xffl.aggregation.vote import Ballot, cast
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
@@ -63,6 +63,18 @@ def nonfinite(rank: int, world_size: int) -> None:
         assert digests(model) == before
         model.load_state_dict(saved)
     assert aggregator.aggregate().round == 1  # the next clean round takes place, and is the first
+
+
+def nonfinite_and_weightless(rank: int, world_size: int) -> None:
+    """What a cell holds that does not count is no reason to refuse a round, and none to be told."""
+    state = make_state(rank, (1, 1, 1), None)
+    model = net()
+    aggregator = xffl.Aggregator(model, state)
+    if rank < 2:
+        plant(model, float("nan"))
+    told = raised(lambda: aggregator.aggregate(float(rank)))
+    check_alike(told, "RoundError", "cell 1 holds", "rank 1")
+    assert "cell 0" not in told and "rank 0" not in told
 
 
 def drop_cell(rank: int, world_size: int) -> None:
@@ -209,21 +221,22 @@ def local_failure(rank: int, world_size: int, options: dict[str, Any], where: st
     """A rank that fails in the middle keeps up with the exchange, and all learn why at once."""
     state = make_state(rank, (2, 2), None)
     # Buffers are looked at before the round is opened.
-    model = xffl.shard(nn.Linear(6, 8) if where == "energy_of" else net(), state)
+    model = xffl.shard(nn.Linear(6, 8) if where == "looks" else net(), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=64, **options)
-    module: Any = {"weighted_mean": crossing, "energy_of": looks}[where]
-    if rank == 3:
-        whole = getattr(module, where)
+    module: Any = {"crossing": crossing, "looks": looks, "home": exchange}[where]
+    name = "energy_of" if where == "looks" else "weighted_mean"
+    if rank == 2:  # others at home wait for what it carries
+        whole = getattr(module, name)
 
         def fail_once(*_: object, **named: bool) -> None:
-            setattr(module, where, whole)
-            raise MemoryError("planted on rank 3")
+            setattr(module, name, whole)
+            raise MemoryError("planted on rank 2")
 
-        setattr(module, where, fail_once)
+        setattr(module, name, fail_once)
     before, start = digests(model), time.monotonic()
     told = raised(aggregator.aggregate)
     assert time.monotonic() - start < 20
-    check_alike(told, "RoundError", "rank 3 (cell 1): MemoryError: planted on rank 3")
+    check_alike(told, "RoundError", "rank 2 (cell 1): MemoryError: planted on rank 2")
     if options.get("atomic", True):
         assert digests(model) == before and not aggregator.is_torn
         assert aggregator.aggregate().round == 1
@@ -312,6 +325,7 @@ def everybody(rank: int, world_size: int) -> None:
         (nonfinite, 3),
         (cannot_pack, 3),
         (stuck, 2),
+        (nonfinite_and_weightless, 3),
         (drop_cell, 3),
         (weights, 3),
         (other_rounds, 2),
@@ -328,7 +342,13 @@ def test_all_ranks_conclude_alike(case: Callable[[int, int], None], ranks: int) 
 
 @pytest.mark.parametrize(
     "options, where",
-    [({}, "energy_of"), ({"form": "two_hop"}, "weighted_mean"), ({"atomic": False}, "weighted_mean")],
+    [
+        ({}, "looks"),
+        ({}, "home"),
+        ({"form": "two_hop"}, "crossing"),
+        ({"atomic": False}, "crossing"),
+        ({"combine": "geometric_median"}, "crossing"),
+    ],
     ids=str,
 )
 def test_a_local_failure_is_told_to_all(options: dict[str, Any], where: str) -> None:

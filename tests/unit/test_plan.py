@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.plan import Cut, Item, Lane, Piece, digest, plan_lanes
+from xffl.aggregation.plan import Cut, Item, Lane, MeshCut, Part, Piece, digest, plan_lanes
 from xffl.topology import Topology
 
 
@@ -129,6 +129,8 @@ def test_a_small_replicated_tensor_is_not_shared_out() -> None:
     assert Cut.of_copy(1000, 8).chunk == 125
     assert Cut.of_copy(1000, 8, 300).chunk == 300
     assert Cut.of_copy(1000, 8, 5000).bounds(0) == (0, 1000)
+    on_a_mesh = MeshCut.of_parts([Part(1000, (0, 1, 2))], 400)
+    assert [on_a_mesh.bounds(shard) for shard in range(3)] == [(0, 400), (400, 800), (800, 1000)]
 
 
 def test_the_digest_tells_plans_apart() -> None:
@@ -139,8 +141,11 @@ def test_the_digest_tells_plans_apart() -> None:
         digest([item._replace(codec="int8")], topology),
         digest([], topology),
         digest([item], Topology(4, (3, 1))),
+        digest([item], Topology(4, (2, 2), 1)),
+        digest([item], Topology(4, (2, 2), 2)),
+        digest([item], Topology(4, (2, 2), cell_shape={"dp_replicate": 1, "tp": 2})),
     ]
-    assert len({digest([item], topology), *others}) == 4
+    assert len({digest([item], topology), *others}) == 7
 
 
 def test_equal_cuts_make_one_lane_for_each_shard() -> None:

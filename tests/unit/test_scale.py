@@ -118,6 +118,7 @@ def test_forecasts_are_within_a_tenth_of_what_was_measured(record: Path) -> None
         (("--validate", "nowhere.json"), "cannot be read"),
         (("--validate", str(ROOT / "setup.cfg")), "cannot be read as JSON"),
         (("--validate", str(ROOT / "tests" / "reference" / "distributed_state.json")), "is no record of wan.py"),
+        (("--out", str(ROOT / "setup.cfg")), "setup.cfg cannot be written into: [Errno 17]"),
         (("--every", "23"), "--every 23 is no number from 24 on"),
         (("--points", "0"), "--points 0 is no number from 1 on"),
         (("--latency-ms", "-1"), "--latency-ms -1.0 is no number from 0 on"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
@@ -49,6 +50,17 @@ class Background(Generic[T]):
         """Wait until the thread has ended, whatever came of it."""
         self._done.wait()
         self._thread.join()
+
+    def stop(self, within_s: float) -> None:
+        """Have the thread end, by itself or else by an exception; one that still waits for a message stays.
+
+        :param within_s: Seconds that it gets for either.
+        """
+        if not self._done.wait(within_s) and self._thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
+            self._done.wait(within_s)
+        if self._done.is_set():
+            self._thread.join()
 
     def has_raised(self, error: BaseException) -> bool:
         """Tell whether the call has raised just this, and not a signal that has met who waits for it."""

@@ -36,6 +36,11 @@ class _Waits(Protocol):
 
     def wait(self) -> None: ...
 
+    def stop(self, within_s: float) -> None: ...
+
+
+_STOP_S = 2.0
+"""How long something under way may take to end by itself where nobody waits for its result, and when it is told to."""
 
 _under_way: WeakSet[_Waits] = WeakSet()
 
@@ -156,7 +161,10 @@ def setup_distributed_process_group(
 def leave_after(work: _Waits) -> None:
     """Have :func:`cleanup_distributed_process_group` wait for something that communicates on a thread of its own.
 
-    :param work: Something to wait for; kept only as long as somebody else keeps it.
+    A thread that wakes up in C++ while Python ends its process aborts it (before Python 3.14).
+
+    :param work: Something to wait for, or to stop where this process leaves alone; kept only as long as somebody else
+        keeps it.
     """
     _under_way.add(work)
 
@@ -168,8 +176,9 @@ def cleanup_distributed_process_group(
 
     Collective over the world with ``synchronize``: the ranks wait for each other first, and for rounds under way that
     nobody has merged, since a process that ends while something still talks to it may abort. After an exception give
-    ``synchronize=False``: nothing is communicated, and a world of several ranks over NCCL, which could not be left
-    without that, lasts as long as the process.
+    ``synchronize=False``: nothing is communicated but what a round under way still does within two seconds, after which
+    it is stopped; and a world of several ranks over NCCL, which could not be left without the others, lasts as long as
+    the process.
 
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
@@ -198,6 +207,8 @@ def cleanup_distributed_process_group(
                 ) from broken
             is_together = True
     finally:
+        for work in () if is_together else list(_under_way):
+            work.stop(_STOP_S)
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
         if dist.is_initialized():
