@@ -591,19 +591,20 @@ def interrupted_before_writing(rank: int, world_size: int, at: str) -> None:
     assert aggregator.is_torn and not aggregator.can_go_on
 
 
-def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException]) -> None:
-    """Where ranks cannot tell each other why there is no round, all keep their weights, and no round can follow."""
+def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], nonfinite: str) -> None:
+    """Where ranks cannot tell each other what they have found, all keep their weights, and no round can follow."""
     state = make_state(rank, (1, 1), None)
     model = linear(seed=rank)
     with torch.no_grad():
-        model.weight[0, 0] = float("nan")
+        model.weight[0, 0] = float("nan") if rank or nonfinite == "reject" else 1.0
     before = model.weight.detach().clone()
-    aggregator = xffl.Aggregator(model, state)
+    aggregator = xffl.Aggregator(model, state, nonfinite=nonfinite)
+    how = {"reject": (protocol, "agree"), "drop_cell": (protocol.dist, "all_gather_object")}[nonfinite]
 
     def lost(*args: Any, **kwargs: Any) -> None:
         raise stop("the peer is gone")
 
-    with mock.patch.object(protocol, "agree", lost), pytest.raises(BaseException, match="the peer is gone") as found:
+    with mock.patch.object(*how, lost), pytest.raises(BaseException, match="the peer is gone") as found:
         aggregator.aggregate()
     assert isinstance(found.value, xffl.RoundError if stop is RuntimeError else stop)
     assert not aggregator.can_go_on and not aggregator.is_torn
@@ -640,7 +641,11 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException]) 
         (2, alone_in_place, ()),
         *((2, alone_in_the_exchange, (is_back,)) for is_back in (True, False)),
         *((2, interrupted_before_writing, (at,)) for at in ("settle", "_conclude")),
-        *((2, stopped_in_a_refusal, (stop,)) for stop in (RuntimeError, KeyboardInterrupt)),
+        *(
+            (2, stopped_in_a_refusal, (stop, nonfinite))
+            for stop in (RuntimeError, KeyboardInterrupt)
+            for nonfinite in ("reject", "drop_cell")
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )

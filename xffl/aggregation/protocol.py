@@ -160,7 +160,7 @@ class Protocol:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Let ranks tell each other why a round does not take place; one that is stopped then is out of step."""
+        """Let ranks tell each other what they have found; no round for one that is stopped then: it is out of step."""
         try:
             yield
         except XfflError:
@@ -168,8 +168,8 @@ class Protocol:
         except Exception as broken:
             self.is_cut_off = True
             raise RoundError(
-                f"a round was refused, and this rank could not learn why; it keeps its weights: {broken}; see the "
-                "other ranks' output"
+                f"a round did not take place, and this rank could not learn what others have found; it keeps its "
+                f"weights: {broken}; see the other ranks' output"
             ) from broken
         except BaseException:
             self.is_interrupted = True
@@ -255,7 +255,8 @@ class Protocol:
     def _tell_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
         told: list[list[str]] = [[]] * self._topology.world_size
-        dist.all_gather_object(told, found[:3], group=self._group)
+        with self._telling():
+            dist.all_gather_object(told, found[:3], group=self._group)
         return {
             cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in told[rank]}))
             for cell in cells
