@@ -161,7 +161,7 @@ WRONG = [
         "More processors requested than permitted",
     ),
     (
-        ["salloc", "-Q", "-n2", "env", "-u", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE=1", *EXEC, RANK],
+        ["salloc", "-Q", "-n2", "-wa1", "env", "-u", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE=1", *EXEC, RANK],
         "LaunchError: 2 ranks on a1 would share 1 GPUs",
         "HINT: give --gpus-per-node=2",
     ),
