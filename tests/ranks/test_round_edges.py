@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -132,21 +133,25 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
         model(torch.ones(8))
 
 
+def before_closing(act: Callable[[], object]) -> Callable[..., Any]:
+    """Return a vote that does something before the second one, on the outcome of the first round."""
+    cast, calls = protocol.cast, itertools.count(1)
+
+    def acting(*args: Any) -> Any:
+        if next(calls) == 2:
+            act()
+        return cast(*args)
+
+    return acting
+
+
 def interrupted_while_it_waits(rank: int, world_size: int) -> None:
     """A merge that was interrupted can be taken up again."""
     state = make_state(rank, (1, 1), None)
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state, overlap=True)
-    cast, calls = protocol.cast, 0
-
-    def slow(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2 and rank == 0:
-            threading.Event().wait(2.0)
-        return cast(*args)
-
-    protocol.cast = slow  # type: ignore[assignment]
+    if rank == 0:
+        protocol.cast = before_closing(lambda: time.sleep(2.0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pending = aggregator.aggregate_async()
     if rank == 1:
@@ -270,15 +275,7 @@ def alone_in_place(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state, atomic=False)
-    cast, calls = protocol.cast, 0
-
-    def unanswered(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("nobody answers")
-        return cast(*args)
-
+    unanswered = before_closing(mock.Mock(side_effect=RuntimeError("nobody answers")))
     failing = mock.patch.object(crossing, "weighted_mean", side_effect=MemoryError("planted"))
     with failing, mock.patch.object(protocol, "cast", unanswered), pytest.raises(xffl.RoundError, match="torn"):
         aggregator.aggregate()

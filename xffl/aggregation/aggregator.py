@@ -120,9 +120,8 @@ class Aggregator:
         self._model = model
         self.fragments = fragments
         self.overlaps = overlap
-        self._rounds = 0
+        self._rounds, self._is_closed = 0, False
         self._pending: PendingRound | None = None
-        self._is_closed = False
         self._tears = tears_of(model)
 
         def read() -> tuple[Options, Manifest]:
@@ -268,10 +267,7 @@ class Aggregator:
             self.check()
             if pending.is_overtaken:
                 self._pending, self._protocol.is_owed = None, False
-                raise StateError(
-                    "another aggregator's round has written tensors of this one since it started, so the steps before "
-                    "it would count twice; it was not merged: merge one round before the next of these tensors starts"
-                )
+                pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
             self._exchange.journal.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
@@ -355,9 +351,7 @@ class Aggregator:
             self.accountant.load_state_dict(state.get("privacy", {}))
         if self._exchange.agreed is not None:
             if "agreed" not in state:
-                raise CheckpointError(
-                    "the state has no last agreed model; it was saved without server, norms or privacy"
-                )
+                raise CheckpointError("the state has no agreed model; it was saved without server, norms or privacy")
             self._exchange.agreed.load_state_dict(state["agreed"])
         self._rounds = int(state["rounds"])
         self._tears = tears_of(self._model)

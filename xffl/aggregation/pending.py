@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.process_group import leave_after
+from xffl.errors import StateError
 
 __all__ = ["Background", "PendingRound", "overtake"]
 
@@ -114,6 +115,16 @@ class PendingRound:
         self.is_overtaken = False
         """Whether another round has written some of its tensors since it started."""
         _under_way.add(self)
+
+    def refuse(self) -> NoReturn:
+        """Raise where it :attr:`is_overtaken`.
+
+        :raises StateError: always.
+        """
+        raise StateError(
+            "another aggregator's round has written tensors of this one since it started, so the steps before it would "
+            "count twice; it was not merged: merge one round before the next of these tensors starts"
+        )
 
     def is_done(self) -> bool:
         """Tell whether this rank's part of the round is over, so that :meth:`merge` would not wait; local.

@@ -116,8 +116,7 @@ class FederatedScaling:
             error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
         agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
         self._recipe: Recipe = recipe
-        self._optimizers = optimizers
-        self._weight = weight
+        self._optimizers, self._weight = optimizers, weight
         self._on_round = on_round
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
