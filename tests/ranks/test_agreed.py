@@ -49,6 +49,11 @@ def resumed(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None
     if saved["agreed"]["model"]:  # four ranks cut five rows, so that one gets none
         with pytest.raises(xffl.CheckpointError, match="holds nothing for tensor"):
             second.load_state_dict(wrong)
+    with pytest.raises(xffl.XfflError, match="a state could not be loaded"):
+        second.aggregate()
+    second.load_state_dict(aggregator.state_dict())
+    aggregator.aggregate()
+    assert second.aggregate().round == 7
     return bool(np.array_equal(vector(model), vector(other)))
 
 

@@ -86,8 +86,9 @@ class GlobalState:
         """
         if not self._is_known:
             raise StateError(
-                "the last agreed model and the server optimizer may differ between ranks since a round tore the model; "
-                "load the aggregator's state of the same checkpoint on all ranks, or make a new Aggregator"
+                "the last agreed model and the server optimizer may differ between ranks since a round tore the model, "
+                "or a state could not be loaded; load the aggregator's state of the same checkpoint on all ranks, or "
+                "make a new Aggregator"
             )
         if fragment in self._ended:
             raise StateError(
@@ -198,8 +199,8 @@ class GlobalState:
             )
         for fragment in self._optimizers:
             self._check_asked(fragment, state["optimizers"][fragment].get("asked", {"class": "unknown"}))
+        self.forget()  # what follows may end halfway
         self._from_names(state["model"], self._values)
-        self._is_known = True
         for fragment, optimizer in self._optimizers.items():
             saved = state["optimizers"][fragment]
             tracks = self._of(fragment)
@@ -218,6 +219,7 @@ class GlobalState:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
         told = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
         self._ended = {fragment: why for fragment, why in told.items() if why is not None}
+        self._is_known = True
 
     def _check_asked(self, fragment: int, saved: Mapping[str, str]) -> None:
         """Refuse the state of a server that was asked for otherwise: its options would take the place of these.
