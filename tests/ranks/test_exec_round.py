@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXEC = [sys.executable, "-m", "xffl", "exec"]
 
 SCRIPT = """
 import os, signal, sys
@@ -45,18 +46,7 @@ def test_a_rank_that_dies_in_mid_round_ends_the_job_with_its_own_story(
     tmp_path: Path, how: str, exit_code: int, told: str
 ) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    command = [
-        sys.executable,
-        "-m",
-        "xffl",
-        "exec",
-        "--processes",
-        "4",
-        "--federated",
-        "2,2",
-        str(tmp_path / "train.py"),
-        how,
-    ]
+    command = [*EXEC, "--processes", "4", "--federated", "2,2", str(tmp_path / "train.py"), how]
     start = time.monotonic()
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert time.monotonic() - start < 150  # the collectives' timeout is 60 s, and a dead peer is noticed at once
@@ -64,3 +54,39 @@ def test_a_rank_that_dies_in_mid_round_ends_the_job_with_its_own_story(
     assert told in job.stderr and "rank 2" in job.stderr
     assert job.stderr.count("Traceback") == (1 if how == "raise" else 0), job.stderr
     assert "took place" not in job.stdout
+
+
+OWN_LOOP = """
+import os, sys
+import torch
+import torch.distributed as dist
+import xffl
+from xffl.distributed.distributed_state import DistributedState
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+state = DistributedState()
+state.set_global(
+    backend="gloo",
+    device_type=torch.device("cpu"),
+    master_addr=os.environ["MASTER_ADDR"],
+    master_port=int(os.environ["MASTER_PORT"]),
+    rank=rank,
+    world_size=world_size,
+)
+state.set_node(node_local_rank=rank, node_local_size=world_size, node_rank=0, node_world_size=1)
+dist.init_process_group("gloo")
+state.set_federated_scaling(federated_group_size=(1, 1))
+aggregator = xffl.Aggregator(torch.nn.Linear(3000, 3000), state, overlap=True)
+aggregator.aggregate()
+pending = aggregator.aggregate_async()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_loop_of_ones_own_may_end_with_a_round_under_way(tmp_path: Path, code: int) -> None:
+    (tmp_path / "train.py").write_text(OWN_LOOP)
+    command = [*EXEC, "--processes", "2", "--federated", "1,1", str(tmp_path / "train.py"), str(code)]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert job.returncode == code, job.stderr
+    assert "terminate called" not in job.stderr

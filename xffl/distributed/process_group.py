@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
 from collections.abc import Collection, Mapping
@@ -43,6 +44,13 @@ _STOP_S = 2.0
 """How long something under way may take to end by itself where nobody waits for its result, and when it is told to."""
 
 _under_way: WeakSet[_Waits] = WeakSet()
+
+
+@atexit.register
+def _stop_waiting() -> None:
+    """End what is still under way: a thread that wakes up in C++ while Python ends aborts the process (before 3.14)."""
+    for work in list(_under_way):
+        work.stop(_STOP_S)
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,7 @@ def setup_distributed_process_group(
 def leave_after(work: _Waits) -> None:
     """Have :func:`cleanup_distributed_process_group` wait for something that communicates on a thread of its own.
 
-    A thread that wakes up in C++ while Python ends its process aborts it (before Python 3.14).
+    Where the process ends without it, what is under way is stopped.
 
     :param work: Something to wait for, or to stop where this process leaves alone; kept only as long as somebody else
         keeps it.
@@ -207,8 +215,8 @@ def cleanup_distributed_process_group(
                 ) from broken
             is_together = True
     finally:
-        for work in () if is_together else list(_under_way):
-            work.stop(_STOP_S)
+        if not is_together:
+            _stop_waiting()
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
         if dist.is_initialized():
