@@ -330,6 +330,27 @@ def test_clients_are_called_in_order() -> None:
     run_world(2, in_order)
 
 
+def in_two_blocks(rank: int, world_size: int) -> None:
+    """What a client remembers outlives a block, also where the next one makes another aggregator."""
+    state = make_state(rank, (1, 1), None)
+    whole = []
+    for blocks in ([range(12)], [range(4), range(4, 12)]):
+        model = xffl.shard(net(), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        scaling = xffl.FederatedScaling(
+            model, optimizer, state, every=4, client="scaffold", aggregator={"overlap": True}
+        )
+        for steps in blocks:
+            with scaling:
+                train(model, optimizer, rank, steps)
+        whole.append(digests(model))
+    assert whole[0] == whole[1]
+
+
+def test_a_client_goes_on_in_a_second_block() -> None:
+    run_world(2, in_two_blocks)
+
+
 class Stop(Exception):
     """Ends a with block without a round."""
 

@@ -522,6 +522,28 @@ def test_a_facility_that_ends_with_a_rejected_round_takes_the_result_of_the_othe
     run_world(4, rejected_at_the_end, steps)
 
 
+def normalized(rank: int, world_size: int) -> None:
+    """A combiner above is told how many rounds each facility has made since they last met."""
+    state = make_state(rank, (1,) * 4, None)
+    model = build(state)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    above = Level(2, groups=(2, 2), options={"combine": "fednova"})
+    levels = Levels(model, state, [Level(), above], policies=POLICIES)
+    start = vector(model)
+    with xffl.FederatedScaling(model, optimizer, state, every=1, aggregator=levels):
+        for _ in range(3 if rank < 2 else 4):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.full_like(parameter, rank + 1.0)
+            optimizer.step()
+    # Two steps of all; then a round of the first facility (1.5, a third of the weight) and two of the second (3.5).
+    rounds = (1 + 2 * 2) / 3
+    np.testing.assert_allclose(vector(model), start - 2 * 2.5 - rounds * (1.5 + 2 * 3.5) / 3, atol=1e-5)
+
+
+def test_rounds_below_are_the_steps_of_a_level() -> None:
+    run_world(4, normalized)
+
+
 def rejected_above_at_the_end(rank: int, world_size: int) -> None:
     """A last round of the highest level that is rejected is the end for all; then they may start again."""
     state = make_state(rank, (1,) * 4, None)

@@ -17,7 +17,7 @@ import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
 from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.schedules import Schedule
+from xffl.aggregation.schedules import PerCell, Schedule
 from xffl.distributed.process_group import cleanup_distributed_process_group
 
 LAYOUTS = [((1, 1), None), ((4, 2), 2), ((4, 2), None), ((2, 4, 2), 2), ((2, 2), 1)]
@@ -402,6 +402,96 @@ def entered_again(rank: int, world_size: int, overlap: bool) -> tuple[int, int, 
 def test_a_second_block_goes_on_where_the_first_has_ended() -> None:
     kept, remade = (run_world(2, entered_again, overlap)[0] for overlap in (False, True))
     assert kept[:2] == (4, 4) and remade == kept
+
+
+def warmed_up(rank: int, world_size: int, delay: int) -> list[tuple[int, int]]:
+    """Note after which step which round was merged, in two blocks."""
+    state = make_state(rank, (1, 1), None)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[tuple[int, int]] = []
+    now = 0
+
+    def note(report: xffl.RoundReport) -> None:
+        told.append((now, report.round))
+        assert len(report.step_seconds) == 2 and all(seconds > 0.0 for seconds in report.step_seconds)
+
+    scaling = xffl.FederatedScaling(
+        model, optimizer, state, every="warmup:rounds=2,every=2,then=4", delay=delay, on_round=note
+    )
+    for steps in (9, 5):
+        with scaling:
+            for _ in range(steps):
+                now += 1
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+    return told
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_warm_up_is_over_after_its_rounds(delay: int) -> None:
+    starts = {2: 1, 4: 2, 8: 3, 13: 5}  # the second block, which is no warm-up, begins after step 9
+    ends = {9: 4, 14: 6}
+    expected = sorted([(step + delay, number) for step, number in starts.items()] + list(ends.items()))
+    assert run_world(2, warmed_up, delay) == [expected] * 2
+
+
+def normalized(rank: int, world_size: int) -> None:
+    """A combiner is told the steps that a delayed round takes in, and not those made meanwhile."""
+    state = make_state(rank, (1, 1), None)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = model.weight.detach().clone()
+    ways: list[float] = []
+
+    def note(report: xffl.RoundReport) -> None:
+        ways.append(float((start - model.weight).mean()))
+
+    scaling = xffl.FederatedScaling(
+        model, optimizer, state, every=PerCell((2, 4)), delay=1, on_round=note, aggregator={"combine": "fednova"}
+    )
+    with scaling:
+        for _ in range((3, 5)[rank]):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, rank + 1.0)
+            optimizer.step()
+    # Two steps of 1 and four of 2 are three of the mean, 1.5; one more was made here meanwhile.
+    assert ways[0] == pytest.approx(3 * 1.5 + rank + 1.0, abs=1e-5)
+
+
+def test_a_late_round_knows_its_steps() -> None:
+    run_world(2, normalized)
+
+
+def rejected_last(rank: int, world_size: int) -> None:
+    """The steps of a delayed round that is rejected at the end count in the closing one."""
+    state = make_state(rank, (1, 1), None)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=2, delay=1)
+    with torch.no_grad():
+        model.weight.zero_()
+    scaling.__enter__()
+    run, tries = scaling.aggregator._exchange.run, itertools.count()
+
+    def broken(*args: Any) -> None:
+        run(*args)
+        if rank == 1 and next(tries) == 0:
+            raise MemoryError("no room")
+
+    scaling.aggregator._exchange.run = broken  # type: ignore[method-assign]
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1.0)
+        optimizer.step()
+    with pytest.raises(xffl.RoundError, match="no room"):
+        scaling.__exit__(None, None, None)
+    assert scaling.aggregator.rounds == 1 and (model.weight == -3.0).all()
+
+
+def test_what_a_late_round_has_not_taken_counts_at_the_end() -> None:
+    run_world(2, rejected_last)
 
 
 def leaves_after_a_rejection(rank: int, world_size: int) -> tuple[str, bool]:
