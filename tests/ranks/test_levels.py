@@ -316,7 +316,7 @@ def break_above(levels: Levels, rank: int) -> Callable[[], None]:
     return lambda: setattr(exchange, "run", run)
 
 
-def rejected_above(rank: int, world_size: int) -> None:
+def rejected_above(rank: int, world_size: int, *, is_resumed: bool = False) -> None:
     """What the level below has taken in counts once; the level above is due again with the next round."""
     state = make_state(rank, (1,) * 4, None)
     model = build(state)
@@ -332,12 +332,20 @@ def rejected_above(rank: int, world_size: int) -> None:
     bits = told(digests(model))
     assert bits[0] == bits[1] != bits[2] == bits[3] and levels.can_go_on
     mend()
+    if is_resumed:
+        saved = levels.state_dict()
+        levels = Levels(model, state, [Level(), Level(3, groups=(2, 2))], policies=POLICIES)
+        levels.load_state_dict(saved)
     levels.aggregate(rank + 11.0)  # what the failed call was told, and 10 since
     lower, upper = levels.reports
     assert lower is not None and lower.weights == (10.0, 10.0)
     assert upper is not None and upper.weights == (3 * 3.0 + 20.0, 3 * 7.0 + 20.0)
     levels.aggregate(1.0)
     assert levels.reports[0].weights == (1.0, 1.0) and levels.reports[1] is None  # type: ignore[union-attr]
+
+
+def resumed_above(rank: int, world_size: int) -> None:
+    rejected_above(rank, world_size, is_resumed=True)
 
 
 def told_once(rank: int, world_size: int) -> None:
@@ -385,7 +393,7 @@ def told_once(rank: int, world_size: int) -> None:
     assert after.weights == ((0.0, 1.0), (1.0, 1.0))[rank // 2]
 
 
-@pytest.mark.parametrize("case", [rejected_below, rejected_above, told_once])
+@pytest.mark.parametrize("case", [rejected_below, rejected_above, resumed_above, told_once])
 def test_a_rejected_round_is_made_up_for(case: Callable[[int, int], None]) -> None:
     run_world(4, case)
 
@@ -520,6 +528,32 @@ def rejected_at_the_end(rank: int, world_size: int, steps: int) -> None:
 @pytest.mark.parametrize("steps", [3, 4])  # with 4, a round that the level above has not taken came before
 def test_a_facility_that_ends_with_a_rejected_round_takes_the_result_of_the_others(steps: int) -> None:
     run_world(4, rejected_at_the_end, steps)
+
+
+def rejected_everywhere(rank: int, world_size: int) -> None:
+    """Facilities that all ended with a rejected round count again in the next block."""
+    state = make_state(rank, (1,) * 4, None)
+    model = build(state)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    levels = Levels(model, state, [Level(), Level(2, groups=(2, 2))], policies=POLICIES)
+    start, kept = vector(model), {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loop(steps: int, bad: float) -> None:
+        with xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=levels):
+            for _ in range(steps):
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.full_like(parameter, rank + 1.0 + bad)
+                optimizer.step()
+
+    with pytest.raises(xffl.RoundError, match="holds values that are not finite"):
+        loop(1, float("nan") if rank % 2 else 0.0)
+    model.load_state_dict(kept)
+    loop(4, 0.0)
+    np.testing.assert_allclose(vector(model), start - 4 * 2.5, atol=1e-5)
+
+
+def test_a_block_after_one_that_was_rejected_counts() -> None:
+    run_world(4, rejected_everywhere)
 
 
 def normalized(rank: int, world_size: int) -> None:

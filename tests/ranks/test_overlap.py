@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -235,6 +236,17 @@ def rejected_beside_the_caller(rank: int, world_size: int) -> None:
     assert aggregator.can_go_on
 
 
+def stopping(done: threading.Event) -> Callable[[], None]:
+    """Return a wait that is interrupted once, after the event."""
+
+    def wait() -> None:
+        threading.Event.wait(done)
+        del done.wait  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    return wait
+
+
 def interrupted(rank: int, world_size: int) -> None:
     """A signal that comes when the result is there, but not yet written, leaves the round to be merged."""
     state = make_state(rank, (1, 1), None)
@@ -244,18 +256,38 @@ def interrupted(rank: int, world_size: int) -> None:
         model.weight.fill_(float(rank))
     pending = aggregator.aggregate_async()
     done = pending._background._done
-
-    def wait_and_be_stopped() -> None:
-        threading.Event.wait(done)
-        del done.wait  # type: ignore[method-assign]
-        raise KeyboardInterrupt
-
-    done.wait = wait_and_be_stopped  # type: ignore[method-assign, assignment]
+    done.wait = stopping(done)  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         pending.merge()
     assert pending.is_done() and aggregator.under_way is pending and (model.weight == rank).all()
     assert pending.merge().round == 1
     assert (model.weight == 0.5).all() and aggregator.under_way is None
+
+
+def interrupted_in_a_block(rank: int, world_size: int) -> None:
+    """A block whose wait for a round was interrupted merges it when it is asked again."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model.weight.zero_()
+    with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1) as scaling:
+        for number in range(3):
+            model.weight.grad = torch.full_like(model.weight, rank + 1.0)
+            if number == 2:
+                pending = scaling.aggregator.under_way
+                assert pending is not None
+                done = pending._background._done
+                done.wait = stopping(done)  # type: ignore[method-assign, assignment]
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+                assert scaling.is_under_way
+                scaling.settle()
+                assert not scaling.is_under_way and scaling.aggregator.rounds == 1
+                assert (model.weight == -3.0 - rank - 1.0).all()
+            else:
+                optimizer.step()
+    assert (model.weight == -4.5).all()
 
 
 def left_alone(rank: int, world_size: int) -> None:
@@ -373,7 +405,18 @@ def wrong(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [at_once, rejected, rejected_beside_the_caller, interrupted, left_alone, left_behind, overtaken, unlike, wrong],
+    [
+        at_once,
+        rejected,
+        rejected_beside_the_caller,
+        interrupted,
+        interrupted_in_a_block,
+        left_alone,
+        left_behind,
+        overtaken,
+        unlike,
+        wrong,
+    ],
     ids=lambda case: case.__name__,
 )
 def test_in_the_background(case: object) -> None:

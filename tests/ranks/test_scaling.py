@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,31 @@ def leaves_by_exception(rank: int, world_size: int) -> str:
 
 def test_leaving_by_an_exception_does_not_communicate() -> None:
     assert run_world(2, leaves_by_exception, timeout_s=60.0) == ["KeyError", "ValueError"]
+
+
+def torn_at_the_end(rank: int, world_size: int) -> None:
+    """A closing round that tears the model is the last thing that is tried."""
+    state = make_state(rank, (1, 1), None)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=9, aggregator={"atomic": False})
+    scaling.__enter__()
+    tries = 0
+
+    def broken(*args: Any) -> None:
+        nonlocal tries
+        tries += 1
+        raise MemoryError("no room")
+
+    scaling.aggregator._exchange.run = broken  # type: ignore[method-assign]
+    train_step(model, optimizer, 0, rank)
+    with pytest.raises(xffl.RoundError, match="no room"):
+        scaling.__exit__(None, None, None)
+    assert tries == 1 and scaling.aggregator.is_torn
+
+
+def test_a_torn_model_ends_the_block() -> None:
+    run_world(2, torn_at_the_end)
 
 
 def two_hops_apart(rank: int, world_size: int) -> None:
