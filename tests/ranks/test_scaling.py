@@ -209,6 +209,27 @@ def test_a_torn_model_ends_the_block() -> None:
     run_world(2, torn_at_the_end)
 
 
+def rejected_in_parts(rank: int, world_size: int) -> None:
+    """A block whose closing rounds are rejected ends, though other parts of the model still wait for theirs."""
+    state = make_state(rank, (1, 1), None)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=9, aggregator={"fragments": 2})
+    scaling.__enter__()
+    train_step(model, optimizer, 0, rank)
+    if rank:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+    with pytest.raises(xffl.RoundError, match="cell 1 holds values that are not finite"):
+        scaling.__exit__(None, None, None)
+    assert scaling.aggregator.rounds == 0 and scaling.meetings == 2
+
+
+def test_a_rejected_end_does_not_wait_for_other_parts() -> None:
+    run_world(2, rejected_in_parts)
+
+
 def two_hops_apart(rank: int, world_size: int) -> None:
     """A single-process FedAvg over the cells' own optimizers gives the same weights."""
     state = make_state(rank, (1, 1, 1), None)
