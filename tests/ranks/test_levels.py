@@ -393,7 +393,22 @@ def told_once(rank: int, world_size: int) -> None:
     assert after.weights == ((0.0, 1.0), (1.0, 1.0))[rank // 2]
 
 
-@pytest.mark.parametrize("case", [rejected_below, rejected_above, resumed_above, told_once])
+def cut_off_above(rank: int, world_size: int) -> None:
+    """Where a vote of a level above breaks off, no further round follows."""
+    state = make_state(rank, (1,) * 4, None)
+    levels = Levels(build(state), state, [Level(), Level(groups=(2, 2))], policies=POLICIES)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("link down")
+
+    levels._stages[1].aggregator._protocol._cast = broken  # type: ignore[method-assign, assignment]
+    assert levels.can_go_on
+    with pytest.raises(xffl.RoundError, match="could not be opened, this rank keeps its weights: link down.*level 1"):
+        levels.aggregate()
+    assert not levels.can_go_on and not levels.is_torn
+
+
+@pytest.mark.parametrize("case", [rejected_below, rejected_above, resumed_above, told_once, cut_off_above])
 def test_a_rejected_round_is_made_up_for(case: Callable[[int, int], None]) -> None:
     run_world(4, case)
 
@@ -412,6 +427,7 @@ def train(
     counted = 0
 
     def note(report: xffl.RoundReport) -> None:
+        assert len(report.step_seconds) == len(sizes)  # also where this facility only answers
         for level, one in enumerate(levels.reports):
             if one is not None:
                 weights[level].append(one.weights)
