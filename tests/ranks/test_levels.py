@@ -111,6 +111,13 @@ def step(model: nn.Module, draw: Array) -> None:
             move(parameter, part)
 
 
+def descend(optimizer: torch.optim.Optimizer, gradient: float) -> None:
+    """Make a local step along the same gradient everywhere."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+
+
 def against_dense(
     rank: int,
     world_size: int,
@@ -495,9 +502,7 @@ def configured(rank: int, world_size: int) -> list[dict[str, str]]:
         with xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=aggregator) as scaling:
             assert isinstance(scaling.aggregator, Levels)
             for number in range(11):
-                for parameter in optimizer.param_groups[0]["params"]:
-                    parameter.grad = torch.full_like(parameter, float(rank + number))
-                optimizer.step()
+                descend(optimizer, float(rank + number))
         assert scaling.aggregator.is_closed == as_text  # what it has made it gives back
         bits.append(digests(model))
     for wrong, told in (({"period": 2}, "a level has no period"), ({"groups": 2}, "groups=2 of level 1")):
@@ -557,9 +562,7 @@ def rejected_everywhere(rank: int, world_size: int) -> None:
     def loop(steps: int, bad: float) -> None:
         with xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=levels):
             for _ in range(steps):
-                for parameter in optimizer.param_groups[0]["params"]:
-                    parameter.grad = torch.full_like(parameter, rank + 1.0 + bad)
-                optimizer.step()
+                descend(optimizer, rank + 1.0 + bad)
 
     with pytest.raises(xffl.RoundError, match="holds values that are not finite"):
         loop(1, float("nan") if rank % 2 else 0.0)
@@ -582,9 +585,7 @@ def normalized(rank: int, world_size: int) -> None:
     start = vector(model)
     with xffl.FederatedScaling(model, optimizer, state, every=1, aggregator=levels):
         for _ in range(3 if rank < 2 else 4):
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad = torch.full_like(parameter, rank + 1.0)
-            optimizer.step()
+            descend(optimizer, rank + 1.0)
     # Two steps of all; then a round of the first facility (1.5, a third of the weight) and two of the second (3.5).
     rounds = (1 + 2 * 2) / 3
     np.testing.assert_allclose(vector(model), start - 2 * 2.5 - rounds * (1.5 + 2 * 3.5) / 3, atol=1e-5)
@@ -614,9 +615,7 @@ def rejected_above_at_the_end(rank: int, world_size: int) -> None:
     def loop(steps: int) -> None:
         with xffl.FederatedScaling(model, optimizer, state, every=1, aggregator=levels):
             for _ in range(steps):
-                for parameter in optimizer.param_groups[0]["params"]:
-                    parameter.grad = torch.full_like(parameter, rank + 1.0)
-                optimizer.step()
+                descend(optimizer, rank + 1.0)
 
     exchange.run = broken  # type: ignore[method-assign]
     with pytest.raises(xffl.RoundError, match="no room"):

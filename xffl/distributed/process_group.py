@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,33 +22,13 @@ from xffl.distributed import checks
 from xffl.distributed.agreement import agree_on_store
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.distributed.leaving import stop_threads, wait_for_threads
 from xffl.distributed.machine import find_sizes
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["cleanup_distributed_process_group", "leave_after", "set_up_cells", "setup_distributed_process_group"]
-
-
-class _Waits(Protocol):
-    """Something under way that can be waited for."""
-
-    def wait(self) -> None: ...
-
-    def stop(self, within_s: float) -> None: ...
-
-
-_STOP_S = 2.0
-"""How long something under way may take to end by itself where nobody waits for its result, and when it is told to."""
-
-_under_way: WeakSet[_Waits] = WeakSet()
-
-
-@atexit.register
-def _stop_waiting() -> None:
-    """End what is still under way: a thread that wakes up in C++ while Python ends aborts the process (before 3.14)."""
-    for work in list(_under_way):
-        work.stop(_STOP_S)
+__all__ = ["cleanup_distributed_process_group", "set_up_cells", "setup_distributed_process_group"]
 
 
 @dataclass(frozen=True)
@@ -166,17 +144,6 @@ def setup_distributed_process_group(
         raise
 
 
-def leave_after(work: _Waits) -> None:
-    """Have :func:`cleanup_distributed_process_group` wait for something that communicates on a thread of its own.
-
-    Where the process ends without it, what is under way is stopped.
-
-    :param work: Something to wait for, or to stop where this process leaves alone; kept only as long as somebody else
-        keeps it.
-    """
-    _under_way.add(work)
-
-
 def cleanup_distributed_process_group(
     state: DistributedState, del_obj: Collection[Any] = (), *, synchronize: bool = True
 ) -> None:
@@ -204,8 +171,7 @@ def cleanup_distributed_process_group(
             if is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize()
-            for work in list(_under_way):
-                work.wait()
+            wait_for_threads()
             try:
                 dist.barrier()
             except RuntimeError as broken:
@@ -216,7 +182,7 @@ def cleanup_distributed_process_group(
             is_together = True
     finally:
         if not is_together:
-            _stop_waiting()
+            stop_threads()
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
         if dist.is_initialized():
