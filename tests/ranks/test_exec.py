@@ -215,9 +215,13 @@ def test_a_second_ctrl_c_kills_what_is_left(xffl: Start) -> None:
 
 def test_a_failure_is_told_whatever_comes_while_the_others_end(xffl: Start) -> None:
     script = """
-        import os, signal
+        import os, signal, time
         signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "0":
+            open("up", "w").close()
+        else:
+            while not os.path.exists("up"):  # before, SIGTERM would simply end the other one
+                time.sleep(0.01)
             os.kill(os.getpid(), 9)
         while True:
             signal.pause()
