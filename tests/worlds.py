@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 __all__ = ["WorldError", "fake_world", "run_world"]
@@ -68,8 +69,7 @@ def run_world(
     :return: What ``fn`` returned, by rank.
     :raises WorldError: if another rank fails, dies or is late; every rank is killed then.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = _started_server()
     deadline = time.monotonic() + timeout_s
     processes: list[ForkServerProcess] = []
     ends: list[Connection] = []
@@ -92,6 +92,18 @@ def run_world(
                 process.join()
                 process.close()
                 end.close()
+
+
+@cache
+def _started_server() -> ForkServerContext:
+    """Return the context whose server has imported what it preloads, which is no part of any world's time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    first = context.Process(target=os.getpid)  # a process is forked once the imports are done
+    first.start()
+    first.join()
+    first.close()
+    return context
 
 
 @contextmanager

@@ -16,7 +16,8 @@ RANK = str(HERE / "exec_rank.py")
 SESSION = str(HERE / "exec_session.py")
 LAYOUT = str(HERE / "layout.py")
 XFFL = [sys.executable, "-m", "xffl"]
-DEADLINE_S = 60
+DEADLINE_S = 180
+"""Ranks that import torch at once take a minute on two busy cores; a group's timeout is ten."""
 HOSTILE = [":", "a b", "$HOME ${x} $$", 'it\'s "q"', "", "-", "--", "*", "\n", "é", "`id`;", "%u", "\\"]
 FOLDER = 'a\'; echo "foo" $(id) é'
 Ended = tuple[int, str, str]

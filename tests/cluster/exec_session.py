@@ -16,6 +16,7 @@ if __name__ == "__main__":
         x = torch.ones(1)
         dist.all_reduce(x)
         print("joined", state.rank, state.federated_rank, flush=True)
+        dist.all_reduce(x)  # all have said so before one goes
         if state.rank == 2 and sys.argv[1] == "raise":
             raise ValueError("mine")
         if state.rank == 2 and sys.argv[1] == "kill":

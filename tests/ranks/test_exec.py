@@ -151,7 +151,7 @@ signal.pause()
     ],
 )
 def test_what_a_rank_has_told_before_it_is_killed_counts(xffl: Start, how: str, code: int, told: str) -> None:
-    process = xffl("--processes 2 --grace 1", SLOW, how)
+    process = xffl("--processes 2 --grace 3", SLOW, how)
     assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
     process.send_signal(signal.SIGTERM)
     ended, _, err = finish(process)
@@ -208,7 +208,7 @@ def test_a_second_ctrl_c_kills_what_is_left(xffl: Start) -> None:
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)  # batch systems may say it twice
+        process.wait(3.0)  # batch systems may say it twice
     process.send_signal(signal.SIGINT)
     assert finish(process) == (143, "", "xffl: stopped all ranks after SIGTERM\n")
 
@@ -461,9 +461,13 @@ def test_a_rank_that_leaves_with_0_while_others_wait_is_told(xffl: Start) -> Non
 
 def test_a_rank_for_which_others_have_waited_in_vain_is_told(xffl: Start) -> None:
     script = """
-import os, signal
-if os.environ["RANK"] in ("1", "2"):
+import os, signal, time
+rank = os.environ["RANK"]
+if rank in ("1", "2"):
     signal.pause()
+open("up" + rank, "w").close()  # who is told as going on may not have started yet
+while not os.path.exists("up0") or not os.path.exists("up3"):
+    time.sleep(0.01)
 raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
 """
     ended, _, err = finish(xffl("--processes 4", script))

@@ -213,7 +213,7 @@ EPOCHS: Case = {  # the last step is that of an epoch
     "interval": "epoch",
     "training": {"epochs": 9, "max_steps": 6, "validate_every_steps": None, "validate_every_epochs": 1},
 }
-LAST = {"ranks": [0, 1], "step": 5, "moment": "pre_train_batch", "waits_s": 0.3}
+LAST = {"ranks": [0, 1], "step": 5, "moment": "pre_train_batch", "waits_s": 2.0}
 SCENES: dict[str, tuple[Case, dict[str, Any] | None]] = {
     "nobody asks": (ALONE, None),
     "during setup": (ALONE, {"ranks": [1], "step": 0, "moment": "pre_setup"}),
@@ -226,7 +226,7 @@ SCENES: dict[str, tuple[Case, dict[str, Any] | None]] = {
     "a terminate": (ALONE, {"ranks": [0, 1], "step": 2, "moment": "pre_optimizer_step", "signals": ["SIGTERM"]}),
     "at the last step": (ALONE, {"ranks": [1], "step": STEPS - 1, "moment": "pre_optimizer_step"}),
     "after the end": (ALONE, {"ranks": [0, 1], "step": STEPS, "moment": "post_fit"}),
-    "between two rounds": (APART, {"ranks": [0, 1], "step": 10, "moment": "pre_train_batch"}),
+    "between two rounds": (APART, {"ranks": [0, 1], "step": 10, "moment": "pre_train_batch", "waits_s": 1.0}),
     "in one cell": ({**ALONE, "run": "between two rounds"}, None),
     "one cell has finished": (UNEQUAL, {"ranks": [0], "step": STEPS, "moment": "post_train"}),
     "the others of it": ({**UNEQUAL, "run": "one cell has finished"}, None),

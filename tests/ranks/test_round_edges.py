@@ -110,15 +110,21 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     cast, calls = protocol.cast, 0
+    store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(1.0)
+        store.set("interrupted", "")
 
     def slow(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             if rank == 0:
-                threading.Event().wait(2.0)
+                store.wait(["interrupted"])
             else:
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                threading.Timer(0.5, interrupt).start()
         return cast(*args)
 
     protocol.cast = slow  # type: ignore[assignment]

@@ -107,7 +107,9 @@ import json, os, threading
 from xffl.cluster.affinity import bind_rank
 bind_rank({rank}, {size})
 found = []
-threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0)))).start()
+thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
+thread.start()
+thread.join()
 print(json.dumps([sorted(os.sched_getaffinity(0)), found[0], os.environ["OMP_NUM_THREADS"]]))
 """
 

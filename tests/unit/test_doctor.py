@@ -499,11 +499,11 @@ def test_who_does_not_come_or_goes_is_not_waited_for() -> None:
     spoke(port, 1, 4, {"wait": lambda q: time.sleep(3) or {}})
     connection = join("127.0.0.1", port, 2, 4, {}, 5.0)
     started = time.monotonic()
-    assert set(hub.wait_for_ranks(0.5)) == {1, 2}
+    assert set(hub.wait_for_ranks(2.0)) == {1, 2}
     connection.close()
     assert set(hub.ask({n: {"do": "wait"} for n in (1, 2, 3)}, 0.5, dict)) == {0}
     assert set(hub.lost) == {1, 2} and "no answer to 'wait'" in hub.lost[1]
-    assert hub.measure_clock(1, 0.1) is None and time.monotonic() - started < 5
+    assert hub.measure_clock(1, 0.1) is None and time.monotonic() - started < 20
     hub.close()
 
 

@@ -208,7 +208,7 @@ def test_threads_are_chosen_before_torch_is_imported(name: str, tmp_path: Path) 
             1,
             "xffl: lost another rank: EOFError: Connection reset by peer\n",
         ),
-        ("import time; time.sleep(60)", ["--timeout", "0.2"], 124, "xffl: stopped after 0.2 s, as --timeout says\n"),
+        ("import time; time.sleep(60)", ["--timeout", "2"], 124, "xffl: stopped after 2.0 s, as --timeout says\n"),
         ("import sys; sys.exit('no more')", ["--log-dir", "logs"], 1, "no more\n"),
         ("from xffl import ConfigError; raise ConfigError('no')", ["--log-dir", "logs"], 2, "xffl: ConfigError: no\n"),
         ("import sys; sys.exit(7)", ["--timeout", "60"], 7, ""),
@@ -340,11 +340,15 @@ def test_what_srun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
 
 
 def test_a_scancel_that_hangs_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(srun, "_SCANCEL_S", 0.2)
     monkeypatch.setenv("PATH", str(tmp_path))
     step = srun._Step(lay_out(HOSTS, None, None), JobWatch(None, 5.0), False)
     program = tmp_path / "scancel"
-    for body, expected in (("exec /bin/sleep 60", False), ("exit 1", False), ("exit 0", True)):
+    for body, limit_s, expected in (
+        ("exec /bin/sleep 60", 0.2, False),
+        ("exit 1", 60.0, False),
+        ("exit 0", 60.0, True),
+    ):
+        monkeypatch.setattr(srun, "_SCANCEL_S", limit_s)
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
         assert step._cancel(signal.SIGTERM) is expected

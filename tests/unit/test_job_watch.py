@@ -24,7 +24,7 @@ signal.signal(signal.SIGTERM, stop)
 print("up")
 time.sleep(60)
 """
-TIME_TO_START_S = 8
+TIME_TO_START_S = 12
 
 
 def record(at: float, *, lost_peer: bool = False, code: int = 1) -> FailureRecord:

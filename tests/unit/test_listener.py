@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[Goal | No
             goals[rank], steps[rank] = goal, (rank % cells, step)
             mine.stop()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,7 +77,8 @@ def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[Goal | No
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("ranks", "cells"), [(1, 1), (7, 3), (24, 2)])
-def test_all_ranks_get_one_goal_that_none_has_passed(ranks: int, cells: int) -> None:
+def test_all_ranks_get_one_goal_that_none_has_passed(ranks: int, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "PATIENCE_S", 15.0)
     for seed in range(2):
         goals, steps = march(ranks, cells, random.Random(seed).randrange(ranks), seed)
         assert goals[0] is not None and all(goal == goals[0] for goal in goals)
@@ -252,7 +254,9 @@ def test_a_terminate_after_a_goal_that_nobody_can_reach(has_arrived: bool, monke
             mine.arrive()
         inbox.signals = (signal.SIGUSR2, signal.SIGTERM)
         os.write(inbox._write, bytes([signal.SIGTERM]))
-        threading.Event().wait(0.5)
+        ends = time.monotonic() + (0.5 if has_arrived else 20.0)
+        while not inbox.given_up and time.monotonic() < ends:  # type: ignore[attr-defined]
+            threading.Event().wait(0.01)
         mine.stop()
         assert inbox.given_up == ([] if has_arrived else [signal.SIGTERM])  # type: ignore[attr-defined]
 
