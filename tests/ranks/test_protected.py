@@ -368,3 +368,32 @@ def dropped(rank: int, world_size: int) -> tuple[float, tuple[int, ...], int]:
 def test_a_private_round_leaves_a_broken_cell_out() -> None:
     for off, left_out, spent in run_world(5, dropped):
         assert off <= 1e-7 and left_out == (1,) and spent == 1
+
+
+def elsewhere(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A default device that torch was given is not where rounds keep their numbers."""
+    state = make_state(rank, (1,) * world_size, None)
+    model = Net()
+    aggregator = xffl.Aggregator(model, state, **options)
+    torch.set_default_device("meta")
+    for number in range(1, 3):
+        assert aggregator.aggregate().round == number
+    state_dict = aggregator.state_dict()
+    torch.set_default_device("cpu")
+    aggregator.load_state_dict(state_dict)
+    assert aggregator.aggregate().round == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"secure": True},
+        {"privacy": {"name": "dp_fedavg", "clip": 1.0, "noise": 1.0}},
+        {"codec": "int8:rounding=stochastic"},
+        {"server": "fedadam"},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_a_default_device_changes_nothing(options: dict[str, Any]) -> None:
+    run_world(3, elsewhere, options)

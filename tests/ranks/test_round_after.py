@@ -321,9 +321,85 @@ def taken_below(rank: int, world_size: int) -> None:
     assert other.reports[0] is not None and other.reports[0].weights == (10.0, 10.0)
 
 
+def left_under_way(rank: int, world_size: int, how: str) -> None:
+    """A round of a run that has gone wrong is not merged into the checkpoint that is loaded then."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=4, delay=2)
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def is_good() -> bool:
+        return all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
+
+    with pytest.raises(ValueError, match="spike"), scaling:  # noqa: PT012 - the block is what is left
+        saved = scaling.state_dict()
+        moved(model, 100.0 * (rank + 1))
+        step(4)
+        pending = scaling.aggregator.under_way
+        assert pending is not None and scaling.is_under_way
+        if how == "inside":
+            model.load_state_dict(good)
+            scaling.load_state_dict(saved)
+            step(2)
+            assert is_good() and not scaling.is_under_way
+        raise ValueError("a spike of the loss")
+    model.load_state_dict(good)
+    with scaling:
+        if how == "state":
+            scaling.load_state_dict(saved)
+        step(3)
+        assert is_good() and not scaling.is_under_way
+        with pytest.raises(xffl.StateError, match="ended already"):
+            pending.merge()
+        step(3)
+        assert is_good() and scaling.aggregator.rounds == 1
+
+
+def discarded(rank: int, world_size: int) -> None:
+    """A round that is dropped leaves the model alone and does not count; the next one does."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state, overlap=True)
+    aggregator.discard()
+    before = model.weight.detach().clone()
+    pending = aggregator.aggregate_async()
+    with pytest.raises(xffl.StateError, match="merge or discard it first"):
+        aggregator.aggregate()
+    aggregator.discard()
+    assert aggregator.under_way is None and pending.is_done() and aggregator.rounds == 0
+    assert torch.equal(model.weight, before)
+    assert aggregator.aggregate().round == 1 and not torch.equal(model.weight, before)
+
+
+def started_before_a_tear(rank: int, world_size: int) -> None:
+    """A round that another one's tear has overtaken is not merged into what was loaded since."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.ModuleList([linear(seed=0), linear(seed=1)])
+    one, two = (xffl.Aggregator(model, state, overlap=True, policies={part: "local"}) for part in ("1.*", "0.*"))
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    moved(model, 100.0 * (rank + 1))
+    pending = two.aggregate_async()
+    tear(one, one)
+    model.load_state_dict(good)
+    with pytest.raises(xffl.StateError, match="a checkpoint after a tear has written tensors"):
+        pending.merge()
+    assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
+    assert two.under_way is None and two.aggregate().round == 1
+
+
 @pytest.mark.parametrize(
     "ranks, case, args",
     [
+        *((2, left_under_way, (how,)) for how in ("model", "state", "inside")),
+        (2, discarded, ()),
+        (2, started_before_a_tear, ()),
         (2, two_aggregators, ()),
         (3, few_secure_cells, (True,)),
         (3, few_secure_cells, (False,)),

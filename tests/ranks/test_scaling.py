@@ -336,3 +336,31 @@ def test_an_optimizer_that_leaves_the_model_alone_is_refused() -> None:
     assert "make the optimizer after xffl.shard" in early and "(ranks 0-1 of 3)" in early
     assert "so it would not be trained" in foreign and "ranks" not in foreign  # all have found the same
     assert both == "nothing"
+
+
+def compiled(rank: int, world_size: int, what: str) -> tuple[list[int], torch.Tensor]:
+    """Train with the optimizer's step, or all of a step, given to the compiler."""
+    state = make_state(rank, (1, 1), None)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(inputs: torch.Tensor) -> None:
+        model(inputs).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+
+    step = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
+    run = torch.compile(train, backend="eager") if what == "train" else train
+    rounds: list[int] = []
+    with xffl.FederatedScaling(model, optimizer, state, every=2, on_round=lambda told: rounds.append(told.round)):
+        for number in range(7):
+            run(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank)))
+    return rounds, model.weight.detach().clone()
+
+
+def test_rounds_take_place_between_compiled_steps() -> None:
+    plain, *others = (run_world(2, compiled, what) for what in ("nothing", "step", "train"))
+    for told in others:
+        for (rounds, weight), (expected, other) in zip(told, plain, strict=True):
+            assert rounds == expected == [1, 2, 3, 4] and torch.equal(weight, other)

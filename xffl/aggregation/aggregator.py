@@ -29,7 +29,7 @@ from xffl.aggregation.torn import TornError, find_tear, tearing, tears_of
 from xffl.aggregation.vote import NO_ALPHA
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.errors import ConfigError, StateError
 from xffl.parallel.zero import refresh_view, round_view, write_view
 
 __all__ = ["Aggregator", "PendingRound"]
@@ -250,6 +250,7 @@ class Aggregator:
         fragment = self.next_fragment
         given = Contribution(weight, steps=steps, seconds=seconds, prepare=lambda: check_merge(alpha))
         merging = NO_ALPHA if alpha is None else alpha
+        tears = tears_of(self._model)
         opening = open_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
         background = Background(lambda: self._protocol.confer(opening, fragment), self._made.stream)
 
@@ -265,7 +266,7 @@ class Aggregator:
                         self._pending = None
                     raise
             self.check()
-            if pending.is_overtaken:
+            if pending.is_overtaken or tears_of(self._model) != tears:
                 self._pending, self._protocol.is_owed = None, False
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
@@ -274,6 +275,15 @@ class Aggregator:
 
         self._pending = PendingRound(background, conclude, self._made.layout.moving(fragment))
         return self._pending
+
+    def discard(self) -> None:
+        """Drop the round under way, if any: the model stays as it is, and the round does not count.
+
+        Collective over the world, instead of merging it; waits for the round. Loading a state does so by itself.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending, self._protocol.is_owed = None, False
 
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
@@ -301,7 +311,7 @@ class Aggregator:
         if self._is_closed:
             raise StateError("this aggregator is closed; make another one")
         if self._pending is not None:
-            raise StateError("a round of this aggregator is under way; merge it first")
+            raise StateError("a round of this aggregator is under way; merge or discard it first")
         if self._protocol.is_cut_off:
             raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
 
@@ -325,34 +335,19 @@ class Aggregator:
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         self._forget_torn()
-        state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
-        if self._made.has_codecs:
-            state["codecs"] = self._exchange.memory.state_dict(self._made.plan)
-        if self.accountant is not None:
-            state["privacy"] = self.accountant.state_dict()
-        if self._exchange.agreed is not None:
-            state["agreed"] = self._exchange.agreed.state_dict()
-        return state
+        return {"rounds": self._rounds, "fragments": self.fragments, **self._made.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
 
+        A round under way is dropped (:meth:`discard`): it would be merged into weights that it knows nothing of.
+
         :param state: The saved state, of this rank.
         :raises CheckpointError: if it is that of another set-up.
         """
-        if self._pending is not None:
-            raise StateError("a round of this aggregator is under way; merge it before loading")
         self._made.check_saved(state)
-        if self._made.has_codecs:
-            if "codecs" not in state:
-                raise CheckpointError("the state has no memory of codecs; it was saved without them")
-            self._exchange.memory.load_state_dict(state["codecs"], self._made.plan)
-        if self.accountant is not None:
-            self.accountant.load_state_dict(state.get("privacy", {}))
-        if self._exchange.agreed is not None:
-            if "agreed" not in state:
-                raise CheckpointError("the state has no agreed model; it was saved without server, norms or privacy")
-            self._exchange.agreed.load_state_dict(state["agreed"])
+        self.discard()
+        self._made.load_state_dict(state)
         self._rounds = int(state["rounds"])
         self._tears = tears_of(self._model)
 

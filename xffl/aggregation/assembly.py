@@ -69,8 +69,35 @@ class Assembly:
     feedback: Mapping[int, Feedback]
     stream: torch.cuda.Stream | None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what rounds remember: of lossy codecs, of privacy, and of the last agreed model; local.
+
+        :return: Numbers, texts and copies of tensors.
+        """
+        state: dict[str, Any] = {}
+        if self.has_codecs:
+            state["codecs"] = self.exchange.memory.state_dict(self.plan)
+        if self.exchange.accountant is not None:
+            state["privacy"] = self.exchange.accountant.state_dict()
+        if self.exchange.agreed is not None:
+            state["agreed"] = self.exchange.agreed.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned; local.
+
+        :param state: An aggregator's state that was checked.
+        :raises CheckpointError: if it is that of another set-up.
+        """
+        if self.has_codecs:
+            self.exchange.memory.load_state_dict(state["codecs"], self.plan)
+        if self.exchange.accountant is not None:
+            self.exchange.accountant.load_state_dict(state.get("privacy", {}))
+        if self.exchange.agreed is not None:
+            self.exchange.agreed.load_state_dict(state["agreed"])
+
     def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise where an aggregator's state has parts that this one would lose without a word; local.
+        """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local.
 
         :param state: What :meth:`xffl.Aggregator.state_dict` returned.
         :raises CheckpointError: if it is that of another set-up.
@@ -92,6 +119,10 @@ class Assembly:
             if part in state and not is_here:
                 raise CheckpointError(
                     f"the state holds {what}, which this aggregator was made without; resume with the same options"
+                )
+            if is_here and part not in state and part != "privacy":
+                raise CheckpointError(
+                    f"the state has not {what}; it was saved without, so resume with the same options"
                 )
 
     @torch.no_grad()

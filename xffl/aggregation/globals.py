@@ -244,7 +244,7 @@ class GlobalState:
             values = flat[track.number]
             for name, numel, part, run in self._places(track):
                 if name not in named:
-                    named[name] = torch.empty(numel, dtype=values.dtype)
+                    named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
                 named[name][part].copy_(values[run])
         return named
 

@@ -117,14 +117,19 @@ class PendingRound:
         _under_way.add(self)
 
     def refuse(self) -> NoReturn:
-        """Raise where it :attr:`is_overtaken`.
+        """Raise where what it has copied is no longer what the model comes from.
 
         :raises StateError: always.
         """
+        what = "another aggregator's round" if self.is_overtaken else "a checkpoint after a tear"
         raise StateError(
-            "another aggregator's round has written tensors of this one since it started, so the steps before it would "
-            "count twice; it was not merged: merge one round before the next of these tensors starts"
+            f"{what} has written tensors of this one since it started, so the steps before it would count twice; it was"
+            " not merged: merge one round before the next of these tensors starts"
         )
+
+    def wait(self) -> None:
+        """Wait until this rank's part of the round is over, whatever came of it; nothing is written."""
+        self._background.wait()
 
     def is_done(self) -> bool:
         """Tell whether this rank's part of the round is over, so that :meth:`merge` would not wait; local.
@@ -143,8 +148,9 @@ class PendingRound:
             place. The same on all ranks of a cell.
         :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
         :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
-        :raises StateError: if it has ended already, merged or refused; or where another aggregator's round has written
-            some of the same tensors meanwhile. The model stays as it is then, and this round does not count.
+        :raises StateError: if it has ended already, merged, refused or discarded; or where another aggregator's round
+            has written some of the same tensors meanwhile, or a tear was mended. The model stays as it is then, and
+            this round does not count.
         """
         return self._conclude(self, keeps_steps)
 

@@ -147,7 +147,7 @@ class Noise:
         :return: Flat fp64 values on the CPU; none is further from 0 than 8.6.
         """
         half = -(-numel // 2)
-        bits = torch.empty(2, half, dtype=torch.int64)
+        bits = torch.empty(2, half, dtype=torch.int64, device="cpu")
         self._stream.fill(bits.view(-1))
         uniform = (bits >> (64 - FRACTION)).bitwise_and_(2**FRACTION - 1).double()
         radius = uniform[0].add_(1.0).mul_(2.0**-FRACTION).log_().mul_(-2.0).sqrt_()  # above 0, at most 1

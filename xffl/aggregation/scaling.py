@@ -116,12 +116,10 @@ class FederatedScaling:
             error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
         agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
         self._recipe: Recipe = recipe
-        self._optimizers, self._weight = optimizers, weight
-        self._on_round = on_round
+        self._optimizers, self._weight, self._on_round = optimizers, weight, on_round
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
         self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
-        self._under_way: tuple[PendingRound, Claim] | None = None
         self._handles: list[RemovableHandle] = []
         self._report: RoundReport | None = None
         self.on_answer: Callable[[], None] | None = None
@@ -130,11 +128,11 @@ class FederatedScaling:
 
     def _begin(self) -> None:
         """Start without any step."""
+        self._under_way: tuple[PendingRound, Claim] | None = None
         self._ledger = Ledger(1 if self._aggregator is None else self._aggregator.fragments)
         self._effort = Effort(self._optimizers)
         self._pace = Pace(next((one.device for one in self._model.parameters()), torch.device("cpu")))
-        self._since = self._target = 0
-        self._owes_start = False
+        self._since, self._target, self._owes_start = 0, 0, False
 
     @property
     def aggregator(self) -> Aggregator:
@@ -165,12 +163,14 @@ class FederatedScaling:
             self._aggregator = self._make_aggregator()
             if kept is not None:
                 self._aggregator.load_state_dict(kept)
+        if self._under_way is not None:  # left behind by an error
+            self._aggregator.discard()
         self._cell = self._state.topology.cell_of(dist.get_rank())
         self._begin()
         self._target = self._next_target(self._aggregator.rounds)
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))  # no part of a compiled step
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         return self
 
     def __exit__(
@@ -226,7 +226,7 @@ class FederatedScaling:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, on all ranks, in the ``with`` block, after loading the model.
 
-        The rounds go on as if they had not stopped; another schedule holds from the next round on.
+        The rounds go on as if they had not stopped, one under way is dropped; another schedule holds from the next on.
 
         :param state: The saved state, of this rank.
         :raises StateError: outside the ``with`` block.
@@ -245,7 +245,7 @@ class FederatedScaling:
             client.load_state_dict(state["client"])
         self._ledger.load_state_dict(state["ledger"])
         self._effort.load_state_dict(state["effort"])
-        self._since, self._target = int(state["since"]), int(state["target"])
+        self._since, self._target, self._under_way = int(state["since"]), int(state["target"]), None
         # Saved where a merge told of a round, just before the next one was to start.
         self._owes_start = self._recipe.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])

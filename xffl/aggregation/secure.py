@@ -193,7 +193,7 @@ class Masker:
         ]
         factor = share * 2.0**self._options.fraction_bits
         numel = min(CHUNK, values.numel())
-        masks, bits = torch.empty(2, numel, dtype=torch.int64)
+        masks, bits = torch.empty(2, numel, dtype=torch.int64, device="cpu")
         wide = torch.empty(numel, dtype=torch.float64, device=out.device)
         for value, row in zip(torch.split(values, CHUNK), torch.split(out, CHUNK), strict=True):
             mask, fresh, number = (scratch[: value.numel()] for scratch in (masks, bits, wide))

@@ -106,7 +106,7 @@ class ServerOptimizer:
             if parent.__module__.startswith("torch.optim") and parent.__name__ in _UNFIT:
                 raise ConfigError(_refusal(title, _UNFIT[parent.__name__]))
         # Uneven, so that means and norms of the pieces differ from those of the whole.
-        start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64)
+        start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
         try:
             whole, text = self._probe(start)
             pieces = torch.cat([self._probe(piece)[0] for piece in (start[:2], start[2:])])

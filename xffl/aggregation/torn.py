@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -32,13 +34,19 @@ class Tear:
 
     def __init__(self, model: nn.Module, reason: str) -> None:
         self.reason = reason
-        self._handles: list[RemovableHandle] = []
+        self.is_mended = False
+        """Whether a whole state dict has been loaded."""
         self._model = _without_wrappers(model)
-        for module in {*model.modules(), *self._model.modules()}:
-            self._handles.append(module.register_forward_pre_hook(self._refuse))
-        self._handles.append(self._model.register_load_state_dict_post_hook(self._mend))  # type: ignore[no-untyped-call]
+        self._errors: Sequence[str] = ()
+        self._uses = [
+            module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
+        ]
+        self._loads: list[RemovableHandle] = [
+            self._model.register_load_state_dict_pre_hook(self._begin),  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(self._mend),  # type: ignore[no-untyped-call]
+        ]
         object.__setattr__(self._model, _MARK, self)
-        object.__setattr__(self._model, _COUNT, tears_of(model) + 1)
+        _forget_compiled()
 
     def check(self) -> None:
         """Raise.
@@ -47,15 +55,25 @@ class Tear:
         """
         raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
 
+    def remove(self) -> None:
+        """Take away what is left of a mended tear; not from within a hook of loading, which torch goes through."""
+        object.__delattr__(self._model, _MARK)
+        for handle in self._loads:
+            handle.remove()
+
     def _refuse(self, module: nn.Module, args: Any) -> None:
         self.check()
 
+    def _begin(self, module: nn.Module, *args: Any) -> None:
+        self._errors = args[-1]  # torch adds to them as it goes, and raises after the hooks
+
     def _mend(self, module: nn.Module, keys: Any) -> None:
-        if keys.missing_keys or keys.unexpected_keys:
+        if self.is_mended or self._errors or keys.missing_keys or keys.unexpected_keys:
             return
-        object.__delattr__(self._model, _MARK)
-        while self._handles:
-            self._handles.pop().remove()
+        self.is_mended = True
+        while self._uses:
+            self._uses.pop().remove()
+        _forget_compiled()
 
 
 @contextmanager
@@ -69,7 +87,9 @@ def tearing(model: nn.Module) -> Iterator[None]:
         yield
     except TornError as torn:
         cause = torn.__cause__
-        Tear(model, str(torn))
+        object.__setattr__(_without_wrappers(model), _COUNT, tears_of(model) + 1)
+        if find_tear(model) is None:
+            Tear(model, str(torn))
         if cause is not None and not isinstance(cause, Exception):
             raise cause from None
         raise RoundError(
@@ -83,8 +103,11 @@ def find_tear(model: nn.Module) -> Tear | None:
     :param model: The model, wrapped or not.
     :return: The mark.
     """
-    tear = getattr(_without_wrappers(model), _MARK, None)
-    return tear if isinstance(tear, Tear) else None
+    tear: Tear | None = getattr(_without_wrappers(model), _MARK, None)
+    if tear is None or not tear.is_mended:
+        return tear
+    tear.remove()
+    return None
 
 
 def tears_of(model: nn.Module) -> int:
@@ -94,6 +117,12 @@ def tears_of(model: nn.Module) -> int:
     :return: A number that only grows.
     """
     return int(getattr(_without_wrappers(model), _COUNT, 0))
+
+
+def _forget_compiled() -> None:
+    """Have functions compiled anew that use the model: torch.compile does not look whether a module's hooks changed."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

@@ -121,7 +121,7 @@ def cast(
     children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
     parent = first + start + (place - 1) // 2
     table = torch.zeros(topology.world_size, len(ballot), dtype=torch.float64, device=device)
-    table[rank] = torch.tensor(ballot, dtype=torch.float64)
+    table[rank] = torch.tensor(ballot, dtype=torch.float64, device=device)
     home = table[start:stop]
     below = torch.zeros(len(children), *home.shape, dtype=torch.float64, device=device)
     _swap({}, dict(zip(children, below, strict=True)), group)

@@ -143,7 +143,7 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
     :return: The mesh, ``[replicas, shards]`` with HSDP, else ``[shards]``.
     """
     cell = topology.cell_of(rank)
-    ranks = torch.tensor([topology.shard_group(cell, replica) for replica in range(topology.replicas(cell))])
+    ranks = torch.tensor([topology.shard_group(cell, one) for one in range(topology.replicas(cell))], device="cpu")
     suffix = fresh_suffix(device_type, topology.federation(cell))
     names = tuple(f"{axis}{suffix}" for axis in (("replica", "shard") if topology.is_hsdp else ("shard",)))
     if not topology.is_hsdp:

@@ -166,14 +166,14 @@ def make_cell_meshes(
     world_mesh = DeviceMesh.from_group(
         [groups[axis] for axis in AXES],
         device_type,
-        mesh=torch.tensor(cell_ranks).view([place.sizes[axis] for axis in AXES]),
+        mesh=torch.tensor(cell_ranks, device="cpu").view([place.sizes[axis] for axis in AXES]),
         mesh_dim_names=tuple(f"{axis}{suffix}" for axis in AXES),
     )
     stage = place.peers(("dp_replicate", "cp", "dp_shard", "tp"), first)
     model_mesh = DeviceMesh.from_group(
         [groups[axis] for axis in MODEL_AXES],
         device_type,
-        mesh=torch.tensor(stage).view([place.size(axis) for axis in MODEL_AXES]),
+        mesh=torch.tensor(stage, device="cpu").view([place.size(axis) for axis in MODEL_AXES]),
         mesh_dim_names=tuple(f"{axis}{suffix}" for axis in MODEL_AXES),
     )
     by_name = _by_name(world_mesh, model_mesh)
