@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -387,9 +388,11 @@ def dealt(rank: int, world_size: int, folder: str, partition: str, labels: bool)
     )
     trainer = Dealing(config)
     try:
-        trainer.fit(joined(rank, world_size))
+        with warnings.catch_warnings(record=True) as told:
+            trainer.fit(joined(rank, world_size))
     except ConfigError as error:
         return str(error)
+    assert sum("2 cells train models of their own" in str(one.message) for one in told) == (rank == 0)
     return trainer.seen.samples
 
 

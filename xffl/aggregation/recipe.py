@@ -103,7 +103,10 @@ def read_recipe(
         raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
     is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else recipe.options.get("privacy")
     if weight is not None and is_private is not None:
-        raise ConfigError("privacy counts all cells alike, since weights tell about the data; leave weight out")
+        raise ConfigError(
+            "privacy counts all cells alike, since weights tell about the data; leave weight out (federation.weight: "
+            "equal in a trainer's configuration)"
+        )
     return recipe
 
 
@@ -236,7 +239,8 @@ def _check_delay(recipe: Recipe, aggregator: object) -> None:
         return
     overlaps = recipe.options.get("overlap", "levels" not in recipe.options)
     if not (aggregator.overlaps if isinstance(aggregator, Aggregator) else overlaps):
-        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, which levels are not")
+        which = ", which levels are not" if "levels" in recipe.options else ""
+        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True{which}")
     if recipe.client is not None:
         raise ConfigError(
             f"client {recipe.client} needs to know where the last round left the model, but delay is {delay}; leave "

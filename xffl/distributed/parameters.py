@@ -49,7 +49,7 @@ class CommParameters:
     """How long ranks wait for each other, in seconds.
 
     :param init_timeout_seconds: For all ranks to have joined.
-    :param train_timeout_seconds: For a collective over the world; over smaller groups half of it.
+    :param train_timeout_seconds: For a collective over the world; three quarters of it between cells, half within one.
     """
 
     init_timeout_seconds: float = 600.0
@@ -223,7 +223,8 @@ class DeviceParameters:
         where = f"the world has {ranks} ranks" if is_alone else f"cell {cell} has {ranks} ranks"
         if auto is not None:
             return f"{shown}: {where}, which {known} does not divide; give sizes that multiply to a divisor of {ranks}"
-        return f"{shown} multiply to {known}, but {where}; give sizes that multiply to {ranks}, or one 'auto'"
+        other = ", or a strategy for several ranks (fsdp, ddp)" if shown == "all sizes 1" else ""
+        return f"{shown} multiply to {known}, but {where}; give sizes that multiply to {ranks}, or one 'auto'{other}"
 
 
 _FLAGS = (

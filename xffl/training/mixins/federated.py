@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -102,10 +103,17 @@ class FederatedMixin(TrainerMixin):
     def training_rounds(self) -> AbstractContextManager[Any]:
         """Return the context in which rounds take place.
 
-        Entering and leaving it are collective over the world, see :class:`xffl.FederatedScaling`.
+        Entering and leaving it are collective over the world, see :class:`xffl.FederatedScaling`. Rank 0 warns where
+        there are several cells and no rounds.
         """
         asked = self.section("federation", FederationConfig)
         if not asked.has_rounds:
+            if self.state.topology.cells > 1 and self.state.rank == 0:
+                warnings.warn(
+                    f"{self.state.topology.cells} cells train models of their own: there are no rounds between them; "
+                    "give federation.every or federation.algorithm for rounds",
+                    stacklevel=2,
+                )
             return nullcontext()
         self._scaling = FederatedScaling(
             self.federated_model(),
