@@ -269,6 +269,7 @@ def test_mixins_and_sections_add_loggers_once(tmp_path: Path, monkeypatch: pytes
         trainer.log_scalar("x", 1.0, weight=3)
         trainer.log_scalar("x", torch.tensor(5.0), weight=1)
         trainer.log_scalar("weightless", 1.0, weight=0)
+        trainer.log_scalar("unmeasured", None)
         trainer.flush_scalars()
         trainer.flush_scalars()  # nothing is pending: no record
         trainer.log_metrics({})  # as after a validation that measures nothing

@@ -35,12 +35,17 @@ class Config(BaseTrainerConfig, SetupConfigMixin, QuantizeConfigMixin):
     """What the trainers here are asked for."""
 
 
+@dataclass(kw_only=True)
+class SetupOnly(BaseTrainerConfig, SetupConfigMixin):
+    """A configuration whose author has forgotten one mixin."""
+
+
 class Trainer(ModelSetupMixin):
     """As much of a trainer as makes one model and spreads it."""
 
     model: Any
 
-    def __init__(self, config: Config, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, config: Config | SetupOnly, make: Callable[[], nn.Module]) -> None:
         self.config, self.make = config, make
         self.strategy = DistributedStrategy.from_config(config)
 
@@ -297,6 +302,8 @@ def test_models_that_cannot_be_quantized(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer_of(odd, "fp8", exclude=("0", "1"))
     assert [type(layer) is nn.Linear for layer in odd] == [True, True, False]
     trainer_of(Mixed(), "fp8", emulate=True)
+    with pytest.raises(ConfigError, match=r"SetupOnly has no section quantize; derive it from QuantizeConfigMixin"):
+        MixinLast(SetupOnly(), Mixed).configure()
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,11 +189,11 @@ class TrainerMixin:
         del over
         return {}
 
-    def log_scalar(self, name: str, value: float | torch.Tensor, *, weight: float = 1.0) -> None:
+    def log_scalar(self, name: str, value: float | torch.Tensor | None, *, weight: float = 1.0) -> None:
         """Keep a value of this rank for the next record.
 
         :param name: Its name, such as ``train/loss``.
-        :param value: A number, or a tensor of one element.
+        :param value: A number, or a tensor of one element; ``None``, such as a norm that was not measured, is left out.
         :param weight: What it counts for in means (samples, tokens).
         """
 

@@ -158,14 +158,14 @@ class LoggerMixin(TrainerMixin):
 
     # What a trainer calls ---------------------------------------------------------------------------------------------
 
-    def log_scalar(self, name: str, value: float | torch.Tensor, *, weight: float = 1.0) -> None:
+    def log_scalar(self, name: str, value: float | torch.Tensor | None, *, weight: float = 1.0) -> None:
         """Keep a value of this rank for the next record, the weighted mean over the cell's ranks; local.
 
         All ranks of a cell tell the same names between two records. A tensor is added where it is; nothing waits for
         it.
 
         :param name: Its name, such as ``train/loss``.
-        :param value: A number, or a tensor of one element.
+        :param value: A number, or a tensor of one element; ``None``, such as a norm that was not measured, is left out.
         :param weight: What it counts for in the mean (samples, tokens).
         :raises ConfigError: if one of them cannot be meant.
         """
@@ -173,7 +173,8 @@ class LoggerMixin(TrainerMixin):
             scalars = self._scalars
         except AttributeError:
             raise StateError("log_scalar comes after setup(); fit() calls it") from None
-        scalars.add(name, value, weight)
+        if value is not None:
+            scalars.add(name, value, weight)
 
     def flush_scalars(self) -> None:
         """Record what :meth:`log_scalar` was given since the last time; collective over the cell.

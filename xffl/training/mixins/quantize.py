@@ -113,7 +113,12 @@ class QuantizeMixin(TrainerMixin):
             )
 
     def _quantize(self) -> None:
-        asked: QuantizeConfig = self.config.quantize
+        asked: QuantizeConfig | None = getattr(self.config, "quantize", None)
+        if asked is None:
+            raise ConfigError(
+                f"{type(self.config).__name__} has no section quantize; derive it from QuantizeConfigMixin, as the "
+                "trainer is derived from QuantizeMixin"
+            )
         if asked.kind is None:
             return
         layers: dict[str, nn.Linear] = {}
