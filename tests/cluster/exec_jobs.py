@@ -42,6 +42,11 @@ def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> En
     return process.returncode, out, err
 
 
+def seconds_since_one_left(out: str) -> float:
+    """Seconds since the lost rank of ``exec_session.py`` went: how long the others and the launcher took to end."""
+    return time.time() - float(out.split("leaves at ")[1].split()[0])
+
+
 def told(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """Read what the ranks wrote, once all have."""
     deadline = time.monotonic() + DEADLINE_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ if __name__ == "__main__":
         dist.all_reduce(x)
         print("joined", state.rank, state.federated_rank, flush=True)
         dist.all_reduce(x)  # all have said so before one goes
+        if state.rank == 2:
+            print("leaves at", time.time(), flush=True)
         if state.rank == 2 and sys.argv[1] == "raise":
             raise ValueError("mine")
         if state.rank == 2 and sys.argv[1] == "kill":

@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.exec_jobs import FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL, finish, start, told
+from tests.cluster.exec_jobs import (
+    FOLDER,
+    HOSTILE,
+    LAYOUT,
+    RANK,
+    SESSION,
+    XFFL,
+    finish,
+    seconds_since_one_left,
+    start,
+    told,
+)
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
+
+LIMIT_S = 30
 
 
 def test_arguments_and_folder_survive(mpi: Mpi, tmp_path: Path) -> None:
@@ -65,6 +78,7 @@ def test_a_session_that_loses_a_rank(way: str, mpi: Mpi, tmp_path: Path) -> None
     command = [*mpi.command(4), *XFFL, "exec", "--federated", "2,2", SESSION, way]
     code, out, err = finish(start(command, mpi.environ, tmp_path))
     assert code != 0 and out.count("joined") == 4
+    assert seconds_since_one_left(out) < LIMIT_S
     assert err.count("Traceback") == (way == "raise"), err
     if way == "raise":
         assert "xffl: rank 2 failed with ValueError: mine" in err

@@ -22,7 +22,7 @@ from tests.processes import still_there
 MINISSH = Path(__file__).parent / "ssh" / "minissh.sh"
 A, B = "127.0.0.2", "127.0.0.3"
 TWO = [*XFFL, "exec", "--hosts", f"{A}:2,{B}:1", "--federated", r"hosts:\d$"]
-LIMIT_S = 90
+LIMIT_S = 30
 
 
 @pytest.fixture(scope="module")

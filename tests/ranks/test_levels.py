@@ -508,7 +508,7 @@ def configured(rank: int, world_size: int) -> list[dict[str, str]]:
     for wrong, told in (({"period": 2}, "a level has no period"), ({"groups": 2}, "groups=2 of level 1")):
         with pytest.raises(xffl.ConfigError, match=told):
             Levels(model, state, [{}, wrong])
-    with pytest.raises(xffl.ConfigError, match="overlap=True, which levels are not"):
+    with pytest.raises(xffl.ConfigError, match="overlap=True, and without levels"):
         xffl.FederatedScaling(model, optimizer, state, every=2, delay=1, aggregator={"levels": [{}]})
     return bits
 

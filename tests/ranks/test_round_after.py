@@ -362,6 +362,37 @@ def left_under_way(rank: int, world_size: int, how: str) -> None:
         assert is_good() and scaling.aggregator.rounds == 1
 
 
+def discarded_in_a_block(rank: int, world_size: int) -> None:
+    """Weights may be put back in the middle of a delay; what the dropped round had counted counts in the next one."""
+    state = make_state(rank, (1, 1), None)
+    model = linear(seed=0)
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    weights: list[Any] = []
+    with xffl.FederatedScaling(
+        model,
+        optimizer,
+        state,
+        every=4,
+        delay=2,
+        weight=lambda: 4.0,
+        on_round=lambda told: weights.append(told.weights),
+    ) as scaling:
+        scaling.discard()
+        moved(model, 100.0 * (rank + 1))
+        for number in range(1, 11):
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert scaling.is_under_way == (number in (4, 5, 8, 9))
+            if number == 5:
+                scaling.discard()
+                model.load_state_dict(good)
+                assert not scaling.is_under_way and scaling.aggregator.rounds == 0
+        assert weights == [(8.0, 8.0)] and scaling.aggregator.rounds == 1
+    assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
+
+
 def discarded(rank: int, world_size: int) -> None:
     """A round that is dropped leaves the model alone and does not count; the next one does."""
     state = make_state(rank, (1, 1), None)
@@ -399,6 +430,7 @@ def started_before_a_tear(rank: int, world_size: int) -> None:
     [
         *((2, left_under_way, (how,)) for how in ("model", "state", "inside")),
         (2, discarded, ()),
+        (2, discarded_in_a_block, ()),
         (2, started_before_a_tear, ()),
         (2, two_aggregators, ()),
         (3, few_secure_cells, (True,)),

@@ -46,7 +46,7 @@ def waits(rank: int, world_size: int) -> float | None:
 
 def test_home_gives_up_before_across() -> None:
     home, _, _, across = run_world(4, waits, timeout_s=60.0)
-    assert 0.9 <= home < 2.9 <= across
+    assert 0.9 <= home < 2.9 <= across < 10  # a world's is 30 s
 
 
 def crosses_slowly(rank: int, world_size: int) -> bool:

@@ -80,10 +80,11 @@ def test_a_rank_may_be_meant_to_die() -> None:
 
 
 def test_a_late_rank_is_killed() -> None:
+    run_world(1, one_waits, init=False)  # the first one of all waits for imports
     start = time.monotonic()
     with pytest.raises(WorldError, match=r"ranks \[1\] of 2 did not end within 4 s"):
         run_world(2, one_waits, timeout_s=4.0, init=False)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 18
 
 
 def test_a_result_must_be_picklable() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -520,6 +521,13 @@ def test_the_latest_is_found(tmp_path: Path) -> None:
     (folder / "step_100").rename(folder / ".step_100.old")  # a kill between two renames
     assert find_latest_checkpoint(tmp_path) == folder / "step_100"
     load_checkpoint(folder / "step_100", {"own": Own(2)}, ALONE)
+
+    def other_model(path: Any) -> None:
+        raise xffl.ConfigError("nothing was loaded")
+
+    told = pytest.raises(xffl.ConfigError, match="nothing was loaded; to begin anew, give .*experiment.name")
+    with mock.patch.object(strategy, "load_checkpoint", other_model), told:
+        auto_resume(config, strategy)
     strategy.loaded = None
     (folder / "step_9" / "checkpoint.json").write_text("{")
     assert find_latest_checkpoint(tmp_path) == folder / "step_100"

@@ -503,7 +503,7 @@ def test_who_does_not_come_or_goes_is_not_waited_for() -> None:
     connection.close()
     assert set(hub.ask({n: {"do": "wait"} for n in (1, 2, 3)}, 0.5, dict)) == {0}
     assert set(hub.lost) == {1, 2} and "no answer to 'wait'" in hub.lost[1]
-    assert hub.measure_clock(1, 0.1) is None and time.monotonic() - started < 20
+    assert hub.measure_clock(1, 0.1) is None and time.monotonic() - started < 6.5
     hub.close()
 
 

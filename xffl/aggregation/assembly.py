@@ -92,7 +92,7 @@ class Assembly:
         if self.has_codecs:
             self.exchange.memory.load_state_dict(state["codecs"], self.plan)
         if self.exchange.accountant is not None:
-            self.exchange.accountant.load_state_dict(state.get("privacy", {}))
+            self.exchange.accountant.load_state_dict(state["privacy"])
         if self.exchange.agreed is not None:
             self.exchange.agreed.load_state_dict(state["agreed"])
 
@@ -120,7 +120,7 @@ class Assembly:
                 raise CheckpointError(
                     f"the state holds {what}, which this aggregator was made without; resume with the same options"
                 )
-            if is_here and part not in state and part != "privacy":
+            if is_here and part not in state:
                 raise CheckpointError(
                     f"the state has not {what}; it was saved without, so resume with the same options"
                 )

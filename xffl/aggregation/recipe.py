@@ -239,8 +239,7 @@ def _check_delay(recipe: Recipe, aggregator: object) -> None:
         return
     overlaps = recipe.options.get("overlap", "levels" not in recipe.options)
     if not (aggregator.overlaps if isinstance(aggregator, Aggregator) else overlaps):
-        which = ", which levels are not" if "levels" in recipe.options else ""
-        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True{which}")
+        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, and without levels")
     if recipe.client is not None:
         raise ConfigError(
             f"client {recipe.client} needs to know where the last round left the model, but delay is {delay}; leave "

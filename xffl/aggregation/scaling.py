@@ -15,11 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.assembly import check_given
-from xffl.aggregation.clients.base import Client, check_step
+from xffl.aggregation.clients.base import Client, check_step, set_up
 from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.levels import Levels
-from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.opening import Contribution
 from xffl.aggregation.pace import Pace
 from xffl.aggregation.recipe import Recipe, read_recipe
@@ -29,7 +28,6 @@ from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
-from xffl.parallel.zero import find_masters
 
 __all__ = ["FederatedScaling"]
 
@@ -116,10 +114,12 @@ class FederatedScaling:
             error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
         agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
         self._recipe: Recipe = recipe
-        self._optimizers, self._weight, self._on_round = optimizers, weight, on_round
+        self._optimizers, self._weight = optimizers, weight
+        self._on_round = on_round
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
         self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
+        self._under_way: tuple[PendingRound, Claim] | None = None
         self._handles: list[RemovableHandle] = []
         self._report: RoundReport | None = None
         self.on_answer: Callable[[], None] | None = None
@@ -128,11 +128,11 @@ class FederatedScaling:
 
     def _begin(self) -> None:
         """Start without any step."""
-        self._under_way: tuple[PendingRound, Claim] | None = None
         self._ledger = Ledger(1 if self._aggregator is None else self._aggregator.fragments)
         self._effort = Effort(self._optimizers)
         self._pace = Pace(next((one.device for one in self._model.parameters()), torch.device("cpu")))
-        self._since, self._target, self._owes_start = 0, 0, False
+        self._since = self._target = 0
+        self._owes_start = False
 
     @property
     def aggregator(self) -> Aggregator:
@@ -163,8 +163,7 @@ class FederatedScaling:
             self._aggregator = self._make_aggregator()
             if kept is not None:
                 self._aggregator.load_state_dict(kept)
-        if self._under_way is not None:  # left behind by an error
-            self._aggregator.discard()
+        self.discard()  # what an error has left behind
         self._cell = self._state.topology.cell_of(dist.get_rank())
         self._begin()
         self._target = self._next_target(self._aggregator.rounds)
@@ -202,6 +201,16 @@ class FederatedScaling:
         """
         if self._under_way is not None:
             self._merge(*self._under_way)
+
+    def discard(self) -> None:
+        """Drop the round that is under way, if any: where other weights are loaded into the model without a state.
+
+        Call it on every rank. It waits for the round; the next one takes in what this one had taken.
+        """
+        if self._under_way is not None:
+            self.aggregator.discard()
+            self._ledger.put_back(self._under_way[1])
+            self._under_way = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.
@@ -241,11 +250,12 @@ class FederatedScaling:
                 f"{client}; resume with the same client"
             )
         self.aggregator.load_state_dict(state["aggregator"])
+        self._under_way = None
         if client is not None:
             client.load_state_dict(state["client"])
         self._ledger.load_state_dict(state["ledger"])
         self._effort.load_state_dict(state["effort"])
-        self._since, self._target, self._under_way = int(state["since"]), int(state["target"]), None
+        self._since, self._target = int(state["since"]), int(state["target"])
         # Saved where a merge told of a round, just before the next one was to start.
         self._owes_start = self._recipe.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])
@@ -257,18 +267,7 @@ class FederatedScaling:
             options.setdefault("overlap", self._recipe.delay > 0)
             options.setdefault("norms", self._recipe.schedule.has_threshold)
         if client is not None and self._aggregator is None:
-            error: XfflError | None = None
-            try:
-                if find_masters(self._model) is not None:
-                    raise ConfigError("ZeRO's gradients are out of a client's reach; train with strategy='fsdp'")
-                entries = Manifest(self._model, options.get("policies")).entries
-                stepped = {entry.name: entry.tensor() for entry in entries if entry.is_stepped}
-                client.setup(stepped, self._optimizers)  # type: ignore[arg-type]
-            except XfflError as wrong:
-                error = wrong
-            except Exception as wrong:  # noqa: BLE001 - told to all ranks
-                error = ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
-            agree("clients", str(client), error=error)
+            set_up(client, self._model, self._optimizers, options.get("policies"))
         if client is not None and client.extra is not None:
             options["extra"] = client.extra
         kind = Levels if "levels" in options else Aggregator

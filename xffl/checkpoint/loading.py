@@ -41,7 +41,7 @@ __all__ = ["load_checkpoint"]
 
 SHOWN = 4
 """Names that a message writes out."""
-UNTOUCHED = "nothing was loaded; give what was saved, another checkpoint, or another run"
+UNTOUCHED = "nothing was loaded; give what was saved, or another checkpoint"
 TORN = "models and optimizers may be loaded in part: load another checkpoint before they are used"
 
 

@@ -202,7 +202,12 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     if latest is None:
         return False
     LOG.info("going on from %s", latest)
-    trainer.load_checkpoint(latest)
+    try:
+        trainer.load_checkpoint(latest)
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(
+            f"{error}; to begin anew, give the run another folder (experiment.output_dir, experiment.name)"
+        ) from error
     return True
 
 

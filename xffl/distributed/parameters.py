@@ -223,7 +223,7 @@ class DeviceParameters:
         where = f"the world has {ranks} ranks" if is_alone else f"cell {cell} has {ranks} ranks"
         if auto is not None:
             return f"{shown}: {where}, which {known} does not divide; give sizes that multiply to a divisor of {ranks}"
-        other = ", or a strategy for several ranks (fsdp, ddp)" if shown == "all sizes 1" else ""
+        other = ", or a strategy for several ranks (fsdp, ddp)" if known == 1 else ""
         return f"{shown} multiply to {known}, but {where}; give sizes that multiply to {ranks}, or one 'auto'{other}"
 
 

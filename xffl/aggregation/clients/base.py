@@ -11,9 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from xffl.errors import CheckpointError, ConfigError
+from xffl.aggregation.manifest import Manifest, Pattern
+from xffl.distributed.agreement import agree
+from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.parallel.zero import find_masters
 
-__all__ = ["Client", "check_step", "local", "restore"]
+__all__ = ["Client", "check_step", "local", "restore", "set_up"]
 
 
 class Client(ABC):
@@ -86,6 +89,30 @@ class Client(ABC):
 
     def __str__(self) -> str:
         return type(self).__qualname__
+
+
+def set_up(
+    client: Client, model: nn.Module, optimizers: Sequence[Optimizer], policies: Mapping[Pattern, str] | None
+) -> None:
+    """Let a client take a model's weights as they are; collective over the world.
+
+    :param client: The client of this rank.
+    :param model: The model that trains.
+    :param optimizers: What steps it.
+    :param policies: What happens to which tensors, as :class:`xffl.Aggregator` takes it.
+    :raises ConfigError: if it cannot be set up, or the ranks' clients differ; on all ranks.
+    """
+    error: XfflError | None = None
+    try:
+        if find_masters(model) is not None:
+            raise ConfigError("ZeRO's gradients are out of a client's reach; train with strategy='fsdp'")
+        stepped = {entry.name: entry.tensor() for entry in Manifest(model, policies).entries if entry.is_stepped}
+        client.setup(stepped, optimizers)  # type: ignore[arg-type]
+    except XfflError as wrong:
+        error = wrong
+    except Exception as wrong:  # noqa: BLE001 - told to all ranks
+        error = ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
+    agree("clients", str(client), error=error)
 
 
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
