@@ -22,6 +22,7 @@ from tests.worlds import WorldError, run_world
 from xffl.aggregation.bench import CODECS, Effort, build_model, measure
 from xffl.cli.bench import _show
 from xffl.errors import ConfigError
+from xffl.extras import install_command
 from xffl.report import bench_figure, bench_table, codec_ratio, round_traffic
 from xffl.topology import Topology
 
@@ -221,7 +222,7 @@ def test_numbers_stand_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     _show(record, tmp_path, as_json=False)
     told = capsys.readouterr()
-    assert "pip install xffl[report]" in told.err and "wrote bench.json in" in told.err
+    assert install_command("report") in told.err and "wrote bench.json in" in told.err
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"] and "codec int8" in told.out
     assert json.loads((tmp_path / "bench.json").read_text()) == record
 

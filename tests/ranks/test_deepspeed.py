@@ -21,11 +21,12 @@ from tests.worlds import run_world
 from xffl.aggregation.torn import Tear, find_tear
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
+from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
 from xffl.parallel.engine import ZeroModel
 from xffl.parallel.zero import find_masters, mark, round_view
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install xffl[deepspeed]")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
 
 STAGES = (0, 1, 2, 3)
 
@@ -536,9 +537,9 @@ def test_what_cannot_be_meant_is_refused(distributed: Any, training: Any, told: 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=re.escape("pip install xffl[deepspeed]")):
+    with pytest.raises(ConfigError, match=re.escape(install_command("deepspeed"))):
         DistributedStrategy.from_config(configure(2))
-    with pytest.raises(ConfigError, match=re.escape("pip install xffl[deepspeed]")):
+    with pytest.raises(ConfigError, match=re.escape(install_command("deepspeed"))):
         ZeroModel(nn.Linear(1, 1)).make_engine(None, {"fp16": {"enabled": False}}, None, torch.device("cpu"), 0)
 
 

@@ -33,6 +33,7 @@ from xffl.checkpoint import (
 )
 from xffl.cli.main import main
 from xffl.distributed.distributed_state import DistributedState
+from xffl.extras import install_command
 
 PARTS = {"part": Own(1)}
 
@@ -401,7 +402,7 @@ def test_what_cannot_be_consolidated_is_told(tmp_path: Path, monkeypatch: pytest
     seal(tmp_path / "it")
     assert str(file) in told(xffl.CheckpointError)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert "pip install 'xffl[safetensors]'" in told()
+    assert install_command("safetensors") in told()
 
 
 def test_transformers_reads_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from xffl.cli.main import main as command_line
 from xffl.cluster.environment import federation_variables, requested_federation, requested_settings
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, TopologyError
+from xffl.extras import install_command
 from xffl.parallel.config import DistributedConfig
 from xffl.training import DataConfig, FederatedConfigMixin, FederationConfig
 from xffl.training.callbacks import Callback, CheckpointCallback
@@ -887,9 +889,8 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "train", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert init("demo") == 0
-    with pytest.raises(
-        ConfigError, match=r"train.py needs sklearn.datasets; install it with pip install 'xffl\[examples"
-    ):
+    assert install_command("examples") in Path("demo/README.md").read_text().splitlines()
+    with pytest.raises(ConfigError, match=f"train.py needs scikit-learn, .*{re.escape(install_command('examples'))}"):
         read_job("demo/config.yaml", [], {})
     monkeypatch.delitem(sys.modules, "train", raising=False)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
+from xffl.extras import install_command
 from xffl.parallel.materialize import materialize
 from xffl.training import models
 from xffl.training.models.held import places_held
@@ -201,10 +202,10 @@ def test_wrong_sources(
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.causal_lm(LLAMA)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"need peft, which is not installed; .* pip install 'xffl\[lora\]'"):
+    with pytest.raises(ConfigError, match=f"need peft, .*{re.escape(install_command('lora'))}"):
         models.add_lora(model)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'xffl\[hf\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("hf"))):
         models.causal_lm(LLAMA)
 
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import xffl
+from xffl.extras import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "xffl"
@@ -26,7 +28,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(xffl.__path__, "xffl.") if "__main__" not in module.name
 )
-WITHOUT_TORCH = ("errors", "topology", "cluster", "report", "workflow")
+WITHOUT_TORCH = ("errors", "extras", "topology", "cluster", "report", "workflow")
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
 EXPORTS |= {"Topology"}
 
@@ -197,6 +199,52 @@ def test_every_pin_is_for_all_versions_of_python_that_it_is_asked_on(settings: c
     ]
     assert refused == []
     assert {"torch", "numpy", "rich"} <= {pin.name for pin in pins} & set(installed)
+
+
+def test_hints_install_what_an_extra_asks_for(
+    settings: configparser.ConfigParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = settings["options.extras_require"]
+    for extra, text in extras.items():
+        pip, install, *packages = shlex.split(install_command(extra))
+        assert (pip, install) == ("pip", "install")
+        assert [Requirement(package) for package in packages] == [Requirement(line) for line in listed(text)]
+    assert named_extras() <= set(extras) and {"deepspeed", "hf", "mpich", "privacy", "report"} <= named_extras()
+
+    def from_the_checkout(extra: str) -> None:
+        assert shlex.split(install_command(extra)) == ["pip", "install", "-e", f"{ROOT}[{extra}]"]
+
+    from_the_checkout("newer_than_what_is_installed")
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
+    from_the_checkout("hf")
+
+
+def named_extras() -> set[str]:
+    """Return the extras that the package's hints name, in a call or in a constant NEED that a call spreads."""
+    named = set()
+    for source in [source for path in SOURCES if "from xffl.extras import" in (source := path.read_text())]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("install_command", "optional_import"):
+                first = node.args[0]
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("NEED", "EXTRAS"):
+                first = node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
+            else:
+                continue
+            if isinstance(first, (ast.Constant, ast.Dict)):
+                values = first.values if isinstance(first, ast.Dict) else [first]
+                named |= {value.value for value in values if isinstance(value, ast.Constant)}
+    return named
+
+
+def test_nothing_is_installed_from_an_index_that_has_no_xffl() -> None:
+    """Xffl is installed from its repository: ``pip install -e '.[hf]'``."""
+    folders = ("xffl", "docs", "examples", "workflows", "benchmarks", "tests")
+    texts = [path for name in folders for path in (ROOT / name).rglob("*") if path.is_file()]
+    texts += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "constraints.txt")]
+    texts = [path for path in texts if path.suffix in (".py", ".md", ".rst", ".txt", ".def", ".sh", ".yaml", "")]
+    assert len(texts) > 300
+    wrong = re.compile(r"pip install\s+(-\S+\s+)*['\"]?xff[l]|\bxff[l]\[|project/xff[l]")
+    assert [(path.name, told[0]) for path in texts if (told := wrong.search(path.read_text()))] == []
 
 
 def test_types_are_shipped(settings: configparser.ConfigParser) -> None:

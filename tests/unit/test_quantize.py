@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from xffl.errors import ConfigError, StateError
+from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy
 from xffl.training.config import BaseTrainerConfig, ExperimentConfig, TrainingParameters
 from xffl.training.mixins import quantize
@@ -309,7 +311,7 @@ def test_models_that_cannot_be_quantized(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.float8", raising=False)
-    with pytest.raises(ConfigError, match=r"'fp8' needs torchao, .*pip install 'xffl\[quantize\]'"):
+    with pytest.raises(ConfigError, match=f"'fp8' needs torchao, .*{re.escape(install_command('quantize'))}"):
         trainer_of(Mixed(), "fp8")
     trainer_of(Mixed(), "int8")
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from xffl.aggregation.plan import Cut, Item, plan_lanes
 from xffl.errors import ConfigError
+from xffl.extras import install_command
 from xffl.report import curves_figure, round_traffic, topology_figure, topology_text
 from xffl.report.drawing import PALETTE
 from xffl.report.pieces import count_pieces, exchange_pieces
@@ -375,9 +376,9 @@ def test_missing_matplotlib_is_told_with_its_cure(tmp_path: Path, monkeypatch: p
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install xffl\[report\]"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("report"))):
         topology_figure(Topology(4, (2, 2)), tmp_path / "topology.svg")
-    with pytest.raises(ConfigError, match=r"pip install xffl\[report\]"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("report"))):
         curves_figure(records(), tmp_path / "curves.svg")
 
 

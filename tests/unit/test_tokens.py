@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import pydoc_data.topics
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.errors import ConfigError
+from xffl.extras import install_command
 from xffl.topology import Topology
 from xffl.training.hf_data import encoded_column, open_dataset, token_dataset
 from xffl.training.loaders import CellLoader
@@ -414,7 +416,7 @@ def test_data_that_cannot_be_opened_is_refused(offline: Any, tmp_path: Path) -> 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs datasets; install it with pip install 'xffl\[hf\]'"):
+    with pytest.raises(ConfigError, match=f"needs datasets, .*{re.escape(install_command('hf'))}"):
         open_dataset("anything")
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from xffl.aggregation.crypto import needs
 from xffl.aggregation.privacy import PLACES, Privacy
 from xffl.errors import CheckpointError, ConfigError
+from xffl.extras import optional_import
 
 __all__ = ["NEIGHBOURS", "Accountant"]
 
@@ -88,7 +88,7 @@ class Accountant:
             history.append((multiplier, 1.0, rounds))
         if not history:
             return 0.0
-        with needs("opacus"):
+        with optional_import("privacy", "an account of privacy needs opacus"):
             from opacus.accountants import RDPAccountant
         accountant = RDPAccountant()
         accountant.history = history

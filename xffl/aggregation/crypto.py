@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from xffl.errors import ConfigError, RoundError
+from xffl.errors import RoundError
+from xffl.extras import optional_import
 
-__all__ = ["KEY_BYTES", "KeyPair", "Keystream", "derive_key", "needs"]
+__all__ = ["KEY_BYTES", "KeyPair", "Keystream", "derive_key"]
 
 KEY_BYTES = 32
 """Bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many."""
-
-
-@contextmanager
-def needs(package: str) -> Iterator[None]:
-    """Say which extra brings a package that the body imports.
-
-    :param package: Name of the package.
-    :return: Nothing.
-    :raises ConfigError: if it is not installed.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"privacy and secure sums need {package}, which cannot be imported ({error}); run: pip install "
-            "xffl[privacy]"
-        ) from error
+NEED = ("privacy", "privacy and secure sums need cryptography")
+"""The extra, and what is said where the package is missing."""
 
 
 class Keystream:
@@ -42,7 +25,7 @@ class Keystream:
     """
 
     def __init__(self, key: bytes) -> None:
-        with needs("cryptography"):
+        with optional_import(*NEED):
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
@@ -64,7 +47,7 @@ class KeyPair:
     """
 
     def __init__(self) -> None:
-        with needs("cryptography"):
+        with optional_import(*NEED):
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
@@ -103,7 +86,7 @@ def derive_key(secret: bytes, context: object) -> bytes:
     :param context: The purpose: numbers, texts and tuples of them, whose ``repr`` tells any two apart.
     :return: :data:`KEY_BYTES` bytes.
     """
-    with needs("cryptography"):
+    with optional_import(*NEED):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
     return HKDFExpand(SHA256(), KEY_BYTES, info=repr(context).encode()).derive(secret)

@@ -15,6 +15,7 @@ from xffl.checkpoint.plain import tensors_named
 from xffl.checkpoint.steps import check_path
 from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
 from xffl.errors import CheckpointError, ConfigError
+from xffl.extras import optional_import
 
 __all__ = ["Consolidated", "consolidate_checkpoint"]
 
@@ -206,9 +207,7 @@ def _check_pretrained(pretrained: str | os.PathLike[str] | None) -> list[Path]:
 
 
 def _safetensors() -> Callable[..., None]:
-    try:
+    with optional_import("safetensors", "consolidating needs safetensors"):
         from safetensors.torch import save_file
-    except ImportError as error:
-        raise ConfigError("consolidating needs safetensors; install it with pip install 'xffl[safetensors]'") from error
     found: Any = save_file
     return found  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
+from xffl.extras import install_command
 
 __all__ = ["build_parser", "run"]
 
@@ -20,7 +21,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = ArgumentParser(
         description="Write a model of a checkpoint as safetensors, in this one process: model.safetensors, or shards "
-        "of it with an index. Needs safetensors (pip install 'xffl[safetensors]').",
+        f"of it with an index. Needs safetensors ({install_command('safetensors')}).",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )

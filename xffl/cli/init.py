@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
 from xffl.errors import ConfigError
+from xffl.extras import install_command
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -27,6 +28,8 @@ examples:
 
 _NAME = "@NAME@"
 """Stands for the project's name in the templates; in YAML for the same in quotes."""
+_INSTALL = "@INSTALL@"
+"""Stands for the command that installs what the digits need."""
 
 
 def build_parser() -> ArgumentParser:
@@ -65,7 +68,10 @@ def run(options: Namespace) -> int:
             # Templates are no modules of xffl, so they are kept as text.
             target = folder / file.name.removesuffix(".txt").replace("dot.", ".")
             quoted = json.dumps(name, ensure_ascii=False) if target.suffix == ".yaml" else name
-            target.write_text(file.read_text(encoding="utf-8").replace(_NAME, quoted), encoding="utf-8")
+            text = file.read_text(encoding="utf-8").replace(_NAME, quoted)
+            if _INSTALL in text:
+                text = text.replace(_INSTALL, install_command("examples"))
+            target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{options.name} cannot be written: {error.strerror}; give another folder") from error
     print(f"wrote {folder}; go on with: cd {shlex.quote(str(folder))} && xffl exec config.yaml", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
+from xffl.extras import install_command
 
 __all__ = ["build_parser", "run"]
 
@@ -13,7 +14,7 @@ examples:
   xffl report runs/demo
   xffl report runs/fedavg runs/diloco --out runs/compared
 
-It needs matplotlib (pip install 'xffl[report]'). A run that is still going on is told as far as it has come.
+It needs matplotlib ({install}). A run that is still going on is told as far as it has come.
 """
 
 
@@ -22,7 +23,7 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(
         description="Write report.html, one file that needs no network, and its pictures as PNG files: for one run "
         "into its folder pictures/, for several, which are compared, into --out.",
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.format(install=install_command("report")),
         formatter_class=HelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=str, metavar="RUN", help="run folders: output_dir of experiments")

@@ -1,4 +1,4 @@
-"""ZeRO inside a cell, by DeepSpeed; ``pip install xffl[deepspeed]``. The package is imported where a model is cut."""
+"""ZeRO inside a cell, by DeepSpeed (extra ``deepspeed``). The package is imported where a model is cut."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import nn
 from xffl.distributed.agreement import agree
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.errors import ConfigError, StateError, XfflError
+from xffl.extras import optional_import
 from xffl.parallel.checks import check_model, named_tensors
-from xffl.parallel.engine import MISSING, CellUnit, EngineOptimizer, ZeroModel, engine_optimizer
+from xffl.parallel.engine import NEED, CellUnit, EngineOptimizer, ZeroModel, engine_optimizer
 from xffl.parallel.materialize import is_meta
 from xffl.parallel.options import SpreadOptions
 from xffl.parallel.strategy import DistributedStrategy
@@ -57,8 +58,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def __init__(self, config: object = None) -> None:
         super().__init__(config)
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError(MISSING)
+        with optional_import(*NEED):
+            if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds
+                raise ModuleNotFoundError("No module named 'deepspeed'")
         asked, plain = self.device_parameters, DeviceParameters()
         wrong = [axis for axis in AXES if axis != "dp_shard" and getattr(asked, axis) != 1]
         if wrong:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.errors import ConfigError, StateError
+from xffl.extras import optional_import
 from xffl.parallel.zero import NO_ENGINE
 
-__all__ = ["MISSING", "CellUnit", "EngineOptimizer", "ZeroModel", "engine_optimizer"]
+__all__ = ["NEED", "CellUnit", "EngineOptimizer", "ZeroModel", "engine_optimizer"]
 
-MISSING = "strategy 'deepspeed' needs DeepSpeed, which is not installed; pip install xffl[deepspeed]"
-"""What is said where the package is missing."""
+NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
+"""The extra, and what is said where the package is missing."""
 
 
 class CellUnit:
@@ -258,10 +259,8 @@ def engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.op
 
 def _import(device: torch.device, *, is_fp16: bool) -> Any:
     """Import DeepSpeed for the device of this process."""
-    try:
+    with optional_import(*NEED):
         deepspeed = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise ConfigError(f"{MISSING} ({error})") from error
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     found = str(accelerator.device_name())
     if found != device.type:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xffl.errors import ConfigError
+from xffl.extras import optional_import
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,10 +47,8 @@ def new_figure(width: float, height: float) -> Figure:
     :return: The figure.
     :raises ConfigError: if matplotlib is not installed.
     """
-    try:
+    with optional_import("report", "figures need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("figures need matplotlib, which is not installed; run: pip install xffl[report]") from error
     return Figure(figsize=(width, height), facecolor="white")
 
 

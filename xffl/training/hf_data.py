@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from xffl.errors import ConfigError
+from xffl.extras import optional_import
 from xffl.training.tokenizers import find_tokenizer, vocabulary_size_of
 from xffl.training.tokens import TokenDataset, Tokens, write_tokens
 
@@ -139,10 +140,8 @@ def _text_of(value: object, column: str) -> str:
 
 
 def _library() -> Any:
-    try:
+    with optional_import("hf", "data of Hugging Face needs datasets"):
         import datasets  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise ConfigError("data of Hugging Face needs datasets; install it with pip install 'xffl[hf]'") from error
     return datasets
 
 

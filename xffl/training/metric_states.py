@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from xffl.distributed.agreement import ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
-from xffl.training.loggers.base import missing_extra
+from xffl.extras import optional_import
 from xffl.training.metrics import counted_place, gather_objects, metric_group
 
 if TYPE_CHECKING:
@@ -41,10 +41,8 @@ def metric_kinds() -> tuple[type[nn.Module], type[nn.Module]]:
     :return: ``Metric`` and ``MetricCollection``.
     :raises ConfigError: if torchmetrics is not installed.
     """
-    try:
+    with optional_import("metrics", "EvalMetricMixin needs torchmetrics"):
         from torchmetrics import Metric, MetricCollection
-    except ImportError as missing:
-        raise missing_extra("EvalMetricMixin", "torchmetrics", "metrics") from missing
     return Metric, MetricCollection
 
 

@@ -83,7 +83,7 @@ def check_packages(versions: Mapping[str, str]) -> list[Finding]:
     if missing or old:
         told = [f"{', '.join(missing)} not installed"] if missing else []
         told += [f"too old: {', '.join(old)}"] if old else []
-        advice = "install xffl into the environment that the job uses: pip install -e . -c constraints.txt"
+        advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
         findings.append(Finding("packages", ERROR, "; ".join(told), advice))
     else:
         shown = ", ".join(f"{name} {versions[name]}" for name in REQUIRED)

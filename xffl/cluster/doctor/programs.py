@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding
+from xffl.extras import install_command
 
 __all__ = ["check_gpus", "check_mpi", "check_slurm", "find_family"]
 
@@ -57,7 +58,7 @@ def check_mpi(launcher: str, needed: bool, environ: Mapping[str, str]) -> Findin
     started = launcher in MPI_LAUNCHERS
     bad = ERROR if started or needed else WARNING
     advice = (
-        "load the site's MPI module and run pip install mpi4py (pip install 'xffl[mpich]' where there is no MPI); "
+        f"load the site's MPI module and run pip install mpi4py ({install_command('mpich')} where there is no MPI); "
         "MPI4PY_MPIABI=openmpi or mpich chooses among several"
     )
     ran = _run([sys.executable, "-c", _ASK_MPI], environ)

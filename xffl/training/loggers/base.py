@@ -7,7 +7,7 @@ from typing import Any
 
 from xffl.errors import ConfigError
 
-__all__ = ["Logger", "check_value_name", "missing_extra"]
+__all__ = ["Logger", "check_value_name"]
 
 
 class Logger:
@@ -68,14 +68,3 @@ def check_value_name(name: object) -> None:
     """
     if not isinstance(name, str) or not name or not name.isprintable():
         raise ConfigError(f"{name!r} is no name of a value; give a text such as 'train/loss'")
-
-
-def missing_extra(what: str, package: str, extra: str) -> ConfigError:
-    """Return the error for a package that is not installed.
-
-    :param what: What needs it.
-    :param package: The package.
-    :param extra: The extra of xffl that brings it.
-    :return: The error.
-    """
-    return ConfigError(f"{what} needs {package}; install it with pip install 'xffl[{extra}]'")

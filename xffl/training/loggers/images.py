@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from xffl.errors import ConfigError
-from xffl.training.loggers.base import missing_extra
+from xffl.extras import optional_import
 
 __all__ = ["tiled", "write_png"]
 
@@ -57,8 +57,6 @@ def write_png(path: Path, images: Any) -> None:
     :param images: As :func:`tiled` takes them.
     :raises ConfigError: if it is no picture, or Pillow is not installed.
     """
-    try:
+    with optional_import("report", "log_image needs Pillow, a part of matplotlib's installation"):
         from PIL import Image
-    except ImportError as missing:
-        raise missing_extra("log_image", "Pillow", "report") from missing
     Image.fromarray(tiled(images)).save(path)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xffl.training.loggers.base import Logger, missing_extra
+from xffl.extras import optional_import
+from xffl.training.loggers.base import Logger
 
 __all__ = ["MLflowLogger"]
 
@@ -33,12 +34,10 @@ class MLflowLogger(Logger):
     def __init__(
         self, folder: Path, scope: str, *, name: str, uri: str | None = None, experiment: str | None = None
     ) -> None:
-        try:
+        with optional_import("mlflow", "MLflowLogger needs mlflow-skinny"):
             from mlflow.entities import Metric, Param
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
-        except ImportError as missing:
-            raise missing_extra("MLflowLogger", "mlflow-skinny", "mlflow") from missing
         self._metric, self._parameter = Metric, Param
         home = (folder / "mlflow").absolute()
         home.mkdir(exist_ok=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xffl.training.loggers.base import Logger, missing_extra
+from xffl.extras import optional_import
+from xffl.training.loggers.base import Logger
 from xffl.training.loggers.images import tiled
 
 if TYPE_CHECKING:
@@ -24,10 +25,8 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, folder: Path, scope: str) -> None:
-        try:
+        with optional_import("tensorboard", "TensorBoardLogger needs tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as missing:
-            raise missing_extra("TensorBoardLogger", "tensorboard", "tensorboard") from missing
         self._kind = SummaryWriter
         self._folder = folder / "tensorboard" / scope
         self._purge_step: int | None = None

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xffl.training.loggers.base import Logger, missing_extra
+from xffl.extras import optional_import
+from xffl.training.loggers.base import Logger
 from xffl.training.loggers.images import tiled
 
 __all__ = ["WandBLogger"]
@@ -40,10 +41,8 @@ class WandBLogger(Logger):
         mode: str = "offline",
         tags: Sequence[str] = (),
     ) -> None:
-        try:
+        with optional_import("wandb", "WandBLogger needs wandb"):
             import wandb
-        except ImportError as missing:
-            raise missing_extra("WandBLogger", "wandb", "wandb") from missing
         self._image = wandb.Image
         home = folder / "wandb"
         home.mkdir(exist_ok=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, StateError, XfflError
+from xffl.extras import optional_import
 from xffl.parallel.config import check_name
 from xffl.training.mixins.base import TrainerMixin
 
@@ -231,14 +232,8 @@ def _maker(
             f"{_some(odd)}: float8 needs sizes that are multiples of {FP8_MULTIPLE}; name them in quantize.exclude, or "
             "give quantize.emulate=True"
         )
-    try:
+    with optional_import("quantize", "quantize.kind 'fp8' needs torchao"):
         float8: Any = importlib.import_module("torchao.float8")
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] != "torchao":
-            raise
-        raise ConfigError(
-            "quantize.kind 'fp8' needs torchao, which is not installed; install it with pip install 'xffl[quantize]'"
-        ) from missing
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
     return "emulated fp8" if emulate else "fp8", partial(float8.convert_to_float8_training, config=config)
 

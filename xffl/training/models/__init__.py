@@ -2,7 +2,7 @@
 
 :mod:`xffl.training.models.building` builds them, with values or on the meta device; ``reading`` fills a model that is
 spread from safetensors files, each rank its part; ``writing`` makes such files again; ``lora`` adds adapters. The
-packages behind them (``xffl[hf]``, ``xffl[lora]``) are imported where a function needs them.
+packages behind them (extras ``hf`` and ``lora``) are imported where a function needs them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from xffl.errors import ConfigError
+from xffl.extras import optional_import
 
 __all__ = ["package"]
 
@@ -17,14 +17,8 @@ def package(name: str) -> Any:
 
     :param name: The package or a module of it.
     :return: The module.
-    :raises ConfigError: if the package is not installed.
+    :raises ConfigError: if the package cannot be imported.
     """
-    try:
+    top = name.partition(".")[0]
+    with optional_import(EXTRAS[top], f"Hugging Face models need {top}"):
         return importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        top = name.partition(".")[0]
-        if missing.name is None or missing.name.partition(".")[0] != top:
-            raise
-        raise ConfigError(
-            f"Hugging Face models need {top}, which is not installed; install it with pip install 'xffl[{EXTRAS[top]}]'"
-        ) from missing
