@@ -76,6 +76,13 @@ def test_success_passes_arguments_and_federation(xffl: Start, tmp_path: Path) ->
         assert (told["XFFL_FEDERATED"], told["XFFL_HSDP"], told["OMP_NUM_THREADS"]) == ("2,2", "1", "1")
 
 
+def test_a_federation_of_one_cell_is_told_once_and_before_the_ranks(xffl: Start) -> None:
+    script = "import os; print(os.environ['XFFL_FEDERATED'], os.environ['XFFL_LAUNCHED_CELLS'])"
+    code, out, err = finish(xffl("--processes 2 --federated hosts:. --require-cells 1", script))
+    assert code == 0 and out == "2 1\n" * 2
+    assert err.startswith("xffl: federated hosts:. puts all 2 ranks into one cell") and err.count("\n") == 1
+
+
 def test_the_launcher_takes_no_torch(xffl: Start, tmp_path: Path) -> None:
     """Ranks start at once: to import torch takes a second and more, which each of them pays by itself."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from tests.ports import free_port
 from tests.worlds import run_world
 from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.distributed.agreement import agree_on_store
-from xffl.errors import XfflError
+from xffl.errors import TopologyError, XfflError
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,6 +136,36 @@ def test_a_single_process_needs_no_launcher() -> None:
     run_world(1, single_process, init=False)
 
 
+def one_cell(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    lines = {"hosts:.": "federated hosts:. puts the only rank into one cell", 1: "federated 1 puts", None: ""}
+    for federated, told in lines.items():
+        for name, value in (("XFFL_LAUNCHED_CELLS", ""), ("XFFL_LAUNCHED_CELLS", "1"), ("XFFL_REQUIRE_CELLS", "2")):
+            os.environ[name] = value
+            err = io.StringIO()
+            refuses = name == "XFFL_REQUIRE_CELLS"
+            refusal = pytest.raises(TopologyError, match="at least 2 cells") if refuses else contextlib.nullcontext()
+            with contextlib.redirect_stderr(err), refusal, xffl.session(federated=federated) as state:
+                xffl.FederatedScaling(model, optimizer, state, every=1)
+            del os.environ[name]
+            if refuses:
+                assert err.getvalue() == ""
+            elif federated is None:
+                assert "rounds are asked for, but no federation" in err.getvalue()
+            else:
+                assert (told in err.getvalue()) == (value == "") and err.getvalue().count("\n") == (value == "")
+
+
+def test_a_federation_of_one_cell_is_told_or_refused() -> None:
+    run_world(1, one_cell, init=False)
+
+
+def requiring(cells: str) -> dict[str, Any]:
+    os.environ["XFFL_REQUIRE_CELLS"] = cells
+    return {"federated": 2}
+
+
 WRONG: list[tuple[str, Callable[[int], dict[str, Any]], str, tuple[str, ...]]] = [
     ("sum", lambda r: {"federated": (2, 3)}, "TopologyError", ("(2, 3) sum to 5",)),
     ("sum on a rank", lambda r: {"federated": (2, 2 + r // 3)}, "ConfigError", ("different set-ups", "(2, 3)")),
@@ -152,6 +184,9 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]], str, tuple[str, ...]]] =
         ("'no0' does not", "rank 1"),
     ),
     ("bad timeout on a rank", lambda r: {"timeout_s": -1 if r == 0 else 30}, "ConfigError", ("-1", "told by rank 0")),
+    ("cells", lambda r: requiring("3"), "TopologyError", ("at least 3 cells", "federated 2 makes 2")),
+    ("cells on a rank", lambda r: requiring("2" if r else "1"), "ConfigError", ("numbers of cells to require", "2")),
+    ("cells by a word", lambda r: requiring("two" if r == 1 else ""), "LaunchError", ("XFFL_REQUIRE_CELLS is 'two'",)),
     ("string", lambda r: {"federated": "2,2"}, "TopologyError", ("'2,2' is no whole number",)),
 ]
 
@@ -166,6 +201,7 @@ def try_wrong(rank: int, world_size: int, port: int) -> list[tuple[str, str, flo
                 what = ("nothing", "no error")
         except XfflError as error:
             what = (type(error).__name__, str(error))
+        os.environ.pop("XFFL_REQUIRE_CELLS", None)
         told.append((*what, time.monotonic() - start))
         assert not dist.is_initialized()
     with xffl.session(federated=2, timeout_s=30):

@@ -425,3 +425,44 @@ def test_plan_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 def test_an_arrangement_is_data() -> None:
     assert Arrangement((Host("a"),), ("a",), (1,)) == arrange([Host("a")], RULE)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--federated", "hosts:^.", "--hosts", "a1:2,a2:2"], "federated hosts:^. puts all 4 ranks into one cell"),
+        (["--federated", "4", "--world", "4"], "federated 4 puts all 4 ranks into one cell"),
+        (["--federated", "hosts:^.", "--hosts", "a1:2,b1:2"], ""),
+        (["--world", "4"], ""),
+    ],
+)
+def test_a_plan_says_that_one_cell_is_no_federation(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *options]) == 0
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("required", "federated", "told"),
+    [
+        ("2", "hosts:.", "at least 2 cells are required (--require-cells, XFFL_REQUIRE_CELLS), but federated hosts:."),
+        ("3", "1,1", "but federated 1,1 makes 2; give other"),
+        ("0", "1,1", "--require-cells must be a positive integer, got 0"),
+    ],
+)
+def test_fewer_cells_than_required_are_refused_before_ranks_start(
+    required: str,
+    federated: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XFFL_REQUIRE_CELLS", "")  # restored afterwards
+    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    words = ["--processes", "2", "--launcher", "local", "--federated", federated, "--require-cells", required]
+    assert main(["exec", *words, str(tmp_path / "script.py")]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1 and not (tmp_path / "started").exists()

@@ -121,6 +121,7 @@ def test_what_a_new_folder_holds(tmp_path: Path, state: DistributedState) -> Non
         "cells": [1],
         "replica_size": None,
         "cell_shape": None,
+        "federated": False,
     }
     again = RunFolder.open(path, state, Config(), is_resumed=True)
     again.confirm()
@@ -233,10 +234,12 @@ def test_each_start_is_noted(tmp_path: Path, state: DistributedState) -> None:
 
 def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
     shape = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
-    layout: Any = SimpleNamespace(topology=Topology(8, (4, 4), 2, shape), rank=0)
+    layout: Any = SimpleNamespace(
+        topology=Topology(8, (4, 4), 2, shape), rank=0, is_federated_scaling_setup=lambda: True
+    )
     RunFolder(tmp_path, layout)._write_about(None)
     told = json.loads((tmp_path / "topology.json").read_text())
-    assert (told["replica_size"], told["cell_shape"]) == (2, shape)
+    assert (told["replica_size"], told["cell_shape"], told["federated"]) == (2, shape, True)
 
 
 HOLDER = """

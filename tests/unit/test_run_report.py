@@ -451,6 +451,11 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
             "no metrics",
         ),
         ({"topology.json": {"world_size": 1, "cells": [1]}}, "no rounds: there is one cell"),
+        ({"topology.json": {"world_size": 1, "cells": [1], "federated": True}}, "no federation, though one was asked"),
+        (
+            {"topology.json": {"world_size": 1, "cells": [1]}, "config.yaml": "federation: {every: 2}"},
+            "1 in 1 cell (1); a federation was asked for, and there is none",
+        ),
         ({"topology.json": {"world_size": 3, "cells": [1]}}, "does not describe a federation"),
         ({"topology.json": "{"}, "topology.json cannot be read"),
         ({"topology.json": [1]}, "topology.json holds no object"),

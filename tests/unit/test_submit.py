@@ -266,15 +266,17 @@ def dry(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 def test_the_command_line_of_a_configuration(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--title", HOSTILE[0], "--slurm.time=2:00:00", "--merge", "--config", "more.yaml", "--tags+=a  b"]
-    script = dry(capsys, "--federated", "auto", "--slurm.nodes", "1", "config.yaml", *words, "--hsdp=2")
+    script = dry(
+        capsys, "--federated", "auto", "--slurm.nodes", "1", "config.yaml", *words, "--hsdp=2", "--require-cells=2"
+    )
     for line in ("--nodes=1", "--ntasks-per-node=4", "--time=2:00:00", "--partition=long", "--job-name=demo"):
         assert f"#SBATCH {line}\n" in script
     assert f"cd -- {shlex.quote(str(project))}\n" in script
     (line,) = (line for line in script.splitlines() if "xffl exec" in line and not line.startswith("#"))
     command_line = shlex.split(line.partition(' "$@" ||')[0])
     assert command_line[1:] == [
-        "-m", "xffl", "exec", "--federated=auto", "--hsdp=2", "--merge", "config.yaml", "--config=more.yaml",
-        f"--title={HOSTILE[0]}", "--tags+=a  b",
+        "-m", "xffl", "exec", "--federated=auto", "--hsdp=2", "--require-cells=2", "--merge", "config.yaml",
+        "--config=more.yaml", f"--title={HOSTILE[0]}", "--tags+=a  b",
     ]  # fmt: skip
 
 
@@ -296,6 +298,7 @@ def test_tasks_have_folders_of_their_own(project: Path, capsys: pytest.CaptureFi
 
 def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
+        (["config.yaml", "--require-cells", "0"], "--require-cells must be a positive integer, got 0"),
         (["config.yaml", "--slurm.node", "2"], "slurm.node on the command line is unknown; did you mean slurm.nodes?"),
         (["config.yaml", "--slurm.nodes", "3"], "launch.processes is 4, but slurm asks for 3 nodes of 1 tasks"),
         (["config.yaml", "--slurm.signal", "USR1"], "slurm.signal is USR1, but the run listens to USR2, TERM"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -30,6 +31,11 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = ["FederatedScaling"]
+
+NO_CELLS = (
+    "xffl: rounds are asked for, but no federation, and all ranks are in one cell: nothing is averaged between cells; "
+    "give sizes or a rule, such as --federated 4,4"
+)
 
 
 class FederatedScaling:
@@ -113,6 +119,8 @@ class FederatedScaling:
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
         agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
+        if state.topology.cells == 1 and state.rank == 0 and not state.is_federated_scaling_setup():
+            print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
         self._recipe: Recipe = recipe
         self._optimizers, self._weight = optimizers, weight
         self._on_round = on_round

@@ -27,10 +27,13 @@ from xffl.cluster.allocation import (
 )
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import (
+    accept_cells,
     detect_environment,
     federation_variables,
     request_federation,
     requested_federation,
+    require_cells,
+    required_cells,
 )
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import RankFailure
@@ -106,6 +109,8 @@ def build_parser() -> ArgumentParser:
     cells = "ranks of each cell (2,2), or of all cells (2), or a rule: auto, auto:LEVEL, hosts:REGEX, file:PATH"
     parser.add_argument("--federated", type=str, metavar="SIZES", help=cells)
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
+    fewest = "refuse to train with fewer cells than this, which a rule may find"
+    parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
     parser.add_argument(
         "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
     )
@@ -151,6 +156,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     for name in ("timeout", "grace"):
         if options[name] is not None and not options[name] > 0:
             raise ConfigError(f"--{name} is {options[name]}; give seconds above 0, or leave it out")
+    if options.require_cells is not None:
+        require_cells(options.require_cells)
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
     if command[0].endswith(_CONFIGURATIONS):
@@ -287,6 +294,10 @@ def _start(
     """Start the processes, and tell how the job ended."""
     layout = lay_out(start.hosts, federated, replica_size)
     environ = federation_variables(layout.sizes, replica_size)
+    if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
+        cells = layout.topology.cells
+        accept_cells(federated, cells, layout.topology.world_size, required_cells())
+        environ["XFFL_LAUNCHED_CELLS"] = str(cells)
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
         if options.merge and log_dir is None and start.way == "local":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli import cell, placed
 from xffl.cli.formatter import HelpFormatter
 from xffl.cli.words import assumed, in_bytes
-from xffl.cluster.cells import Arrangement
+from xffl.cluster.cells import Arrangement, lone_cell
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -118,6 +119,9 @@ def run(options: Namespace) -> int:
     if options.bytes_per_param is None:
         options.bytes_per_param = cell.bytes_of_dtype(options)
     topology, hosts = _lay_out(options)
+    federated, _ = placed.asked_federation(options)
+    if federated is not None and topology.cells == 1:
+        print(lone_cell(federated, topology.world_size), file=sys.stderr)
     inside = cell.describe(options, topology)
     forecast = _simulate(options, topology) if _is_simulated(options) else None
     traffic = None

@@ -17,6 +17,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.checks import integer
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.following import Follower, exit_code_of, expand_pattern, log_pattern
@@ -27,10 +28,10 @@ from xffl.errors import ConfigError, LaunchError
 __all__ = ["build_parser", "run"]
 
 _CONFIGURATIONS = (".yaml", ".yml")
-_PASSED_ON = ("federated", "hsdp", "log_dir", "merge")
+_PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")
 """Options that are those of xffl exec."""
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
-_VALUES = ("--template", "--federated", "--hsdp", "--log-dir")
+_VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir")
 
 _EXAMPLES = f"""\
 FILE is a configuration with a section slurm; behind it stand values for its keys, as for xffl exec, and the options
@@ -65,6 +66,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--template", type=str, metavar="FILE", help="template of the batch script instead of xffl's")
     parser.add_argument("--federated", type=str, metavar="CELLS", help="cells, as for xffl exec: 4,4 or auto")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy, as for xffl exec")
+    fewest = "fail in the job where it gets fewer cells, as for xffl exec"
+    parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
     parser.add_argument("--log-dir", type=str, metavar="DIR", help="a file for each rank, as for xffl exec")
     parser.add_argument("--merge", action="store_true", help="show ranks and cells before lines, as for xffl exec")
     for one in dataclasses.fields(SlurmConfig):
@@ -91,6 +94,8 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"{file!r} is no file; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     if options.follow and options.no_follow:
         raise ConfigError("--follow and --no-follow are both given; leave one of them out")
+    if options.require_cells is not None:
+        integer("--require-cells", options.require_cells)  # told before it queues
     template = find_template(options.template)
     job, slurm = (_plan_configuration if is_configuration else _plan_script)(file, words, options)
     script = render_script(slurm, job, template)
@@ -124,7 +129,7 @@ def _take_options(options: Namespace, words: Sequence[str]) -> tuple[Namespace, 
     behind = build_parser().parse_args([*mine, "FILE"])
     merged = options.clone()
     for name, value in vars(behind).items():
-        if name not in ("words", "slurm") and value not in (None, False):
+        if name not in ("words", "slurm") and value is not None and value is not False:
             merged[name] = value
     return merged, others
 
@@ -218,7 +223,7 @@ def _job(
     passed = [
         f"--{one.replace('_', '-')}" + ("" if value is True else f"={value}")
         for one, value in given.items()
-        if value not in (None, False)
+        if value is not None and value is not False
     ]
     return Job(
         name=name,

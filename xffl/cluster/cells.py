@@ -21,8 +21,10 @@ __all__ = [
     "Arrangement",
     "Federation",
     "arrange",
+    "check_cells",
     "check_federation",
     "is_rule",
+    "lone_cell",
     "name_cells",
     "parse_federation",
     "parse_sizes",
@@ -122,6 +124,40 @@ def check_federation(federation: Federation | None, knob: str) -> Federation | N
 def is_rule(federation: Federation | None) -> bool:
     """Tell whether cells are to be found by a rule, and were not given as sizes."""
     return isinstance(federation, str)
+
+
+def check_cells(cells: int, required: int | None, asked: Federation | None) -> None:
+    """Refuse fewer cells than are required.
+
+    :param cells: How many there are.
+    :param required: How many there must be at least; ``None`` for any number.
+    :param asked: What was asked for: sizes, a rule, or nothing.
+    :raises TopologyError: if there are fewer.
+    """
+    if required is not None and cells < required:
+        how = "no federation was asked for" if asked is None else f"federated {_shown(asked)} makes {cells}"
+        raise TopologyError(
+            f"at least {required} cells are required (--require-cells, XFFL_REQUIRE_CELLS), but {how}; give other "
+            "sizes, another rule, or nodes of several cells"
+        )
+
+
+def lone_cell(asked: Federation, world_size: int) -> str:
+    """Return the line that says that a federation was asked for, and all ranks are in one cell.
+
+    :param asked: Sizes, or a rule.
+    :param world_size: Number of ranks.
+    :return: The line.
+    """
+    ranks = "the only rank" if world_size == 1 else f"all {world_size} ranks"
+    return (
+        f"xffl: federated {_shown(asked)} puts {ranks} into one cell: there is no federation, and nothing is averaged "
+        "between cells (xffl exec --require-cells 2 refuses that)"
+    )
+
+
+def _shown(federation: Federation) -> str:
+    return ",".join(map(str, federation)) if isinstance(federation, tuple) else str(federation)
 
 
 # Cells of hosts -------------------------------------------------------------------------------------------------------

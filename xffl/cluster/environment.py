@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from xffl.cluster.cells import Federation, parse_federation, parse_sizes
+from xffl.checks import integer
+from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_federation, parse_sizes
 from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
 
 __all__ = [
     "ProcessEnvironment",
+    "accept_cells",
     "detect_environment",
     "federation_variables",
     "parse_sizes",
     "request_federation",
     "requested_federation",
     "requested_settings",
+    "require_cells",
+    "required_cells",
     "use_interface",
 ]
 
@@ -230,6 +235,51 @@ def request_federation(
     environ.update(federation_variables(federated, hsdp))
 
 
+def require_cells(number: int) -> None:
+    """Require a number of cells in this process and those that it starts, as ``--require-cells`` does.
+
+    :param number: How many there must be at least.
+    :raises ConfigError: if it is no positive integer.
+    """
+    os.environ["XFFL_REQUIRE_CELLS"] = str(integer("--require-cells", number))
+
+
+def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: The number; ``None`` where unset or empty.
+    :raises XfflError: if it is no positive integer.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
+    return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
+
+
+def accept_cells(
+    asked: Federation | None,
+    cells: int,
+    world_size: int,
+    required: int | None,
+    *,
+    is_speaker: bool = True,
+) -> None:
+    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
+
+    Call it where sizes become known. Ranks that ``xffl exec`` starts have ``XFFL_LAUNCHED_CELLS``: it has said it.
+
+    :param asked: Sizes, a rule that has found them, or nothing.
+    :param cells: How many cells there are.
+    :param world_size: Number of ranks.
+    :param required: How many cells there must be at least; ``None`` for any number.
+    :param is_speaker: Whether this process is the one that says it.
+    :raises TopologyError: if there are fewer cells.
+    """
+    check_cells(cells, required, asked)
+    if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
+        print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
+
+
 _OWN = (
     "XFFL_BIND",
     "XFFL_CONTROL_IFNAME",
@@ -237,7 +287,9 @@ _OWN = (
     "XFFL_HOST",
     "XFFL_HSDP",
     "XFFL_IFNAME",
+    "XFFL_LAUNCHED_CELLS",
     "XFFL_PYTHON",
+    "XFFL_REQUIRE_CELLS",
     "XFFL_SCHED",
     "XFFL_SRUN",
     "XFFL_SSH",

@@ -15,11 +15,18 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvou
 
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.devices import pick_gpu
-from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
+from xffl.cluster.environment import (
+    ProcessEnvironment,
+    accept_cells,
+    detect_environment,
+    requested_federation,
+    required_cells,
+    use_interface,
+)
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.distributed import checks
-from xffl.distributed.agreement import agree_on_store
+from xffl.distributed.agreement import agree, agree_on_store
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
 from xffl.distributed.leaving import stop_threads, wait_for_threads
@@ -348,7 +355,7 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     state.set_init_device(None)
     # Every rank has the same sizes from here on, and so finds the same.
     sizes = find_sizes(request.federated, place.node_rank)
-    set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes))
+    set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
     return state
 
 
@@ -357,14 +364,30 @@ def set_up_cells(
     federated: int | tuple[int, ...] | None,
     hsdp: int | None,
     cell_shape: Mapping[str, int] | None = None,
+    *,
+    asked: Federation | None = None,
 ) -> None:
     """Call the setter for what is asked for; collective over the world.
+
+    Fewer cells than ``XFFL_REQUIRE_CELLS`` asks for are refused; rank 0 says where a federation is a single cell.
 
     :param state: A state that knows its place in a world that is joined.
     :param federated: Sizes of the federated groups; ``None`` for none.
     :param hsdp: Size of a replica; ``None`` for FSDP.
     :param cell_shape: Sizes of the axes of the mesh inside a cell, where there is one.
+    :param asked: The rule that has found the sizes, where there was one.
     """
+    asked = federated if asked is None else asked
+    world_size = state.topology.world_size
+    error: XfflError | None = None
+    required: int | None = None
+    try:
+        required = required_cells()
+        cells = Topology(world_size, federated, hsdp).cells
+        accept_cells(asked, cells, world_size, required, is_speaker=state.rank == 0)
+    except XfflError as wrong:
+        error = wrong
+    agree("numbers of cells to require (XFFL_REQUIRE_CELLS)", str(required), error=error)
     if federated is not None:
         state.set_federated_scaling(federated, hsdp, cell_shape)
     elif hsdp is not None:

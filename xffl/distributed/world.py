@@ -323,7 +323,7 @@ class DistributedWorld(Collectives):
         assert mesh is not None, "the ranks agree on errors only by raising one"
         if not is_set_up:
             self._is_laid_here = True
-            set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape)
+            set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape, asked=self._asked["federated"])
         return mesh
 
     def _sizes_of(self, state: DistributedState, *, is_set_up: bool) -> int | tuple[int, ...] | None:

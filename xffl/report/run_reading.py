@@ -46,6 +46,7 @@ class Run:
     :param values: Metrics by cell, and of :data:`FEDERATION`.
     :param rounds: Rounds by cell.
     :param topology: The federation; ``None`` where it is not known.
+    :param is_federated: Whether a federation was asked for.
     :param partition: Who has what; ``None`` where it is not known.
     :param configuration: Values by dotted name.
     :param origins: Where each value comes from.
@@ -60,6 +61,7 @@ class Run:
     values: dict[int, Values] = field(default_factory=dict)
     rounds: dict[int, list[RoundLine]] = field(default_factory=dict)
     topology: Topology | None = None
+    is_federated: bool = False
     partition: Partition | None = None
     configuration: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -67,6 +69,13 @@ class Run:
     checkpoints: tuple[str, ...] = ()
     latest: str = ""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def lacks_federation(self) -> bool:
+        """Whether a federation or rounds were asked for, and all ranks are in one cell."""
+        names = ("federation.every", "federation.algorithm")
+        is_asked = self.is_federated or any(self.configuration.get(name) is not None for name in names)
+        return is_asked and self.topology is not None and self.topology.cells == 1
 
     @cached_property
     def series(self) -> dict[str, dict[int, Series]]:
@@ -145,12 +154,14 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
     }
     rounds = {cell: read_rounds(file, notes) for cell, file in _files(path / "rounds", r"cell_(\d+)\.jsonl")}
     checkpoints = path / "checkpoints"
+    told = _json(path / "topology.json", notes)
     run = Run(
         folder=path,
         name=path.resolve().name if name is None else name,
         values={cell: found for cell, found in values.items() if found.records},
         rounds={cell: found for cell, found in rounds.items() if found},
-        topology=_topology(_json(path / "topology.json", notes), notes),
+        topology=_topology(told, notes),
+        is_federated=told.get("federated") is True,
         partition=_partition(_json(path / "partition.json", []), notes),
         configuration=_configuration(path / "config.yaml", notes),
         origins={str(key): str(value) for key, value in _json(path / "origins.json", notes).items()},
@@ -316,6 +327,8 @@ def _missing(run: Run) -> list[str]:
         notes.append("no metrics yet: the run has just started, was stopped before the first record, or logs nothing")
     elif not any(name.startswith("val/") for name in run.series):
         notes.append("no validation: no value val/... was recorded")
+    if run.lacks_federation:
+        notes.append("no federation, though one was asked for: all ranks are in one cell")
     if not run.rounds:
         alone = run.topology is not None and run.topology.cells == 1
         notes.append("no rounds: there is one cell" if alone else "no rounds were recorded")

@@ -257,7 +257,8 @@ def _federation(run: Run) -> str:
     shape = run.topology
     sizes = ", ".join(map(str, shape.sizes[:MAX_CELLS])) + (", ..." if shape.cells > MAX_CELLS else "")
     replicas = "" if shape.replica_size is None else f"; replicas of {shape.replica_size}"
-    return f"{shape.world_size:,} in {shape.cells:,} cell{'' if shape.cells == 1 else 's'} ({sizes}){replicas}"
+    lack = "; a federation was asked for, and there is none" if run.lacks_federation else ""
+    return f"{shape.world_size:,} in {shape.cells:,} cell{'' if shape.cells == 1 else 's'} ({sizes}){replicas}{lack}"
 
 
 def _of_cells(numbers: dict[int, int]) -> str:

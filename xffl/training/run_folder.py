@@ -59,6 +59,7 @@ class RunFolder:
     def __init__(self, path: Path, state: DistributedState) -> None:
         self.path = path
         self._topology = state.topology
+        self._is_federated = state.is_federated_scaling_setup()
         self.rank = state.rank or 0
         self.cell = self._topology.cell_of(self.rank)
         self.is_cell_writer = self.rank == self._topology.offsets[self.cell]
@@ -278,6 +279,7 @@ class RunFolder:
                 "cells": list(topology.sizes),
                 "replica_size": topology.replica_size,
                 "cell_shape": shape,
+                "federated": self._is_federated,
             },
         )
 
