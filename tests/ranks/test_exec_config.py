@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.filesize import decimal
 
 from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.cli import execute
 from xffl.cli.main import main
+from xffl.report.run_reading import read_run
+from xffl.report.run_summary import totals
 
 ROOT = Path(__file__).parents[2]
 
@@ -270,6 +273,13 @@ def test_the_project_of_init_trains(tmp_path: Path) -> None:
     values = [json.loads(line)["values"] for line in (run / "metrics" / "federation.jsonl").read_text().splitlines()]
     accuracies = [record["val/accuracy"] for record in values if "val/accuracy" in record]
     assert accuracies[-1] > 0.9 and len(accuracies) > 2
+    # What the page that init writes says of the last line.
+    *_, one, other, last = ran.stdout.splitlines()
+    assert sorted(line.split("  ")[0] for line in (one, other)) == ["cell 0", "cell 1"]
+    assert last.startswith("demo  finished  2 cells  ") and f"val/accuracy {accuracies[-1]:.4g}  " in last
+    report = read_run(run)
+    assert f"{totals(report).rounds} rounds  sent {decimal(int(totals(report).bytes_across))} between cells" in last
+    assert last.endswith("records in runs/demo; xffl report runs/demo makes a page of them")
     origins = json.loads((run / "origins.json").read_text())
     assert origins["federation.every"] == "file config.yaml" and origins["training.max_steps"] == "default"
     assert json.loads((run / "partition.json").read_text())["labels"] == [str(digit) for digit in range(10)]

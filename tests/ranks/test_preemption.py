@@ -560,6 +560,7 @@ launch: {processes: 2, federated: [1, 1]}
 experiment: {name: leaving, output_dir: run}
 training: {epochs: 40, max_steps: 150, batch_size: 16}
 federation: {every: 10}
+callbacks: [{class_path: ProgressCallback}]
 """
 
 
@@ -586,6 +587,11 @@ def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
         assert job.returncode == code, (how, job.returncode, out, told)
         assert "Traceback" not in told and "Warning" not in told, told
         found = find_latest_checkpoint(tmp_path / "run")
+        ending = {"early": "stopped early  ", "late": "finished  "}.get(
+            how, f"stopped early, saved as {found and found.name}  "
+        )
+        told = out.splitlines()[-1]
+        assert told.startswith(f"leaving  {ending}2 cells  ") and "records in run; xffl report run makes" in told, told
         if how in ("itself", "exec"):
             assert found is not None and int(found.name.removeprefix("step_")) > last, found
             last = int(found.name.removeprefix("step_"))

@@ -41,6 +41,7 @@ from xffl.training.callbacks import (
 )
 from xffl.training.callbacks.base import STAGES
 from xffl.training.callbacks.pauses import TrainingClock
+from xffl.training.callbacks.status import Ending, ending_line
 from xffl.training.callbacks.summary import summarize
 from xffl.training.callbacks.watching import WatchedMetric
 from xffl.training.typed import to_plain
@@ -549,6 +550,39 @@ def test_progress_shows_validations_checkpoints_and_rounds() -> None:
     assert "round 1, next in 30 steps  sent 2.5 MB" in lines[8]
     callback.post_fit(trainer)
     assert "finished" in callback.file.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {
+                "cells": 2,
+                "validations": [{"val/loss": 2.11, "val/accuracy": 0.5}],
+                "rounds": 12,
+                "bytes_sent": 1_300_000,
+            },
+            "2 cells  val/loss 2.11  val/accuracy 0.5  12 rounds  sent 1.3 MB between cells  took",
+        ),
+        (
+            {"cells": 3, "validations": [{"val/loss": 2.5}, {"val/loss": 2.0}, {"val/loss": 2.25}], "rounds": 1},
+            "3 cells  val/loss 2 to 2.5  1 round  sent 0 bytes between cells  took",
+        ),
+        ({"validations": [{f"val/{number}": 1.0 for number in range(7)}]}, "val/3 1  3 more values  took"),
+        ({"validations": [{"val/loss": math.nan}], "rounds": 0}, "demo  finished  val/loss nan  0 rounds  took"),
+        (
+            {"seconds": 3671.2, "folder": "runs/a b"},
+            "demo  finished  took 1:01:11  records in 'runs/a b'; xffl report 'runs",
+        ),
+    ],
+)
+def test_the_last_line_is_the_federations(given: dict[str, Any], told: str) -> None:
+    common = {"name": "demo", "how": "finished", "cells": 1, "validations": [], "rounds": None, "bytes_sent": 0}
+    line = ending_line(Ending(**{**common, "seconds": 1.0, "folder": "runs/demo", **given}))
+    assert told in line
+    callback = ShownProgress(is_terminal=True)
+    callback.show_ending(line)
+    assert callback.file.getvalue() == f"{line}\n"  # in one piece, whatever the terminal's width
 
 
 def test_progress_on_a_terminal_is_live_and_gives_the_terminal_back() -> None:

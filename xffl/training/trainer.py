@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any
@@ -23,7 +24,6 @@ from xffl.training.config import BaseTrainerConfig
 from xffl.training.counting import find_loss
 from xffl.training.mixins.leaving import LeavingMixin
 from xffl.training.mixins.logging import LoggerMixin
-from xffl.training.mixins.validation import ValidationMixin
 from xffl.training.preemption import PreemptedExit, Preemption
 from xffl.training.run_folder import RunFolder, plain_config
 from xffl.training.sampler import CellBatchSampler
@@ -34,7 +34,7 @@ __all__ = ["BaseTrainer"]
 LOG = logging.getLogger(__name__)
 
 
-class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
+class BaseTrainer(LeavingMixin, LoggerMixin):
     """Train models for some epochs, in all cells, with rounds, validation, records and checkpoints.
 
     A trainer is a class of this one and of mixins; it says what its models, optimizers and data are, and what a step
@@ -222,6 +222,7 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
 
     def _fit(self) -> None:
         experiment = self.config.experiment
+        self._began_s, self._bytes_across, self.last_validation = time.monotonic(), 0, None
         is_resumed = experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None
         self.run_folder = RunFolder.open(
             experiment.output_dir,
@@ -252,6 +253,7 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
             self.measured_rounds = self.rounds
             self.perform_validation_epoch(over="federation")
         self.callbacks.post_fit(self)
+        self.tell_ending("finished" if self.stop_reason is None else f"finished, as {self.stop_reason}")
 
     def _run_epochs(self) -> None:
         while self.current_epoch < self.config.training.epochs and (not self._has_ended or self._owes_epoch_end()):
@@ -385,6 +387,7 @@ class BaseTrainer(LeavingMixin, ValidationMixin, LoggerMixin):
         reports, self._reports = self._reports, []
         for report in reports:
             self.last_round = report
+            self._bytes_across += report.bytes_across
             if not report.is_skipped:
                 self.rounds, self.steps_since_round = report.round, 0
             self.log_round(report)

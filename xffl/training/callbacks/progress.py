@@ -62,7 +62,8 @@ class ProgressCallback(Callback):
 
     The first rank of each cell shows its cell, the others nothing. On a terminal rank 0 of the world draws a live
     display, at most twice a second; everything else (a pipe, a file, the other cells) is one line at most every
-    ``every_s`` seconds, and one at the end. The loss is this rank's last one, and the device is waited for only when
+    ``every_s`` seconds, and one at the end. The run's last line is rank 0's: the federation's last validation, rounds,
+    traffic, time, and where the records are. The loss is this rank's last one, and the device is waited for only when
     something is shown. Samples and tokens are the cell's, taken from this rank's batches where they hold tokens; the
     traffic is what this rank has sent to other cells. Time left counts validations and checkpoints as they were so far.
 
@@ -237,6 +238,13 @@ class ProgressCallback(Callback):
             self._run.resting = f"failed: {type(error).__name__}"
             self._run.loss = None  # a device that failed is not to be asked
             self._close(trainer, self._run)
+
+    def show_ending(self, line: str) -> None:
+        """Show what the run has come to, below everything else; the trainer calls it on rank 0.
+
+        :param line: The line.
+        """
+        self.make_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _pause(self, trainer: BaseTrainer, doing: str) -> None:
         if self._run is not None:

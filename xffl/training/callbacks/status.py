@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Status", "live_display", "status_line"]
+__all__ = ["Ending", "Status", "ending_line", "live_display", "status_line"]
+
+SHOWN_VALUES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,48 @@ class Status:
 def status_line(status: Status) -> str:
     """Return a line of text."""
     return "  ".join([status.name, *_counts(status), *_facts(status)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What a run has come to, over all cells."""
+
+    name: str
+    how: str
+    """Such as ``finished``"""
+    cells: int
+    validations: Sequence[Mapping[str, float]]
+    """Last values of the federation, or else of each cell that is known of"""
+    rounds: int | None
+    """``None`` where none were asked for"""
+    bytes_sent: int
+    """Between cells, by all ranks since this start"""
+    seconds: float
+    """Since this start"""
+    folder: str
+
+
+def ending_line(ending: Ending) -> str:
+    """Return the last line of a run."""
+    from rich.filesize import decimal
+
+    facts = [ending.name, ending.how]
+    if ending.cells > 1:
+        facts.append(f"{ending.cells} cells")
+    names = list(dict.fromkeys(name for values in ending.validations for name in values))
+    for name in names[:SHOWN_VALUES]:
+        found = sorted({f"{values[name]:.4g}": values[name] for values in ending.validations if name in values}.items())
+        low, high = (pick(found, key=lambda item: item[1])[0] for pick in (min, max))
+        facts.append(f"{name} {low}" if low == high else f"{name} {low} to {high}")
+    if len(names) > SHOWN_VALUES:
+        facts.append(f"{len(names) - SHOWN_VALUES} more values")
+    if ending.rounds is not None:
+        facts.append(f"{ending.rounds} round{'' if ending.rounds == 1 else 's'}")
+    if ending.rounds is not None and ending.cells > 1:
+        facts.append(f"sent {decimal(ending.bytes_sent)} between cells")
+    folder = shlex.quote(ending.folder)
+    facts += [f"took {_duration(ending.seconds)}", f"records in {folder}; xffl report {folder} makes a page of them"]
+    return "  ".join(facts)
 
 
 def live_display(status: Status) -> RenderableType:

@@ -18,6 +18,8 @@ class ValidationMixin(TrainerMixin):
 
     training: bool = False
     """Whether the models are in training mode"""
+    last_validation: tuple[str, dict[str, float]] | None = None
+    """Whose model was measured last since the start (``cell`` or ``federation``), and the values"""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Measure a batch, without gradients and with models in evaluation mode; overload it.
@@ -71,6 +73,7 @@ class ValidationMixin(TrainerMixin):
             self.callbacks.post_val_batch(self, output, batch, batch_idx)
         metrics = self.compute_metrics(over)
         self.log_metrics(metrics, over=over)
+        self.last_validation = (over, metrics)
         self.callbacks.val_metrics(self, metrics)
         self.callbacks.post_val_epoch(self)
         if was_training:
