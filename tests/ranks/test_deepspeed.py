@@ -509,6 +509,10 @@ def misuse(rank: int, world_size: int) -> None:
         xffl.FederatedScaling(model, wrapped, strategy.state, every=1, client="fedprox:mu=0.1"),
     ):
         pass
+    kept, model.module.own = model.module.own, nn.LayerNorm(5)
+    with pytest.raises(ConfigError, match=r"parameter 'own.weight' was replaced by another object"):
+        xffl.Aggregator(model, strategy.state)
+    model.module.own = kept
     strategy.teardown()
     assert dict(os.environ) == variables
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -336,6 +337,117 @@ def test_an_optimizer_that_leaves_the_model_alone_is_refused() -> None:
     assert "make the optimizer after xffl.shard" in early and "(ranks 0-1 of 3)" in early
     assert "so it would not be trained" in foreign and "ranks" not in foreign  # all have found the same
     assert both == "nothing"
+
+
+def assigned(model: nn.Module) -> None:
+    """Give a model other parameters with the same values, as load_state_dict(assign=True) does."""
+    copies = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+
+
+def replaced(rank: int, world_size: int) -> dict[str, str]:
+    """Replace parameters that optimizers and DDP hold; in cells of two (DDP) and one (plain)."""
+    state = make_state(rank, (2, 1), 1)
+    told: dict[str, str] = {}
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        model[1].register_buffer("seen", torch.zeros(1))
+        model = xffl.shard(model, state)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(
+        name: str,
+        before: Callable[[nn.Module], object] = lambda _: None,
+        inside: Callable[[nn.Module], object] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        model, optimizer = start()
+        before(model)
+        rounds: list[int] = []
+        try:
+            with xffl.FederatedScaling(
+                model, optimizer, state, on_round=lambda report: rounds.append(report.round), **{"every": 1, **options}
+            ):
+                train_step(model, optimizer, 0, rank)
+                inside(model)
+                train_step(model, optimizer, 1, rank)
+            told[name] = f"nothing, {rounds}"
+        except xffl.ConfigError as error:
+            told[name] = f"{error}, {rounds}"
+
+    def one(model: nn.Module) -> None:
+        layer = model.get_submodule("module.2" if hasattr(model, "module") else "2")
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+    def on_rank_2(model: nn.Module) -> None:
+        if rank == 2:  # in a cell of DDP torch itself would wait for the others
+            one(model)
+
+    def added(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        layer = model.get_submodule("module.2" if hasattr(model, "module") else "2")
+        layer.register_parameter("adapter", nn.Parameter(torch.zeros(3, 8)))
+
+    def counted(model: nn.Module) -> None:
+        model.load_state_dict(model.state_dict())
+        normed = model.get_submodule("module.1" if hasattr(model, "module") else "1")
+        normed.seen = normed.seen + 1  # a buffer may be another object
+
+    def weight_norm(model: nn.Module) -> None:
+        nn.utils.parametrizations.weight_norm(model.get_submodule("module.2" if hasattr(model, "module") else "2"))
+
+    train("inside", inside=assigned)
+    train("inside, one of rank 2", inside=on_rank_2)
+    train("inside, delayed", inside=assigned, every=2, delay=1, aggregator={"overlap": True})
+    train("inside, weight_norm", inside=weight_norm)
+    train("before", before=assigned)
+    train("before, one", before=one)
+    train("before, weight_norm", before=weight_norm)
+    train("before, adapter", before=added)
+    train("loaded", before=lambda model: model.load_state_dict(model.state_dict()), inside=counted)
+
+    model, optimizer = start()
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=1)
+    assigned(model)
+    try:
+        scaling.__enter__()
+    except xffl.ConfigError as error:
+        told["between"] = str(error)
+    # DDP adds up gradients of the old ones, though the optimizer holds the new.
+    try:
+        xffl.FederatedScaling(model, torch.optim.SGD(model.parameters(), lr=0.1), state, every=1).__enter__()
+    except xffl.ConfigError as error:
+        told["ddp"] = str(error)
+    # Without an optimizer that it knows of, an aggregator notices, too.
+    model, _ = start()
+    aggregator = xffl.Aggregator(model, state)
+    aggregator.aggregate()
+    on_rank_2(model)
+    try:
+        aggregator.aggregate()
+    except xffl.ConfigError as error:
+        told["aggregator"] = str(error)
+    told["rounds"] = str(aggregator.rounds)
+    return told
+
+
+def test_parameters_that_are_replaced_are_no_longer_trained() -> None:
+    told = run_world(3, replaced)
+    assert all(one == told[0] for one in told)
+    found = told[0]
+    for name in ("inside", "inside, one of rank 2", "inside, delayed", "aggregator"):
+        assert "were replaced by other objects" in found[name] and "assign=False" in found[name], name
+    assert "'2.weight'" in found["inside, one of rank 2"] and "(rank 2 of 3)" in found["inside, one of rank 2"]
+    assert found["inside"].endswith("[1]") and found["rounds"] == "1"
+    assert "tensors have changed" in found["inside, weight_norm"]
+    assert "so it would not be trained" in found["before"] and "so it would not be trained" in found["between"]
+    assert "so it would not be trained" in found["before, adapter"]
+    assert "'2.weight'" in found["before, one"] and "after" in found["before, one"]
+    assert "original1" in found["before, weight_norm"]
+    assert "DDP adds up the gradients of others" in found["ddp"] and "(ranks 0-1 of 3)" in found["ddp"]
+    assert found["loaded"] == "nothing, [1, 2]"
 
 
 def compiled(rank: int, world_size: int, what: str) -> tuple[list[int], torch.Tensor]:

@@ -16,6 +16,7 @@ __all__ = [
     "WRAPPERS",
     "Entry",
     "Facts",
+    "check_reduced",
     "check_tensor",
     "default_policy",
     "held",
@@ -173,6 +174,26 @@ def places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ..
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None
     )
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Raise where DDP adds up the gradients of parameters that are no longer the model's."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        known = _reduced_by(module)
+        for name, parameter in module.module.named_parameters():
+            if known is not None and parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {_name(prefix, name)!r} is another object than when DDP was made, and DDP adds up the "
+                    "gradients of others; replace or add parameters before xffl.shard, or load with assign=False"
+                )
+
+
+def _reduced_by(ddp: nn.parallel.DistributedDataParallel) -> set[int] | None:
+    """Return the ids of the parameters that DDP was made with; ``None`` where torch does not tell, or some are left."""
+    kept = getattr(ddp, "_module_parameters", None)
+    return None if kept is None or ddp.parameters_to_ignore else set(map(id, kept))
 
 
 def default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ from xffl.aggregation.entries import (
     WRAPPERS,
     Entry,
     Facts,
+    check_reduced,
     check_tensor,
     default_policy,
     held,
@@ -66,6 +67,7 @@ class Manifest:
         extra: nn.Module | None = None,
     ) -> None:
         reshard(model)
+        check_reduced(model)
         if policies is not None and not isinstance(policies, Mapping):
             raise ConfigError(f"policies {policies!r} is no mapping; give one of name patterns or types to policies")
         policies = dict(policies or {})
@@ -124,7 +126,8 @@ class Manifest:
     def check(self) -> None:
         """Raise where the model no longer has the tensors it had; local.
 
-        :raises ConfigError: if a tensor came, went, or was frozen or unfrozen.
+        :raises ConfigError: if a tensor came, went, or was frozen or unfrozen, or a parameter that trains is another
+            object.
         """
         tensors = self._look(held)
         trains = [tensor.requires_grad for tensor in tensors]
@@ -133,6 +136,7 @@ class Manifest:
             return
         now = self._look(places)
         if now == self._places:
+            self._check_replaced(tensors)
             self._tensors, self._trains = tensors, trains
             return
         names = self._module_names | self._look_up_names()
@@ -141,6 +145,21 @@ class Manifest:
         raise ConfigError(
             f"the model's tensors have changed since the Aggregator was made (look at {', '.join(changed[:5])}: "
             "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
+        )
+
+    def _check_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise where a parameter that trains is another object: optimizers and DDP hold the one that was there."""
+        pairs = zip(tensors, self._tensors, self._trains, strict=True)
+        new = {id(now) for now, old, trains in pairs if now is not old and trains and isinstance(old, nn.Parameter)}
+        if not new:
+            return
+        for entry in self.moving:
+            entry.tensor()  # another shape or data type is told by itself
+        names = sorted(entry.name for entry in self.entries if id(entry.tensor()) in new)
+        raise ConfigError(
+            f"parameters {', '.join(map(repr, names[:5]))} ({len(names)} in all) were replaced by other objects since "
+            "the Aggregator was made, so an optimizer or DDP may go on training the old ones; load with assign=False, "
+            "or replace parameters before xffl.shard, the optimizer and the Aggregator are made"
         )
 
     def _look_up_names(self) -> dict[int, str]:

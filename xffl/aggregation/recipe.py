@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from xffl.aggregation import registry
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.clients.base import Client
+from xffl.aggregation.entries import reshard
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
@@ -22,7 +23,7 @@ from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
 from xffl.parallel.zero import is_cut
 
-__all__ = ["Recipe", "check_plan", "read_recipe"]
+__all__ = ["Recipe", "check_plan", "check_stepped", "read_recipe"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def read_recipe(
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
         raise ConfigError(f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one")
-    _check_stepped(model, optimizers)
+    check_stepped(model, optimizers)
     if isinstance(aggregator, Aggregator):
         _check_made(aggregator, model, algorithm, client)
     recipe = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
@@ -196,15 +197,37 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
         check_name("aggregator option", name, known)
 
 
-def _check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that leave the model as it is: rounds would be held over one that is not trained."""
+def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that hold other tensors than the model: rounds would be held over one that is not trained.
+
+    :param model: The model that trains.
+    :param optimizers: What steps it.
+    :raises ConfigError: if they hold none of its parameters that train, or tensors that others have taken the place of.
+    """
     if is_cut(model):
         return  # the engine's optimizer steps masters of its own
-    stepped = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
-    if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
+    reshard(model)
+    held = {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    named = dict(model.named_parameters())
+    trained = {id(one) for one in named.values() if one.requires_grad} or set(map(id, named.values()))
+    if trained.isdisjoint(held):
         raise ConfigError(
-            "no optimizer holds a parameter of the model, so it would not be trained; make the optimizer after "
-            "xffl.shard, or whatever else puts other parameters in the place of the model's"
+            "no optimizer holds a parameter of the model that trains, so it would not be trained; make the optimizer "
+            "after xffl.shard, load_state_dict(assign=True), or whatever else puts other parameters in the place of "
+            "the model's"
+        )
+    own = set(map(id, named.values()))
+    orphans = {(one.shape, one.dtype) for key, one in held.items() if key not in own and one.requires_grad}
+    left = [
+        name
+        for name, one in named.items()
+        if id(one) in trained - held.keys() and orphans and (one.shape, one.dtype) in orphans
+    ]
+    if left:
+        raise ConfigError(
+            f"no optimizer holds parameter {left[0]!r}, but one holds a tensor of its shape and type that is not the "
+            "model's: make the optimizer after whatever replaces parameters (load_state_dict(assign=True), "
+            "nn.Parameter(...), a parametrization); if it is not to be trained, call requires_grad_(False) on it"
         )
 
 

@@ -22,7 +22,7 @@ from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
 from xffl.aggregation.pace import Pace
-from xffl.aggregation.recipe import Recipe, read_recipe
+from xffl.aggregation.recipe import Recipe, check_stepped, read_recipe
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import Schedule
 from xffl.aggregation.vote import checked_weight
@@ -165,6 +165,7 @@ class FederatedScaling:
     def __enter__(self) -> FederatedScaling:
         if self._handles:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
+        self._check_stepped()
         if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
             # A second block goes on where the first has ended.
             kept = None if self._aggregator is None else self._aggregator.state_dict()
@@ -280,6 +281,15 @@ class FederatedScaling:
             options["extra"] = client.extra
         kind = Levels if "levels" in options else Aggregator
         return kind(self._model, self._state, **options)
+
+    def _check_stepped(self) -> None:
+        """Raise on all ranks where parameters were replaced since this was made; from here on rounds notice."""
+        error: XfflError | None = None
+        try:
+            check_stepped(self._model, self._optimizers)
+        except XfflError as wrong:
+            error = wrong
+        agree("optimizers", "", error=error)
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""

@@ -192,6 +192,15 @@ class Masters:
         mine.copy_(whole[fragment.start : fragment.start + fragment.numel])
         return whole
 
+    def check(self) -> None:
+        """Raise where the model holds other parameters than those whose masters the engine steps; local."""
+        now = dict(self._model.named_parameters())
+        if other := [name for name, parameter in self._parameter.items() if now.get(name) is not parameter]:
+            raise ConfigError(
+                f"parameter {other[0]!r} was replaced by another object since wrap_optimizer, so ZeRO goes on training "
+                "the old one; load with assign=False, or replace parameters before wrap_model"
+            )
+
     def read(self) -> None:
         """Take the masters as they are into the view.
 
@@ -367,9 +376,11 @@ def refresh_view(model: nn.Module, *, is_new: bool = True) -> None:
 
     :param model: The model that trains.
     :param is_new: Whether to do so even where no step was made since the last time.
+    :raises ConfigError: if the model holds other parameters than the engine.
     """
     if (masters := find_masters(model)) is not None:
         masters.read() if is_new else masters.read_again()
+        masters.check()  # after what is collective
 
 
 def write_view(model: nn.Module) -> None:
