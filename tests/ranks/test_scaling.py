@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
+from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
+from xffl.parallel import FSDPStrategy
+from xffl.training.callbacks.spread import trained_parameters
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -448,6 +453,60 @@ def test_parameters_that_are_replaced_are_no_longer_trained() -> None:
     assert "original1" in found["before, weight_norm"]
     assert "DDP adds up the gradients of others" in found["ddp"] and "(ranks 0-1 of 3)" in found["ddp"]
     assert found["loaded"] == "nothing, [1, 2]"
+
+
+def gathered(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """After a forward pass without a backward one FSDP's outermost unit holds other parameters than its optimizer."""
+    state = make_state(rank, (2,), None)
+    strategy = FSDPStrategy({"distributed": {"strategy": "fsdp"}})
+    strategy.setup(state)
+    model = strategy.wrap_model(net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train_step(model, optimizer, 0, rank)
+    told: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], object]) -> None:
+        with torch.no_grad():
+            model(batch(0, rank)[0])
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing is tested"
+        try:
+            told[name] = str(call())
+        except xffl.XfflError as error:
+            told[name] = str(error)
+
+    def enter() -> None:
+        with xffl.FederatedScaling(model, optimizer, state, every=1):
+            pass
+
+    def saves() -> None:
+        with AsyncSaver(state) as saver:
+            saver.save(f"{folder}/async", {"optimizer": optimizer, "model": model})
+
+    def clipped() -> float:
+        return float(strategy.clip_grad_norm(model, 1e9))
+
+    parts = {"optimizer": optimizer, "model": model}
+    attempt("scaling", enter)
+    attempt("save", lambda: save_checkpoint(f"{folder}/plain", parts, state))
+    attempt("load", lambda: load_checkpoint(f"{folder}/plain", parts, state))
+    attempt("async", saves)
+    attempt("trained", lambda: {type(one.data) for one in trained_parameters({"model": model}).values()} - {DTensor})
+    nn.functional.mse_loss(model(batch(1, rank)[0]), batch(1, rank)[1]).backward()
+    right = clipped()
+    attempt("clip", lambda: None if clipped() == right > 0 else "another norm")
+    return told
+
+
+def test_what_compares_parameters_reshards_first(tmp_path: Path) -> None:
+    for told in run_world(2, gathered, str(tmp_path)):
+        assert told == {
+            "scaling": "None",
+            "save": "None",
+            "load": "{}",
+            "async": "None",
+            "trained": "set()",
+            "clip": "None",
+        }
 
 
 def compiled(rank: int, world_size: int, what: str) -> tuple[list[int], torch.Tensor]:

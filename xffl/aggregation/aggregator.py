@@ -15,7 +15,6 @@ from xffl.aggregation.accountant import Accountant
 from xffl.aggregation.assembly import assemble
 from xffl.aggregation.codec import Codec
 from xffl.aggregation.combine import Combiner
-from xffl.aggregation.entries import reshard
 from xffl.aggregation.manifest import Manifest, Pattern
 from xffl.aggregation.opening import Contribution, open_round
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
@@ -29,6 +28,7 @@ from xffl.aggregation.torn import TornError, find_tear, tearing, tears_of
 from xffl.aggregation.vote import NO_ALPHA
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.zero import refresh_view, round_view, write_view
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from xffl.errors import ConfigError
@@ -22,7 +22,6 @@ __all__ = [
     "held",
     "owners_of",
     "places",
-    "reshard",
     "tensors_of",
     "ties_of",
 ]
@@ -101,13 +100,6 @@ class Entry(Facts):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
         return local.movedim(axis, 0) if axis > 0 else local
-
-
-def reshard(model: nn.Module) -> None:
-    """Put every FSDP2 module into its sharded state, so that no stale gathered copy outlives a round."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

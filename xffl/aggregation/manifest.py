@@ -27,12 +27,12 @@ from xffl.aggregation.entries import (
     held,
     owners_of,
     places,
-    reshard,
     tensors_of,
     ties_of,
 )
 from xffl.aggregation.placement import Spread
 from xffl.aggregation.plan import Cut, Item, MeshCut
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from xffl.aggregation.assembly import Assembly
-from xffl.aggregation.entries import reshard
 from xffl.aggregation.looks import Findings
 from xffl.aggregation.protocol import Opening
 from xffl.aggregation.vote import AT_ONCE, NO_ALPHA, Ballot, checked_number, checked_weight
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.parallel.zero import refresh_view
 

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from xffl.aggregation import registry
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.clients.base import Client
-from xffl.aggregation.entries import reshard
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.units import read_levels
+from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
 from xffl.parallel.zero import is_cut
@@ -206,9 +206,8 @@ def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """
     if is_cut(model):
         return  # the engine's optimizer steps masters of its own
-    reshard(model)
     held = {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-    named = dict(model.named_parameters())
+    named = sharded_parameters(model)
     trained = {id(one) for one in named.values() if one.requires_grad} or set(map(id, named.values()))
     if trained.isdisjoint(held):
         raise ConfigError(

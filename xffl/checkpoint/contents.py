@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.plain import Plain, to_plain
+from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -105,7 +106,7 @@ def buffers_of(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch
     buffers: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            plain = {p.data_ptr() for p in part.parameters() if type(p.detach()) is torch.Tensor}
+            plain = {p.data_ptr() for p in sharded_parameters(part).values() if type(p.detach()) is torch.Tensor}
             buffers |= {
                 key: tensor
                 for key, tensor in contents.tensors.items()
@@ -127,7 +128,7 @@ def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[
     for home, model in parts.items():
         if not isinstance(model, nn.Module):
             continue
-        held = {id(parameter) for parameter in model.parameters()}
+        held = set(map(id, sharded_parameters(model).values()))
         own = [
             parameter for parameter in _parameters(optimizer) if id(parameter) in held and id(parameter) not in names
         ]
@@ -169,7 +170,7 @@ def trained_names(parts: Mapping[str, Part]) -> list[str]:
     :return: Names such as ``model/layers.0.weight``.
     """
     models = [part for part in parts.values() if isinstance(part, nn.Module)]
-    trained = {id(p): p for model in models for p in model.parameters() if p.requires_grad}
+    trained = {id(p): p for model in models for p in sharded_parameters(model).values() if p.requires_grad}
     if not trained:
         return []
     return parameter_names("", torch.optim.Optimizer(list(trained.values()), {}), parts)[0]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
 from xffl.parallel.loss_scale import LossScale
@@ -201,9 +202,10 @@ class NativeStrategy(DistributedStrategy):
         :return: The norm before, the same on all ranks of the cell; not finite where float16 has overflowed, which
             :meth:`step` skips.
         """
-        if self._scale is not None and self._scale.unscale(model.parameters()):
+        parameters = sharded_parameters(model).values()
+        if self._scale is not None and self._scale.unscale(parameters):
             return torch.full((), torch.inf, device=self.device)
-        return self.world.clip_grad_norm(model.parameters(), max_norm)
+        return self.world.clip_grad_norm(parameters, max_norm)
 
     def step(self, *optimizers: torch.optim.Optimizer) -> bool:
         r"""Step the optimizers and zero their gradients, or skip the step where float16 has overflowed on any rank.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from xffl.aggregation.entries import reshard
+from xffl.distributed.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.training.callbacks.arguments import check_count
 from xffl.training.callbacks.base import Callback

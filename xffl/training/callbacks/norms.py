@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl.distributed.sharding import sharded_parameters
 from xffl.training.callbacks.arguments import check_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import (
@@ -103,7 +104,7 @@ class GradientNormCallback(Callback):
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, model in trainer.named_models().items():
-            if self._measured.get(name) == step or not any(id(one) in stepped for one in model.parameters()):
+            if self._measured.get(name) == step or stepped.isdisjoint(map(id, sharded_parameters(model).values())):
                 continue
             self._measured[name] = step
             for part, parameters in self._parts[name].items():

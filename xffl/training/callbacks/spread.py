@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.entries import tensors_of
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def trained_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Paramete
     :param models: Models by name.
     :return: Parameters by the model's name, a dot and their own name without wrappers.
     """
+    for model in models.values():
+        reshard(model)
     return {
         f"{name}.{key}": tensor
         for name, model in models.items()

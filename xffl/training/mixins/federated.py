@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.recipe import check_plan
 from xffl.aggregation.scaling import FederatedScaling
+from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
 from xffl.training.mixins.base import TrainerMixin
@@ -92,7 +93,7 @@ class FederatedMixin(TrainerMixin):
 
     def federated_optimizers(self) -> list[Optimizer]:
         """Return the optimizers whose steps are counted: those that train the averaged model."""
-        held = {id(parameter) for parameter in self.federated_model().parameters()}
+        held = set(map(id, sharded_parameters(self.federated_model()).values()))
         found = [
             optimizer
             for optimizer in self.named_optimizers().values()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.training.mixins.attributes import Attributes
 from xffl.training.mixins.base import TrainerMixin
@@ -81,7 +82,8 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
         :raises ConfigError: if its parameters are of no model, or of several.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = [model for model in self.named_models().values() if any(id(one) in held for one in model.parameters())]
+        models = self.named_models().values()
+        owners = [model for model in models if any(id(one) in held for one in sharded_parameters(model).values())]
         if len(owners) != 1:
             raise ConfigError(
                 f"an optimizer ({type(optimizer).__name__}) holds parameters of {len(owners)} models of the trainer; "

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.entries import reshard
 from xffl.checkpoint.steps import this_cell
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, XfflError
 from xffl.training.models.held import Held, held_tensors, local_part, places_held
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from xffl.aggregation.entries import reshard, tensors_of
+from xffl.aggregation.entries import tensors_of
 from xffl.checkpoint.steps import check_path, this_cell, together
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.parallel.materialize import is_meta
 from xffl.training.models.held import bare_model, is_adapter

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xffl.aggregation.entries import reshard
 from xffl.checkpoint.steps import together
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.training.models.base import agree_on_base
 from xffl.training.models.files import WeightFiles, has_weights

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.entries import reshard
 from xffl.checkpoint.folder import aside, delete, sync, sync_all
 from xffl.checkpoint.steps import check_path, this_cell, together
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.training.models.files import INDEX
 from xffl.training.models.held import Held, adapted_layers, bare_model, held_tensors, is_adapter
