@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import xffl
+from xffl.aggregation.clients import FedProx
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
@@ -535,3 +536,75 @@ def test_rounds_take_place_between_compiled_steps() -> None:
     for told in others:
         for (rounds, weight), (expected, other) in zip(told, plain, strict=True):
             assert rounds == expected == [1, 2, 3, 4] and torch.equal(weight, other)
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer whose step calls its parent's, twice where the first one fails."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise MemoryError("out of memory")
+        return super().step(closure)
+
+
+class Noted(FedProx):
+    """A client that counts how often gradients are changed."""
+
+    count = 0
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.count += 1
+        super().before_step(optimizer)
+
+
+def subclassed(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    """However a step is called, it is one, also once torch has wrapped the parent's step, too; and one is not lost."""
+    state = make_state(rank, sizes, None)
+    for kind in (torch.optim.SGD, Mine):
+        for way in ("plain", "closure", "compiled", "scheduled", "scaled", "fails", "within"):
+            model = xffl.shard(net(), state)
+            optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
+            step = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "scaled")
+            client = Noted(mu=0.5) if way in ("plain", "compiled", "fails") else None
+            rounds: list[int] = []
+
+            def note(report: xffl.RoundReport) -> None:
+                rounds.append(report.round)
+                if way == "within" and len(rounds) == 1:  # a step of its own, made by a callback inside a step
+                    train_step(model, optimizer, 9, rank)
+
+            with xffl.FederatedScaling(model, optimizer, state, every=2, client=client, on_round=note) as scaling:
+                if way == "scheduled":
+                    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+                    step = optimizer.step
+                for number in range(3 if way == "within" else 4):
+                    inputs, targets = batch(number, rank)
+                    loss = nn.functional.mse_loss(model(inputs), targets)
+                    scaler.scale(loss).backward()
+                    if way == "fails" and number == 1:
+                        Mine.fails = True
+                        try:
+                            step()
+                        except MemoryError:
+                            pass  # the batch is given up
+                    elif way == "scaled":
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        step(lambda loss=loss: loss) if way == "closure" else step()
+                    optimizer.zero_grad()
+                given_up = int(way == "fails" and kind is Mine)
+                assert scaling.local_steps == 4 - given_up, (kind, way, scaling.local_steps)
+                assert rounds == ([1] if given_up else [1, 2]), (kind, way, rounds)
+            if client is not None:
+                assert client.count == 4, (kind, way, client.count)
+            Mine.fails = False
+            assert len(rounds) == 2
+
+
+def test_a_step_that_calls_its_parent_s_is_one_step() -> None:
+    run_world(2, subclassed, (1, 1))

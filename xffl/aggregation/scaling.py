@@ -21,6 +21,7 @@ from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
+from xffl.aggregation.optimizer_steps import check_apart, enclosing_calls
 from xffl.aggregation.pace import Pace
 from xffl.aggregation.recipe import Recipe, check_stepped, read_recipe
 from xffl.aggregation.report import RoundReport
@@ -296,7 +297,11 @@ class FederatedScaling:
         return self._recipe.local_steps(rounds, self._cell, self._report)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        outer = enclosing_calls()
+        if any(one is optimizer for one in outer):
+            return  # super().step(): a part of the step that has begun
         self.aggregator.check()
+        check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
         self.start_owed()
         self._effort.before_step(optimizer)
         if self._recipe.client is not None:
@@ -304,6 +309,8 @@ class FederatedScaling:
             self._recipe.client.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(one is optimizer for one in enclosing_calls()):
+            return
         factors = self._effort.after_step(optimizer)
         if self._recipe.client is not None:
             self._recipe.client.after_step(optimizer, factors)

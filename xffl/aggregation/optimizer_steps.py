@@ -1,0 +1,45 @@
+"""Steps of optimizers: which calls belong to one step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from xffl.errors import ConfigError
+
+__all__ = ["check_apart", "enclosing_calls"]
+
+
+def enclosing_calls() -> list[Optimizer]:
+    """Return the optimizers in whose ``step`` the call lies that a step hook was called for; innermost first.
+
+    To be called by the hook itself. torch runs hooks in the ``step`` of a class and in that of its parent, so
+    ``super().step()`` runs them once more. The stack is asked, since a count of what began and ended would be wrong
+    after a step that raised: it has no hook at its end.
+    """
+    hook = sys._getframe(1)
+    calls: list[Optimizer] = []
+    frame = hook.f_back
+    # Whatever another hook of the same file has called (a callback that trains, say) is no part of its step.
+    while frame is not None and frame.f_code.co_filename != hook.f_code.co_filename:
+        if frame.f_code.co_filename == torch_optimizer.__file__:  # torch's wrapper(*args, **kwargs) around a step
+            args = frame.f_locals.get("args")
+            if isinstance(args, tuple) and args and isinstance(args[0], Optimizer):
+                calls.append(args[0])
+        frame = frame.f_back
+    return calls[1:]
+
+
+def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
+    """Raise where an optimizer steps inside another one's step and both hold the same parameters: it is one step."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for other in outer:
+        if any(id(parameter) in mine for group in other.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} steps inside the step of {type(other).__name__}, and both are "
+                "given for the same parameters, so their step would count twice; give "
+                f"{type(other).__name__} only"
+            )
