@@ -46,7 +46,7 @@ def test_a_rank_that_dies_in_mid_round_ends_the_job_with_its_own_story(
     tmp_path: Path, how: str, exit_code: int, told: str
 ) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    command = [*EXEC, "--processes", "4", "--federated", "2,2", str(tmp_path / "train.py"), how]
+    command = [*EXEC, "--processes", "3", "--federated", "2,1", str(tmp_path / "train.py"), how]
     start = time.monotonic()
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert time.monotonic() - start < 150  # the collectives' timeout is 60 s, and a dead peer is noticed at once
@@ -79,14 +79,13 @@ state.set_federated_scaling(federated_group_size=(1, 1))
 aggregator = xffl.Aggregator(torch.nn.Linear(3000, 3000), state, overlap=True)
 aggregator.aggregate()
 pending = aggregator.aggregate_async()
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[1 + rank]))
 """
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_loop_of_ones_own_may_end_with_a_round_under_way(tmp_path: Path, code: int) -> None:
+def test_a_loop_of_ones_own_may_end_with_a_round_under_way(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_LOOP)
-    command = [*EXEC, "--processes", "2", "--federated", "1,1", str(tmp_path / "train.py"), str(code)]
+    command = [*EXEC, "--processes", "2", "--federated", "1,1", str(tmp_path / "train.py"), "0", "3"]
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert job.returncode == code, job.stderr
+    assert job.returncode == 3, job.stderr
     assert "terminate called" not in job.stderr

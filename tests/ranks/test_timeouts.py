@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +12,11 @@ import torch.distributed as dist
 
 import xffl
 from tests.ports import free_port
+from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.cluster.network import Timeouts, list_interfaces
 from xffl.distributed.distributed_state import DistributedState
 
-ROOT = Path(__file__).resolve().parents[2]
 LEVELS = Timeouts(connect_s=0.5, home_s=1.0, across_s=3.0, session_s=100.0)
 
 
@@ -75,36 +71,28 @@ def test_replicas_wait_for_an_exchange_that_is_slower_than_home() -> None:
     assert run_world(4, crosses_slowly, timeout_s=60.0) == [True] * 4
 
 
-SESSION = """\
-import json, sys, torch.distributed as dist, xffl
-from xffl.cluster.network import Timeouts
-levels = Timeouts(connect_s=5, home_s=20, across_s=25, session_s=float(sys.argv[1]))
-with xffl.session(backend="gloo", device="cpu", timeouts=levels) as state:
-    store = dist.group.WORLD.get_group_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    print(json.dumps([store.host, state._timeouts.across_s]))
-"""
+def opens(
+    rank: int, world_size: int, port: int, address: str, session_s: tuple[float, float], variables: dict[str, str]
+) -> Any:
+    """Open a session as a rank that a launcher has started; return where the store is, or what was told."""
+    be_rank(rank, world_size, port)
+    os.environ.update(variables, MASTER_ADDR=address)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # which worlds of tests set
+    levels = Timeouts(connect_s=5.0, home_s=20.0, across_s=25.0, session_s=session_s[rank])
+    try:
+        with xffl.session(backend="gloo", device="cpu", timeouts=levels) as state:
+            assert dist.group.WORLD is not None and state._timeouts is not None
+            store = dist.group.WORLD.get_group_store()
+            while hasattr(store, "underlying_store"):
+                store = store.underlying_store
+            return store.host, state._timeouts.across_s
+    except xffl.XfflError as error:
+        return str(error)
 
 
-def run_session(address: str, *levels: str, **variables: str) -> list[subprocess.CompletedProcess[str]]:
+def open_session(address: str, *session_s: float, **variables: str) -> list[Any]:
     """Open a session in two processes that meet at an address of this host."""
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    place |= {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SESSION, levels[rank]],
-            env={**os.environ, **place, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    return [
-        subprocess.CompletedProcess([], rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)
-    ]
+    return run_world(2, opens, free_port(), address, session_s, variables, init=False)
 
 
 @pytest.fixture
@@ -118,13 +106,11 @@ def outside() -> str:
 
 def test_the_store_is_on_the_control_interface(outside: str) -> None:
     for variables, expected in (({}, outside), ({"XFFL_CONTROL_IFNAME": "lo"}, "127.0.0.1")):
-        ranks = run_session(outside, "30", "30", **variables)
-        assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
-        assert [json.loads(rank.stdout) for rank in ranks] == [[expected, 25.0]] * 2
+        assert open_session(outside, 30.0, 30.0, **variables) == [(expected, 25.0)] * 2
 
 
 def test_other_levels_and_a_wrong_interface_are_told_on_all_ranks() -> None:
-    ranks = run_session("127.0.0.1", "30", "40")
-    assert all("ranks were given different set-ups" in rank.stderr for rank in ranks)
-    ranks = run_session("127.0.0.1", "30", "30", XFFL_CONTROL_IFNAME="none9")
-    assert all("set XFFL_CONTROL_IFNAME to one of" in rank.stderr for rank in ranks)
+    told = open_session("127.0.0.1", 30.0, 40.0)
+    assert all("ranks were given different set-ups" in one for one in told)
+    told = open_session("127.0.0.1", 30.0, 30.0, XFFL_CONTROL_IFNAME="none9")
+    assert all("set XFFL_CONTROL_IFNAME to one of" in one for one in told)
