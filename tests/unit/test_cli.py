@@ -369,6 +369,47 @@ def test_a_full_disk_is_told_in_one_line() -> None:
             assert (ran.returncode, ran.stderr) == (1, b"xffl: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)], ids=str)
+def test_a_closed_stream_changes_nothing_else(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """``xffl plan >&-``: exit codes stay, and neither a file of the process nor one of a rank gets the number."""
+    (tmp_path / "rank.py").write_text(_OPENED + "raise SystemExit(int(sys.argv[1]))\n")
+    code = (
+        "from xffl.cli.main import main; start = ['exec', '--processes', '2', 'rank.py']\n"
+        "runs = [['plan', '--federated', '2,2'], ['plan', '--federated', '2,x'], ['list', 'algorithms'], ['env']]\n"
+        "runs += [['init', 'demo'], ['logs', 'demo'], [*start, '7'], [*start, '0'], ['env', '-h'], ['env', '-x']]\n"
+        "def coded(words):\n    try: return int(main(words))\n    except SystemExit as left: return left.code\n"
+        "codes = [coded(words) for words in runs]\n" + _OPENED.replace("RANK", "NAME") + "file.write(repr(codes))\n"
+    )
+    streams = [None if number in closed else subprocess.PIPE for number in range(3)]
+    ran = subprocess.run(
+        ["sh", "-c", f'exec "$@" {" ".join(f"{number}>&-" for number in closed)}', "sh", sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"NAME": "parent"},
+        stdin=subprocess.DEVNULL,
+        stdout=streams[1],
+        stderr=streams[2],
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    opened = ["file True True True", "file True True True", "file True True True[0, 2, 0, 0, 0, 2, 7, 0, 0, 2]"]
+    assert [(tmp_path / f"{name}.txt").read_text() for name in ("0", "1", "parent")] == opened
+    for number, told in ((1, ran.stdout), (2, ran.stderr)):
+        assert told is None or (b"cell 1" if number == 1 else b"give sizes like 4,4") in told
+    assert ran.stdout is None or b"ConfigError" not in ran.stdout, "what is for standard error goes nowhere else"
+
+
+_OPENED = (
+    "import os, subprocess, sys\n"
+    "file = open(os.environ['RANK'] + '.txt', 'w')\n"
+    "print('to standard output'); print('to standard error', file=sys.stderr); sys.stdin.read()\n"
+    "subprocess.run([sys.executable, '-S', '-c', 'import os; os.write(1, b\"1\")'], check=True)\n"
+    "streams = [stream.fileno() == number for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr))]\n"
+    "file.write('file ' + ' '.join(map(str, streams)))\n"
+)
+"""A script that opens a file, prints, lets a process print, and writes whether its streams have their own numbers."""
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     :return: Exit code, see :class:`~xffl.cluster.exit_codes.ExitCode`; ``exec`` passes on the code of the rank that
         failed first.
     """
+    _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if not words or words[0] not in COMMANDS:
@@ -87,6 +88,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"xffl: {error}", file=sys.stderr)
         _silence(sys.stdout)
         return ExitCode.FAILED
+
+
+def _open_standard_streams() -> None:
+    """Open what is closed of this process's standard input, output and error on the null device (``xffl plan >&-``).
+
+    Python gives such a stream as ``None``, and the next file or socket that anyone opens would get its number: what
+    ranks print would end in it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+            place: int | str = os.devnull  # whoever has opened the number since Python's start keeps it
+        except OSError:
+            place = number
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            os.set_inheritable(number, True)  # for ranks; dup2 does nothing where the two numbers are the same
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            # On the number itself: a rank's log file takes its place.
+            stream = open(place, mode, 1, "utf-8", "backslashreplace", closefd=place != number)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def _silence(*streams: TextIO) -> None:
