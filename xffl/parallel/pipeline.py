@@ -187,6 +187,7 @@ class PipelineModel(nn.Module):
     ) -> Any:
         """Run the schedule of a mode, made anew where the mode or the sizes are others than at the call before."""
         self._check_batch(mode, inputs, target, named)
+        inputs = tuple(tensor.contiguous() for tensor in inputs)  # text[:, :-1] has gaps; torch 2.11 refuses them
         parts = [tensor[: len(tensor) // self.micro_batches] for tensor in inputs]
         slices = {
             key: value[: len(value) // self.micro_batches] if isinstance(value, torch.Tensor) else value
@@ -210,8 +211,10 @@ class PipelineModel(nn.Module):
         call = schedule.step if mode in SCHEDULES else schedule.eval
         try:
             result = call(*(inputs if stage.is_first else ()), target=target, return_outputs=mode == "forward", **named)
-        except BaseException:
+        except BaseException as wrong:
             self._made = None
+            if isinstance(wrong.__cause__, ConfigError):  # torch hides what a forward pass raises
+                raise wrong.__cause__ from None
             raise
         stage.clear_runtime_states()
         return result

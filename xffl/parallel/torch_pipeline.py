@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from xffl.errors import ConfigError
+
 __all__ = ["Schedule", "Stage", "make_schedule"]
 
 Schedule = ScheduleGPipe | Schedule1F1B
@@ -54,14 +56,24 @@ class Stage(PipelineStage):
         self.shared: dict[str, Any] = {}
         self.sync = True
         self._pick = pick
+        self._sent = _sizes(flows[number + 1])
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; what is sent on must be contiguous."""
+        """Run the module; what is sent on is contiguous and of the size that the next stage expects."""
         output = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
         output = self._pick(output)
         if self.is_last:
             return output
-        return tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
+        sent = tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
+        if _sizes(sent) != self._sent:  # gloo would take fewer bytes than it expects, and leave the rest as it was
+            raise ConfigError(
+                f"stage {self.stage_index} sends {_sizes(sent)}, but the next one expects {self._sent}; let boundary= "
+                "give the size and dtype of what goes between stages"
+            )
+        return sent
+
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Keep torch 2.11 from comparing the last stage's output, too, whose size ``boundary`` does not tell."""
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -73,6 +85,10 @@ class Stage(PipelineStage):
         """Make FSDP2 reduce, after the last micro-batch."""
         if self.sync:
             super().perform_reduce_grad(grad_scale_factor)
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
+    return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
 def make_schedule(stage: Stage, mode: str, micro_batches: int, loss: Callable[..., torch.Tensor] | None) -> Schedule:
