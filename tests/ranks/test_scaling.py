@@ -515,7 +515,8 @@ def compiled(rank: int, world_size: int, what: str) -> tuple[list[int], torch.Te
     state = make_state(rank, (1, 1), None)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Without foreach, torch 2.11's compiler makes add_(alpha=) a product and a sum, which rounds twice.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
 
     def train(inputs: torch.Tensor) -> None:
         model(inputs).square().mean().backward()
