@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo noniid test lint format docs bench clean
+.PHONY: help install demo noniid test lint format docs matrix bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -55,6 +55,9 @@ format: $(INSTALLED) ## put the code into the house format
 docs: $(INSTALLED) ## build docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
+
+matrix: ## try each PyTorch and Python that is promised (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
+	$(PYTHON) tests/matrix.py $(ROWS)
 
 bench: $(INSTALLED) ## time rounds against raw collectives; writes runs/bench/
 	$(BIN)/xffl bench --processes 2 --federated 1,1 --out runs/bench
