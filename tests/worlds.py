@@ -7,23 +7,28 @@ so a world of four starts in a fraction of a second.
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
-__all__ = ["WorldError", "fake_world", "run_world"]
+from tests.ports import free_port
+
+__all__ = ["WorldError", "fake_world", "run_script", "run_world"]
 
 PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
@@ -92,6 +97,45 @@ def run_world(
                 process.join()
                 process.close()
                 end.close()
+
+
+def run_script(
+    world_size: int, words: list[str], folder: Path, timeout_s: float = 240.0, **environ: str
+) -> list[tuple[int, str]]:
+    """Run a script as ranks that a launcher has started, which need not import torch, each by itself, for seconds.
+
+    :param world_size: Number of processes, all on one node.
+    :param words: What follows ``python`` on a command line: a script or ``-m`` and a module, and arguments.
+    :param folder: Where the ranks are.
+    :param timeout_s: Deadline of all ranks.
+    :param environ: Further variables, such as ``XFFL_FEDERATED``.
+    :return: Exit code and standard output, by rank.
+    """
+    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    return run_world(world_size, _be_script, words, str(folder), {**place, **environ}, init=False, timeout_s=timeout_s)
+
+
+def _be_script(
+    rank: int, world_size: int, words: list[str], folder: str, environ: dict[str, str]
+) -> tuple[int | str, str]:
+    """Be a rank that runs a script."""
+    os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(folder)
+    out, code = io.StringIO(), None
+    with redirect_stdout(out):
+        try:
+            if words[0] == "-m":
+                sys.path.insert(0, folder)
+                sys.argv = words[1:]
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(words[0]).absolute().parent))
+                sys.argv = words
+                runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    return code or 0, out.getvalue()
 
 
 @cache

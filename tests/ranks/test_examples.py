@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.worlds import run_script
 from xffl.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FEW = ["--training.max_steps=4", "--federation.every=2", "--training.validate_every_rounds=null"]
 SHORT = {
     "02_cnn": ["--training.epochs=1", "--training.max_steps=12", "--federation.every=5"],
-    "03_language_model": ["--training.max_steps=4", "--federation.every=2", "--training.validate_every_rounds=null"],
-    "04_llama": ["--training.max_steps=4", "--federation.every=2", "--training.validate_every_rounds=null"],
+    "03_language_model": FEW,
+    "04_llama": FEW,
 }
-
-
-def run(example: str, *words: str) -> str:
-    command = [sys.executable, "-m", "xffl", "exec", "config.yaml", *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    ended = subprocess.run(command, cwd=EXAMPLES / example, env=environ, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return ended.stdout
 
 
 @pytest.mark.parametrize("example", SHORT)
 def test_an_example_runs(example: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    told = run(example, *SHORT[example], f"--experiment.output_dir={folder}")
-    assert "finished" in told
+    words = ["-m", "xffl", "exec", "config.yaml", *SHORT[example], f"--experiment.output_dir={folder}"]
+    processes = yaml.safe_load((EXAMPLES / example / "config.yaml").read_text())["launch"]["processes"]
+    ran = run_script(processes, words, EXAMPLES / example)
+    assert [code for code, _ in ran] == [0] * processes and "finished" in ran[0][1]
     if example == "02_cnn":
         counts = json.loads((folder / "partition.json").read_text())["counts"]
         assert [len(row) for row in counts] == [10, 10]
