@@ -557,7 +557,8 @@ def factors(rank: int, world_size: int, folder: str) -> None:
 
     def kit_of(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = xffl.shard(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.bfloat16)), state)
+        layers = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.bfloat16))
+        model = xffl.shard(layers, state, wrap=[nn.Linear])
         factored = Rows([model[0].weight])
         adam = torch.optim.AdamW(model[1].parameters(), lr=torch.tensor(0.25 + seed), foreach=False, capturable=False)
         return model, factored, adam

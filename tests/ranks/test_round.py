@@ -40,6 +40,10 @@ class Wide(nn.Linear):
     """A layer that is sharded as a unit of its own."""
 
 
+class One(nn.Linear):
+    """Another one: a unit of FSDP trains in one data type."""
+
+
 class Zoo(nn.Module):
     """A tensor of every kind that a round treats in its own way."""
 
@@ -50,7 +54,7 @@ class Zoo(nn.Module):
         self.narrow = nn.Linear(13, 7, bias=False, dtype=kinds[1])
         self.tied = nn.Linear(13, 7, bias=False, dtype=kinds[1])
         self.tied.weight = self.narrow.weight
-        self.one = nn.Linear(1, 1, bias=False, dtype=kinds[2])  # fewer rows than ranks: empty shards
+        self.one = One(1, 1, bias=False, dtype=kinds[2])  # fewer rows than ranks: empty shards
         self.norm = nn.BatchNorm1d(7, dtype=kinds[2])
         self.frozen = nn.Linear(3, 3, dtype=kinds[0]).requires_grad_(False)
         self.register_buffer("clock", torch.zeros((), dtype=torch.int16))
@@ -172,7 +176,7 @@ def build(kind: str, dtype: str, state: DistributedState) -> nn.Module:
     torch.manual_seed(0)
     model = Zoo(dtype)
     if kind == "shard":
-        return xffl.shard(model, state, wrap=[Wide, nn.BatchNorm1d])
+        return xffl.shard(model, state, wrap=[Wide, One, nn.BatchNorm1d])
     if kind == "fully_shard":
         mesh = state.hsdp_mesh or state.fsdp_mesh
         for layer in (model.wide, model.norm):

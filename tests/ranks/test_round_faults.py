@@ -202,16 +202,33 @@ def shard_refusals(rank: int, world_size: int) -> None:
     turned[0].weight = nn.Parameter(torch.zeros(4, 4).t())
     tied[1].weight = nn.Parameter(tied[0].weight.data)
     holder = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]))
+    empty, mixed, complex_too, sparse = layers(), layers(), layers(), nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True))
+    empty.rest = nn.Parameter(torch.ones(4, 0))
+    mixed[1].to(torch.bfloat16)
+    complex_too.wave = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     for model, wrap, told in (
         (scalar, (), "'scale'"),
         (turned, (), "not contiguous"),
         (tied, (), "share memory"),
         (holder, (nn.ModuleList,), "ModuleList"),
+        (holder[0], (), "ModuleList"),
+        (empty, (), "'rest' has no elements"),
+        (mixed, (), "'0.weight' (torch.float32) and '1.weight' (torch.bfloat16)"),
+        (complex_too, (), "'wave' (torch.complex64)"),
+        (sparse, (), "'0.weight' gets sparse gradients"),
     ):
         check_alike(raised(lambda m=model, w=wrap: xffl.shard(m, state, wrap=w)), "ConfigError", told)  # type: ignore[misc]
     layer = nn.Linear(4, 4)
     shared = xffl.shard(nn.Sequential(layer, layer), state, wrap=[nn.Linear])
     assert shared(torch.ones(2, 4)).shape == (2, 4)
+    # What FSDP2 takes: without gradients it does not matter, and each unit has its own data type.
+    units, frozen = layers(), layers()
+    units[1].to(torch.float64)
+    frozen.rest = nn.Parameter(torch.ones(0, 4), requires_grad=False)
+    frozen.rounded = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+    frozen[0].lookup = nn.Embedding(5, 4, sparse=True).requires_grad_(False)
+    units, frozen = xffl.shard(units, state, wrap=[nn.Linear]), xffl.shard(frozen, state)
+    (frozen(torch.ones(2, 4)).sum() + units[1](units[0](torch.ones(2, 4)).double()).sum()).backward()
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def _agree_on_model(
         forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
         # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
         checked = options if world is None else replace(options, mp_policy=None)
-        check_model(model, forms, checked, is_meta=is_bare)
+        is_staged = world is not None and world.pp_enabled
+        check_model(model, forms, checked, is_meta=is_bare, is_staged=is_staged)
         text = _text(model, options)
     except XfflError as wrong:
         error = wrong
