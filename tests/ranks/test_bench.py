@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.test_round import make_state
-from tests.worlds import WorldError, run_world
+from tests.worlds import WorldError, run_script, run_world
 from xffl.aggregation.bench import CODECS, Effort, build_model, measure
+from xffl.cli import execute
 from xffl.cli.bench import _show
+from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 from xffl.report import bench_figure, bench_table, codec_ratio, round_traffic
@@ -116,27 +118,24 @@ def test_two_processes_give_a_table_and_files(pair: tuple[subprocess.CompletedPr
     assert {f"{row['kind']}: {row['name']}" for row in record["rows"]} <= drawn
 
 
-def test_four_processes_with_replicas_as_json() -> None:
-    ran = xffl("bench", "--processes", "4", "--federated", "2,2", "--hsdp", "1", *TINY, "--json")
-    assert ran.returncode == 0, ran.stderr
-    record = json.loads(ran.stdout)
+def test_four_ranks_of_a_launcher_with_replicas_as_json() -> None:
+    words = ["-m", "xffl", "bench", "--federated", "2,2", "--hsdp", "1", "--backend", "gloo", "--device", "cpu"]
+    (_, told), *others = run_script(4, [*words, *TINY, "--json"], ROOT)
+    assert others == [(0, "")] * 3
+    record = json.loads(told)
     assert record["hosts"][0]["ranks"] == "ranks 0-3" and record["hosts"][0]["cores"] == os.cpu_count()
     check(record, ["federation", "replica", "federated"], [*ROUNDS, "rails"])
 
 
-def test_under_xffl_exec() -> None:
-    script = str(ROOT / "xffl" / "__main__.py")
-    ran = xffl("exec", "--processes", "4", "--federated", "2,2", script, "bench", *TINY, "--json")
-    assert ran.returncode == 0, ran.stderr
-    record = json.loads(ran.stdout)  # one rank prints
-    assert record["layout"]["federated_sizes"] == [2, 2]
-    check(record, ["federation", "federated"], ROUNDS)
-
-
-def test_what_ranks_refuse_is_told_once() -> None:
-    ran = xffl("bench", "--processes", "2", "--backend", "nccl", "--device", "cpu", *TINY)
-    assert ran.returncode == 2 and ran.stdout == ""
-    assert "nccl" in ran.stderr and ran.stderr.count("\n") == 1
+def test_what_is_started_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Any, list[str]]] = []
+    monkeypatch.setattr(execute, "run", lambda options, script: started.append((options, script)) or 0)
+    words = "--processes 4 --federated 2,2 --hsdp 1 --backend gloo --device cpu --json"
+    assert main(["bench", *words.split(), *TINY]) == 0
+    [(options, (script, *passed))] = started
+    assert (options.processes, options.federated, options.hsdp) == (4, "2,2", 1) and Path(script).is_file()
+    given = {"--megabytes=0.5", "--repeats=2", "--warmup=1", "--backend=gloo", "--device=cpu", "--json"}
+    assert given <= set(passed), passed
 
 
 # In worlds of other shapes --------------------------------------------------------------------------------------------
@@ -272,16 +271,21 @@ def test_the_models_of_the_round_benchmark() -> None:
 @pytest.mark.parametrize(
     ("layout", "words", "raw_bytes"),
     [
-        ("--processes 2 --federated 1,1", "--parameters 2e5 --codec int8", 800_000),
-        ("--processes 4 --federated 2,2 --hsdp 1", "--tensors 8 --elements 512 --form two_hop --rails", 16_384),
-        ("--processes 4 --federated 2,2", "--tensors 8 --elements 512 --plain", 16_384),
+        ({"XFFL_FEDERATED": "1,1"}, "--parameters 2e5 --codec int8", 800_000),
+        (
+            {"XFFL_FEDERATED": "2,2", "XFFL_HSDP": "1"},
+            "--tensors 8 --elements 512 --form two_hop --rails",
+            16_384,
+        ),
+        ({"XFFL_FEDERATED": "2,2"}, "--tensors 8 --elements 512 --plain", 16_384),
     ],
 )
-def test_the_round_benchmark_runs(layout: str, words: str, raw_bytes: int, tmp_path: Path) -> None:
+def test_the_round_benchmark_runs(layout: dict[str, str], words: str, raw_bytes: int, tmp_path: Path) -> None:
     out = tmp_path / "new" / "round.json"
     script = str(ROOT / "benchmarks" / "round.py")
-    ran = xffl("exec", *layout.split(), script, *words.split(), "--repeats", "2", "--out", str(out))
-    assert ran.returncode == 0, ran.stderr
+    ranks = sum(map(int, layout["XFFL_FEDERATED"].split(",")))
+    ran = run_script(ranks, [script, *words.split(), "--repeats", "2", "--out", str(out)], tmp_path, **layout)
+    assert [code for code, _ in ran] == [0] * ranks
     record = json.loads(out.read_text())
     assert record["raw_bytes"] == raw_bytes  # what one rank sends in a round
     # Between two cells, shards are also swapped without all else.
@@ -289,7 +293,7 @@ def test_the_round_benchmark_runs(layout: str, words: str, raw_bytes: int, tmp_p
     names = ["raw all-reduce", "by parameter", *alone, "round, atomic", "round, in-place"]
     assert list(record["ratios"]) == names and record["ratios"]["raw all-reduce"] == 1
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["seconds"].values())
-    assert [line[:16].strip() for line in ran.stdout.splitlines()] == names
+    assert [line[:16].strip() for line in ran[0][1].splitlines()] == names
 
 
 def alone(rank: int, world_size: int) -> None:
