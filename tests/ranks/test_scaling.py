@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import xffl
-from xffl.aggregation.clients import FedProx
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from xffl.parallel import FSDPStrategy
 from xffl.training.callbacks.spread import trained_parameters
+from xffl.aggregation.clients import FedProx
+from xffl.distributed.distributed_state import DistributedState
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -540,72 +542,134 @@ def test_rounds_take_place_between_compiled_steps() -> None:
 
 
 class Mine(torch.optim.SGD):
-    """An optimizer whose step calls its parent's, twice where the first one fails."""
+    """An optimizer whose step calls its parent's, and runs out of memory where it is told to."""
 
     fails = False
 
     def step(self, closure: Any = None) -> Any:
         if self.fails:
             self.fails = False
-            raise MemoryError("out of memory")
+            raise MemoryError
         return super().step(closure)
 
 
 class Noted(FedProx):
     """A client that counts how often gradients are changed."""
 
-    count = 0
+    changes = 0
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.count += 1
+        self.changes += 1
         super().before_step(optimizer)
 
 
-def subclassed(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
-    """However a step is called, it is one, also once torch has wrapped the parent's step, too; and one is not lost."""
-    state = make_state(rank, sizes, None)
+def called(state: DistributedState, rank: int, kind: type[torch.optim.SGD], way: str) -> tuple[int, ...]:
+    """Make four steps in one way of many, one of them in a callback; return what was counted."""
+    model = xffl.shard(net(), state)
+    optimizer = kind(model.parameters(), lr=0.1)
+    client = None if way in ("closure", "within") else Noted(mu=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    rounds: list[int] = []
+
+    def note(report: xffl.RoundReport) -> None:
+        rounds.append(report.round)
+        if way == "within" and len(rounds) == 1:
+            train_step(model, optimizer, 9, rank)
+
+    with xffl.FederatedScaling(model, optimizer, state, every=2, client=client, on_round=note) as scaling:
+        if way == "scheduled":
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+        for number in range(3 if way == "within" else 4):
+            inputs, targets = batch(number, rank)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            (scaler.scale(loss) if way == "scaled" else loss).backward()
+            if way == "closure":
+                step(loss.detach)
+            elif way == "scaled":
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.fails = way == "fails" and number == 1  # type: ignore[attr-defined]
+                with contextlib.suppress(MemoryError):  # the batch is given up
+                    step()
+            optimizer.zero_grad()
+        counted = (scaling.local_steps, len(rounds), 0 if client is None else client.changes)
+    return (*counted, len(rounds))
+
+
+def subclassed(rank: int, world_size: int) -> None:
+    state = make_state(rank, (1, 1), None)
     for kind in (torch.optim.SGD, Mine):
-        for way in ("plain", "closure", "compiled", "scheduled", "scaled", "fails", "within"):
-            model = xffl.shard(net(), state)
-            optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
-            step = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "scaled")
-            client = Noted(mu=0.5) if way in ("plain", "compiled", "fails") else None
-            rounds: list[int] = []
-
-            def note(report: xffl.RoundReport) -> None:
-                rounds.append(report.round)
-                if way == "within" and len(rounds) == 1:  # a step of its own, made by a callback inside a step
-                    train_step(model, optimizer, 9, rank)
-
-            with xffl.FederatedScaling(model, optimizer, state, every=2, client=client, on_round=note) as scaling:
-                if way == "scheduled":
-                    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-                    step = optimizer.step
-                for number in range(3 if way == "within" else 4):
-                    inputs, targets = batch(number, rank)
-                    loss = nn.functional.mse_loss(model(inputs), targets)
-                    scaler.scale(loss).backward()
-                    if way == "fails" and number == 1:
-                        Mine.fails = True
-                        try:
-                            step()
-                        except MemoryError:
-                            pass  # the batch is given up
-                    elif way == "scaled":
-                        scaler.step(optimizer)
-                        scaler.update()
-                    else:
-                        step(lambda loss=loss: loss) if way == "closure" else step()
-                    optimizer.zero_grad()
-                given_up = int(way == "fails" and kind is Mine)
-                assert scaling.local_steps == 4 - given_up, (kind, way, scaling.local_steps)
-                assert rounds == ([1] if given_up else [1, 2]), (kind, way, rounds)
-            if client is not None:
-                assert client.count == 4, (kind, way, client.count)
-            Mine.fails = False
-            assert len(rounds) == 2
+        for way in ("plain", "closure", "compiled", "scheduled", "scaled", "within", "fails"):
+            expected = (4, 2, 0 if way in ("closure", "within") else 4, 2)
+            if kind is Mine and way == "fails":
+                expected = (3, 1, 4, 2)
+            assert called(state, rank, kind, way) == expected, (kind, way)
 
 
 def test_a_step_that_calls_its_parent_s_is_one_step() -> None:
-    run_world(2, subclassed, (1, 1))
+    run_world(2, subclassed)
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model.zero_grad()
+    inputs, targets = batch(step, rank)
+    nn.functional.mse_loss(model(inputs), targets).backward()
+
+
+def several(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    """Whichever optimizer steps after the last of the list: all that was stepped is in a round, with a weight."""
+    state = make_state(rank, sizes, None)
+    cell = state.topology.cell_of(rank)
+    for order, every, batches, options in (
+        ("ba", 2, (4, 4), {}),
+        ("ba", 1, (2, 5), {}),  # cell 0 answers rounds, with nothing to give after the first
+        ("abaa", 2, (2, 3), {"aggregator": {"combine": "fednova"}}),
+        ("a", 2, (3, 3), {}),
+        ("a", 2, (3, 3), {"delay": 1}),
+        ("ba", 2, (3, 3), {"delay": 1}),
+        ("ba", 1, (3, 3), {"aggregator": {"fragments": 2}}),
+    ):
+        model = xffl.shard(net(), state)
+        optimizers = {"a": torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)}
+        optimizers["b"] = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        fresh = 0
+        reports: list[xffl.RoundReport] = []
+
+        def count() -> float:
+            nonlocal fresh
+            seen, fresh = fresh, 0
+            return float(seen)
+
+        scaling = xffl.FederatedScaling(
+            model, list(optimizers.values()), state, every=every, weight=count, on_round=reports.append, **options
+        )
+        with scaling:
+            for step in range(batches[cell]):
+                fresh += 4 + 4 * cell
+                backward(model, step, rank)
+                for name in order:
+                    optimizers[name].step()
+            assert scaling.local_steps == batches[cell] * order.count("b")
+            here = weights(model)
+        told: list[Any] = [None] * world_size
+        dist.all_gather_object(told, (here, weights(model)))
+        case = (order, every, batches, options)
+        for _, there in told:
+            for one, other in zip(weights(model), there, strict=True):
+                assert torch.equal(one, other), case
+        if batches[0] == batches[1] and not options:  # the last round took in what each cell had then
+            first, last = told[0][0], told[-1][0]
+            for one, x, y in zip(weights(model), first, last, strict=True):
+                torch.testing.assert_close(one, (x + 2 * y) / 3, msg=str(case))
+        assert all(weight > 0 for weight in reports[0].weights), case
+        if batches == (2, 5):
+            assert [report.weights[0] > 0 for report in reports] == [True, True, True, False, False, False], case
+            assert all(report.weights[1] > 0 for report in reports), case
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
+def test_what_steps_after_the_last_optimizer_is_in_a_round(sizes: tuple[int, ...]) -> None:
+    run_world(sum(sizes), several, sizes)

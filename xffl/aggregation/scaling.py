@@ -303,6 +303,7 @@ class FederatedScaling:
         self.aggregator.check()
         check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
         self.start_owed()
+        self._ledger.note_change()  # even by a step that raises on its way
         self._effort.before_step(optimizer)
         if self._recipe.client is not None:
             check_step(optimizer, args, kwargs)
@@ -315,12 +316,12 @@ class FederatedScaling:
         if self._recipe.client is not None:
             self._recipe.client.after_step(optimizer, factors)
         if optimizer is self._optimizers[-1]:
-            self._after_local_step()
+            self._after_local_step(self._effort.of_step())
 
-    def _after_local_step(self) -> None:
+    def _after_local_step(self, effort: float) -> None:
         self._since += 1
         self.local_steps += 1
-        self._ledger.add_step(self._effort.of_step())
+        self._ledger.add_step(effort)
         self._pace.add_step()
         is_due = self._since >= self._target
         if is_due or (self._under_way is not None and self._since == self._recipe.delay):
@@ -351,7 +352,7 @@ class FederatedScaling:
         """Take the result of a round that was started some steps ago."""
         try:
             # Where no step was made meanwhile, nothing local is to stay.
-            report = pending.merge(keeps_steps=self._ledger.steps(claim.fragment) > 0)
+            report = pending.merge(keeps_steps=self._ledger.is_waiting(claim.fragment))
         except XfflError:
             self._ledger.put_back(claim)
             raise
@@ -362,6 +363,7 @@ class FederatedScaling:
 
     def _finish(self) -> XfflError | None:
         """Answer the others' rounds until all have finished; return what a rejected one of them raised."""
+        self._ledger.add_effort(self._effort.of_step())  # of optimizers that stepped after the last local step
         rejected: XfflError | None = None
         is_last = False
         while not is_last:
@@ -385,7 +387,7 @@ class FederatedScaling:
         client = self._recipe.client
         given = Contribution(
             self._weigh(),
-            is_absent=self._ledger.steps(fragment) == 0,
+            is_absent=not self._ledger.is_waiting(fragment),
             is_finished=is_finishing and (gives_up or not self._ledger.has_others(fragment)),
             steps=self._ledger.effort(fragment),
             seconds=self._pace.step_seconds,

@@ -31,7 +31,7 @@ class Effort:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
-        # Gradients that a group's momentum holds, for each optimizer.
+        # Gradients that a group's momentum holds, for each optimizer; and the factors since of_step was asked.
         self._held: list[list[float]] = [[] for _ in optimizers]
         self._factors: list[list[float]] = [[] for _ in optimizers]
 
@@ -50,32 +50,22 @@ class Effort:
         :return: Its factor for each parameter group.
         """
         index = self._index(optimizer)
-        held = self._held[index]
-        held += [0.0] * (len(optimizer.param_groups) - len(held))
-        if not isinstance(optimizer, SGD):
-            self._factors[index] = [1.0] * len(held)
-            return self._factors[index]
-        factors = []
-        for number, group in enumerate(optimizer.param_groups):
-            momentum = float(group["momentum"])
-            # Dampening does not count for the gradient that comes first.
-            taken = 1.0 - float(group["dampening"]) if held[number] else 1.0
-            held[number] = momentum * held[number] + taken if momentum else 0.0
-            ahead = 1.0 + momentum * held[number] if group["nesterov"] else held[number]
-            factors.append(ahead if momentum else 1.0)
-        self._factors[index] = factors
+        factors = self._factors_of(optimizer, self._held[index])
+        so_far = self._factors[index]
+        so_far += [0.0] * (len(factors) - len(so_far))
+        self._factors[index] = [waiting + factor for waiting, factor in zip(so_far, factors, strict=True)]
         return factors
 
     def of_step(self) -> float:
-        """Return the factor of a local step: the mean over all elements, 0 for those whose optimizer made no step."""
+        """Return what steps since the last call amount to: the mean over all elements, 0 for those not stepped."""
         parts: list[tuple[float, int]] = [
             (factor, sum(parameter.numel() for parameter in group["params"]))
             for optimizer, factors in zip(self._optimizers, self._factors, strict=True)
             for group, factor in zip(optimizer.param_groups, factors or repeat(0.0), strict=False)
         ]
         self._factors = [[] for _ in self._optimizers]
-        if len({factor for factor, _ in parts}) == 1:
-            return parts[0][0]
+        if len({factor for factor, _ in parts}) <= 1:
+            return parts[0][0] if parts else 0.0
         return sum(factor * numel for factor, numel in parts) / sum(numel for _, numel in parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +73,7 @@ class Effort:
 
         :return: Numbers.
         """
-        return {"held": [list(held) for held in self._held]}
+        return {"held": [list(held) for held in self._held], "factors": [list(factors) for factors in self._factors]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned.
@@ -97,6 +87,24 @@ class Effort:
                 "resume with the same optimizers"
             )
         self._held = [list(held) for held in state["held"]]
+        # Older checkpoints were saved between local steps.
+        self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._held])]
+
+    @staticmethod
+    def _factors_of(optimizer: Optimizer, held: list[float]) -> list[float]:
+        """Return the factor of a step for each parameter group, and note what the momentum holds after it."""
+        held += [0.0] * (len(optimizer.param_groups) - len(held))
+        if not isinstance(optimizer, SGD):
+            return [1.0] * len(held)
+        factors = []
+        for number, group in enumerate(optimizer.param_groups):
+            momentum = float(group["momentum"])
+            # Dampening does not count for the gradient that comes first.
+            taken = 1.0 - float(group["dampening"]) if held[number] else 1.0
+            held[number] = momentum * held[number] + taken if momentum else 0.0
+            ahead = 1.0 + momentum * held[number] if group["nesterov"] else held[number]
+            factors.append(ahead if momentum else 1.0)
+        return factors
 
     def _index(self, optimizer: Optimizer) -> int:
         return next(index for index, one in enumerate(self._optimizers) if one is optimizer)
