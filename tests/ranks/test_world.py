@@ -173,6 +173,12 @@ def norms(rank: int, world_size: int) -> list[tuple[str, float, float, float, fl
     narrow.data = narrow.bfloat16()
     narrow.grad = torch.tensor([1.0, 2.0**-5], dtype=torch.bfloat16)
     assert world.get_total_norm([narrow]).item() == pytest.approx(math.sqrt(2 + 2.0**-9), rel=1e-6)
+    # A sparse gradient may hold an element several times, of which the sum counts.
+    sparse = nn.Parameter(torch.zeros(4, 1))
+    sparse.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1, 2]]), torch.tensor([[1.0], [2.0], [4.0]]), (4, 1))
+    assert world.get_total_norm([sparse], math.inf).item() == 4.0
+    assert world.clip_grad_norm([sparse], 2.5).item() == pytest.approx(math.sqrt(2) * 5.0)  # on both stages
+    assert world.get_total_norm([sparse]).item() == pytest.approx(2.5, rel=1e-5)
     if rank == world_size - 1:
         assert parameters[3].grad is not None
         parameters[3].grad[0, 0] = torch.nan

@@ -13,7 +13,7 @@ from xffl.distributed.meshes import JOINED, Place
 from xffl.distributed.parameters import AXES
 from xffl.errors import ConfigError
 
-__all__ = ["total_norm"]
+__all__ = ["total_norm", "values_of"]
 
 HELD = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
 """Axes that the dimensions of a state's own meshes stand for."""
@@ -36,7 +36,7 @@ def total_norm(
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [_whole(gradient) for gradient in gradients]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in held]
+    local = [values_of(gradient) for gradient in held]
     if math.isinf(norm_type):
         largest = [part.abs().max().float().to(device) for part in local if part.numel()]
         found = torch.stack(largest).max() if largest else torch.zeros((), device=device)
@@ -50,6 +50,12 @@ def total_norm(
     total = total.double()
     dist.all_reduce(total, group=cell)
     return (total ** (1.0 / norm_type)).float()
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's numbers of a gradient; of a sparse one those that are not 0, each once."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from xffl.distributed.norms import values_of
 from xffl.errors import ConfigError, StateError
 
 __all__ = ["LossScale"]
@@ -67,7 +68,7 @@ class LossScale:
         worst = torch.zeros((), device=self._device)
         for gradient in local:
             gradient.div_(self.scale)
-            worst += gradient.isfinite().all().logical_not().to(worst)
+            worst += values_of(gradient).isfinite().all().logical_not().to(worst)
         if self._group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
         self._unscaled.update(map(id, found))

@@ -16,7 +16,7 @@ from xffl.distributed.agreement import agree
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.parallel.zero import find_masters
 
-__all__ = ["Client", "check_step", "local", "restore", "set_up"]
+__all__ = ["Client", "add_to_gradient", "check_step", "local", "restore", "set_up"]
 
 
 class Client(ABC):
@@ -137,6 +137,17 @@ def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, A
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a tensor, sharded or not, as they lie in memory; call it without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: float = 1.0) -> None:
+    """Add this rank's elements to a gradient; a sparse one stays so, and gets the rows in which the change is not 0."""
+    gradient = parameter.grad
+    assert gradient is not None, "called for what is about to be stepped"
+    if gradient.is_sparse:
+        rows = change.mul(factor).to(gradient.dtype).to_sparse(gradient.sparse_dim())
+        parameter.grad = gradient + rows
+    else:
+        local(gradient).add_(change, alpha=factor)
 
 
 def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.clients.base import Client, local, restore
+from xffl.aggregation.clients.base import Client, add_to_gradient, local, restore
 from xffl.errors import ConfigError
 
 __all__ = ["FedProx"]
@@ -20,8 +20,9 @@ class FedProx(Client):
     """Add ``mu / 2 * |w - w_global|^2`` to the loss of every cell, as ``mu * (w - w_global)`` to the gradients.
 
     Local: one more copy of this rank's shard, and a pass over it before each step. A parameter without a gradient is
-    left alone. Gradients are changed in the optimizer's ``step``, so after any clipping. With ``mu`` 0 the weights are
-    those of no client, to the last bit.
+    left alone; a sparse gradient stays sparse, and gets the rows that have moved since the round. Gradients are changed
+    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 the weights are those of no client, to the last
+    bit.
 
     Li et al., 2020, arXiv 1812.06127.
 
@@ -60,7 +61,7 @@ class FedProx(Client):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._anchors:
-                    local(parameter.grad).add_(local(parameter) - self._anchors[parameter], alpha=self.mu)
+                    add_to_gradient(parameter, local(parameter) - self._anchors[parameter], factor=self.mu)
 
     @torch.no_grad()
     def after_round(self, *, is_dropped: bool) -> None:

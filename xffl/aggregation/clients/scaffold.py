@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-from xffl.aggregation.clients.base import Client, local, restore
+from xffl.aggregation.clients.base import Client, add_to_gradient, local, restore
 from xffl.errors import ConfigError
 
 __all__ = ["Scaffold"]
@@ -27,7 +27,8 @@ class Scaffold(Client):
     With momentum a learning rate counts as often as the step goes along gradients
     (:mod:`xffl.aggregation.clients.effort`); gradients of earlier rounds that the momentum still holds blur the mean.
     Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round sends ``c``
-    again. A cell that a round leaves out for values that are not finite keeps its correction.
+    again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round leaves out
+    for values that are not finite keeps its correction.
 
     Local, but for as many bytes more in each round as the model has in fp32. Memory: four copies of this rank's shard,
     one of which only during a round; in fp32, or wider if the parameters are.
@@ -83,7 +84,7 @@ class Scaffold(Client):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._corrections:
-                    local(parameter.grad).add_(self._corrections[parameter])
+                    add_to_gradient(parameter, self._corrections[parameter])
 
     def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:
         """Add up the learning rates.
