@@ -673,3 +673,110 @@ def several(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
 def test_what_steps_after_the_last_optimizer_is_in_a_round(sizes: tuple[int, ...]) -> None:
     run_world(sum(sizes), several, sizes)
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except xffl.XfflError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def uncounted(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[str]:
+    """Train without a call of step(); or with one inside the backward pass."""
+    state = make_state(rank, sizes, None)
+    model = xffl.shard(net(), state)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def leave(change: Callable[[], object], given: Any = optimizer, **options: Any) -> str:
+        def run() -> None:
+            with xffl.FederatedScaling(model, given, state, every=1, **options) as scaling:
+                change()
+                if options:
+                    scaling.load_state_dict(scaling.state_dict())
+
+        return refused(run)
+
+    def shift(where: int | None = None) -> None:
+        if where in (None, rank):
+            parameter = named["2.weight"].data  # as optimizers of one's own do; it leaves tensors' versions alone
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).sub_(0.5)
+
+    def in_backward(order: int) -> None:  # with a model of its own: FSDP does not outlive an error there
+        model = xffl.shard(net(), state)
+        each = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+        for parameter, one in zip(model.parameters(), each, strict=True):
+            parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())
+        with xffl.FederatedScaling(model, each[::order], state, every=1):
+            backward(model, 0, rank)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(batch(0, rank)[0])  # FSDP's outermost unit stays gathered
+
+    def count_in_backward() -> None:
+        model = xffl.shard(net(), state)
+        with xffl.FederatedScaling(model, None, state, every=1) as scaling:
+            model[0].bias.register_post_accumulate_grad_hook(lambda _: scaling.step())
+            backward(model, 0, rank)
+
+    def count_twice() -> None:
+        with xffl.FederatedScaling(model, optimizer, state, every=1) as scaling:
+            scaling.step()
+
+    told = [
+        leave(evaluate),
+        leave(lambda: None, None),
+        leave(shift, aggregator={"policies": {"*.bias": "average"}}),  # the state that is loaded knows of the change
+        leave(shift),
+        leave(lambda: shift(world_size - 1)),
+        leave(shift, None),
+        refused(lambda: in_backward(1)),
+        refused(lambda: in_backward(-1)),
+        refused(count_in_backward),
+        refused(count_twice),
+        refused(lambda: xffl.FederatedScaling(model, None, state, every=1, client="fedprox")),
+        refused(lambda: xffl.FederatedScaling(model, optimizer if rank else None, state, every=1)),
+        refused(xffl.FederatedScaling(model, None, state, every=1).step),
+    ]
+    told.append(counted_by_hand(state, rank))
+    return told
+
+
+def counted_by_hand(state: DistributedState, rank: int) -> str:
+    """A loop that counts its steps itself, after hooks have stepped in the backward pass, is one that calls step()."""
+    found: list[Any] = []
+    for is_fused in (False, True):
+        model = xffl.shard(net(), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reports: list[xffl.RoundReport] = []
+        given = None if is_fused else optimizer
+        with xffl.FederatedScaling(model, given, state, every=2, on_round=reports.append) as scaling:
+            if is_fused:
+                for parameter in model.parameters():
+                    one = torch.optim.SGD([parameter], lr=0.1)
+                    parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())
+            for step in range(5 + state.topology.cell_of(rank)):
+                backward(model, step, rank)
+                scaling.step() if is_fused else optimizer.step()
+            assert scaling.local_steps == step + 1
+        found.append(([report.round for report in reports], digests(model)))
+    return "the same" if found[0] == found[1] else str(found)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
+def test_training_that_no_step_counts_is_told(sizes: tuple[int, ...]) -> None:
+    told = run_world(sum(sizes), uncounted, sizes)
+    assert all(texts == told[0] for texts in told)
+    still, idle, loaded, *uncounted_, forwards, backwards, by_hand, twice, client, apart, early, same = told[0]
+    assert still == idle == loaded == "nothing"
+    for text in uncounted_:
+        assert text.startswith("StateError: parameters have changed") and "scaling.step()" in text
+    assert f"rank {sum(sizes) - 1} of {sum(sizes)}" in uncounted_[1] and "With optimizer=None" in uncounted_[2]
+    for text in (forwards, backwards, by_hand):
+        assert text.startswith("ConfigError: ") and "inside a backward pass" in text and "scaling.step()" in text
+    assert "counts a local step already" in twice and "optimizer is None" in client
+    assert "by step()" in apart and "by optimizers" in apart and "enter it first" in early
+    assert same == "the same"

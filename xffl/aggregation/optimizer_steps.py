@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from xffl.errors import ConfigError
 
-__all__ = ["check_apart", "enclosing_calls"]
+__all__ = ["check_apart", "check_outside_backward", "enclosing_calls"]
 
 
 def enclosing_calls() -> list[Optimizer]:
@@ -43,3 +44,17 @@ def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
                 "given for the same parameters, so their step would count twice; give "
                 f"{type(other).__name__} only"
             )
+
+
+def check_outside_backward(what: str) -> None:
+    """Raise where a step is made while a backward pass goes on, in which a round would change what it still reads."""
+    if _in_backward():
+        raise ConfigError(
+            f"{what} inside a backward pass, where a round would change parameters that gradients are still computed "
+            "from; give optimizer=None, and call scaling.step() after backward()"
+        )
+
+
+def _in_backward() -> bool:
+    """Tell whether a backward pass is under way in this thread; torch has no public call for it."""
+    return torch._C._current_graph_task_id() != -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -35,6 +35,7 @@ class Recipe:
     :param options: Keywords of the aggregator that is to be made.
     :param delay: Local steps that go on while a round is under way.
     :param alpha: The part of a local value that stays when a delayed mean is merged.
+    :param optimizers: Whose steps are counted; none where the loop counts them.
     """
 
     schedule: Schedule
@@ -42,9 +43,11 @@ class Recipe:
     options: Mapping[str, Any]
     delay: int
     alpha: float | None
+    optimizers: tuple[Optimizer, ...] = ()
 
     def __str__(self) -> str:
-        return f"every={self.schedule}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
+        counted = "by optimizers" if self.optimizers else "by step()"
+        return f"every={self.schedule} {counted}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
 
     def local_steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
         """Return how many local steps a cell makes until the next round, as the schedule says.
@@ -66,7 +69,7 @@ class Recipe:
 
 def read_recipe(
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[Optimizer] | None,
     *,
     cells: int,
     every: object,
@@ -80,7 +83,7 @@ def read_recipe(
     """Read what was given, and put an algorithm's keywords where nothing was; local.
 
     :param model: The model that trains.
-    :param optimizers: What steps it.
+    :param optimizers: What steps it; ``None`` where the loop counts steps.
     :param cells: Number of cells.
     :param every: When rounds take place.
     :param weight: What counts samples.
@@ -92,13 +95,15 @@ def read_recipe(
     :return: What is to be done.
     :raises ConfigError: if something cannot be meant.
     """
-    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
-        raise ConfigError(f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one")
-    check_stepped(model, optimizers)
+    followed = () if optimizers is None else _read_optimizers(model, optimizers)
     if isinstance(aggregator, Aggregator):
         _check_made(aggregator, model, algorithm, client)
     recipe = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
+    if recipe.client is not None and not followed:
+        raise ConfigError(
+            f"client {recipe.client} changes gradients in the optimizer's step, but optimizer is None; give the "
+            "optimizer, or leave the client out"
+        )
     recipe.schedule.check(cells)
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
@@ -108,7 +113,7 @@ def read_recipe(
             "privacy counts all cells alike, since weights tell about the data; leave weight out (federation.weight: "
             "equal in a trainer's configuration)"
         )
-    return recipe
+    return replace(recipe, optimizers=tuple(followed))
 
 
 def check_plan(
@@ -195,6 +200,18 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
     known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
     for name in options:
         check_name("aggregator option", name, known)
+
+
+def _read_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose steps are followed."""
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        raise ConfigError(
+            f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one, or None and call "
+            "scaling.step() after each local step"
+        )
+    check_stepped(model, optimizers)
+    return list(optimizers)
 
 
 def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

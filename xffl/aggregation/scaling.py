@@ -21,11 +21,12 @@ from xffl.aggregation.clients.effort import Effort
 from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
-from xffl.aggregation.optimizer_steps import check_apart, enclosing_calls
+from xffl.aggregation.optimizer_steps import check_apart, check_outside_backward, enclosing_calls
 from xffl.aggregation.pace import Pace
 from xffl.aggregation.recipe import Recipe, check_stepped, read_recipe
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import Schedule
+from xffl.aggregation.starting import digest_of
 from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
@@ -56,7 +57,9 @@ class FederatedScaling:
                optimizer.zero_grad()
 
     :param model: The model that trains.
-    :param optimizer: Its optimizer, or several; a call of the last one's ``step`` is a local step.
+    :param optimizer: Its optimizer, or several; a call of the last one's ``step`` is a local step. What the others have
+        stepped since is taken in by the next round, at the latest by the one on leaving. ``None`` where the loop calls
+        no ``step``, or only in a backward pass: then :meth:`step` counts.
     :param state: The state that describes the federation.
     :param every: Local steps between two rounds, at least 1, or a schedule (:mod:`xffl.aggregation.schedules`): an
         object, its name with options (``"balanced:every=100"``), or a mapping. Cells may make different numbers of
@@ -85,7 +88,7 @@ class FederatedScaling:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         state: DistributedState,
         *,
         every: int | str | Mapping[str, Any] | Schedule | None = None,
@@ -97,7 +100,7 @@ class FederatedScaling:
         client: str | Mapping[str, Any] | Client | None = None,
         algorithm: str | Mapping[str, Any] | None = None,
     ) -> None:
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = None if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         error: XfflError | None = None
         text = ""
         try:
@@ -123,13 +126,14 @@ class FederatedScaling:
         if state.topology.cells == 1 and state.rank == 0 and not state.is_federated_scaling_setup():
             print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
         self._recipe: Recipe = recipe
-        self._optimizers, self._weight = optimizers, weight
+        self._optimizers, self._weight = recipe.optimizers, weight
         self._on_round = on_round
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
         self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
         self._under_way: tuple[PendingRound, Claim] | None = None
         self._handles: list[RemovableHandle] = []
+        self._is_entered = False
         self._report: RoundReport | None = None
         self.on_answer: Callable[[], None] | None = None
         self.meetings, self.local_steps, self.holds_start = 0, 0, False
@@ -164,7 +168,7 @@ class FederatedScaling:
         return self._under_way is not None
 
     def __enter__(self) -> FederatedScaling:
-        if self._handles:
+        if self._is_entered:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
         self._check_stepped()
         if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
@@ -177,6 +181,8 @@ class FederatedScaling:
         self._cell = self._state.topology.cell_of(dist.get_rank())
         self._begin()
         self._target = self._next_target(self._aggregator.rounds)
+        self._note_start()
+        self._is_entered = True
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))  # no part of a compiled step
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
@@ -187,13 +193,35 @@ class FederatedScaling:
     ) -> None:
         while self._handles:
             self._handles.pop().remove()
+        self._is_entered = False
         if kind is None:
             with self._pace.paused():
-                rejected = self._finish()
+                wrong = self._finish() or self._find_uncounted()
             if self._is_own:
                 self.aggregator.close()  # with the others, whether or not one of their rounds was rejected
-            if rejected is not None:
-                raise rejected
+            if wrong is not None:
+                raise wrong
+
+    def step(self) -> None:
+        """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.
+
+        Call it on every rank once after each local step, when the parameters have changed, and outside of the backward
+        pass. A round that is due takes place in it, over the world.
+
+        :raises StateError: outside the ``with`` block, or where optimizers were given: they count by themselves.
+        :raises ConfigError: in a backward pass.
+        """
+        if self._optimizers:
+            raise StateError(
+                "a call of the last optimizer's step counts a local step already; leave scaling.step() out, or give "
+                "optimizer=None"
+            )
+        if not self._is_entered:
+            raise StateError("local steps are counted in the with block; enter it first")
+        check_outside_backward("scaling.step() was called")
+        self.aggregator.check()
+        self.start_owed()
+        self._after_local_step(1.0)
 
     def start_owed(self) -> bool:
         """Start the delayed round that was held back, if any; tell whether there was one. On all ranks of a cell."""
@@ -251,7 +279,7 @@ class FederatedScaling:
         :raises StateError: outside the ``with`` block.
         :raises CheckpointError: if it is that of another set-up.
         """
-        if not self._handles:
+        if not self._is_entered:
             raise StateError("the state is loaded into what entering the with block makes; enter it first")
         client = self._recipe.client
         if (client is None) != (state["client"] is None):
@@ -269,6 +297,7 @@ class FederatedScaling:
         # Saved where a merge told of a round, just before the next one was to start.
         self._owes_start = self._recipe.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])
+        self._note_start()
 
     def _make_aggregator(self) -> Aggregator:
         """Let the client take the weights as they are, and make the aggregator."""
@@ -287,10 +316,42 @@ class FederatedScaling:
         """Raise on all ranks where parameters were replaced since this was made; from here on rounds notice."""
         error: XfflError | None = None
         try:
-            check_stepped(self._model, self._optimizers)
+            if self._optimizers:
+                check_stepped(self._model, self._optimizers)
         except XfflError as wrong:
             error = wrong
         agree("optimizers", "", error=error)
+
+    def _note_start(self) -> None:
+        """Note what the model is before the first step."""
+        self._first_rounds = self.aggregator.rounds
+        self._first_digest = digest_of(self._model)
+
+    def _find_uncounted(self) -> XfflError | None:
+        """Return an error where the model was trained and no rank has counted a step; collective over the world.
+
+        A step that a rank has counted has led to a round by now, which all ranks know of.
+        """
+        if self.aggregator.rounds > self._first_rounds:
+            return None
+        error: XfflError | None = None
+        if digest_of(self._model) != self._first_digest:
+            error = StateError(
+                "parameters have changed in the block, but no local step was counted, so there was no round and each "
+                "cell has a model of its own. "
+                + (
+                    "The step() of the optimizers that were given was never called; give those whose step() trains the "
+                    "model, or, where none is called (as in SAM, or in fused backward passes), give optimizer=None and "
+                    "call scaling.step() after each local step"
+                    if self._optimizers
+                    else "With optimizer=None call scaling.step() after each local step"
+                )
+            )
+        try:
+            agree("parameters that no step has changed", "", error=error)
+        except XfflError as told:
+            return told
+        return None
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""
@@ -300,6 +361,7 @@ class FederatedScaling:
         outer = enclosing_calls()
         if any(one is optimizer for one in outer):
             return  # super().step(): a part of the step that has begun
+        check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
         self.aggregator.check()
         check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
         self.start_owed()

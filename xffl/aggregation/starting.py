@@ -6,19 +6,24 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.entries import Facts
+from xffl.aggregation.entries import Facts, reshard
 from xffl.aggregation.exchange import Exchange
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["agree_start"]
+__all__ = ["agree_start", "digest_of"]
 
 PRIME = 1_000_003
 """Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
 
 RANGE = 2**40
 """What sums are kept below, so that those of thousands of ranks stay in 64 bits."""
+
+CHUNK = 2**20
+"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -48,9 +53,7 @@ def agree_start(
     sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
     mine = sums[topology.cell_of(rank)]
     for item, start, values in exchange.carried_parts():
-        bits = values.contiguous().view(BITS[values.itemsize]).long()
-        factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
-        mine[item] = (mine[item] + bits.add_(PRIME).mul_(factors).sum() % RANGE) % RANGE
+        mine[item] = (mine[item] + _sum_of_bits(values, start) % RANGE) % RANGE
     dist.all_reduce(sums, group=group)
     sums %= RANGE
     for index, entry in enumerate(entries):
@@ -63,3 +66,29 @@ def agree_start(
                 "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
                 "model, then its own state"
             )
+
+
+@torch.no_grad()
+def digest_of(model: nn.Module) -> list[int]:
+    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
+
+    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
+    """
+    reshard(model)
+    sums = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+            parts = torch.split(values, CHUNK) if len(values) else ()
+            sums.append(sum(_sum_of_bits(part, CHUNK * index) for index, part in enumerate(parts)))
+    return [int(one) for one in sums]
+
+
+def _sum_of_bits(values: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the sum over the elements of a row of what each one's bits and place come to, modulo 2^64."""
+    bits = values.contiguous().view(BITS[values.itemsize]).long()
+    factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
+    bits.add_(PRIME).mul_(factors)
+    # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
+    return bits.bitwise_xor_(bits >> 31).sum()
