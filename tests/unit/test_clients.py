@@ -14,6 +14,8 @@ from torch import nn
 from xffl.aggregation.clients import Client, FedProx, Scaffold
 from xffl.aggregation.clients.base import check_step
 from xffl.aggregation.clients.effort import Effort
+from xffl.aggregation.optimizer_steps import unwrap
+from xffl.aggregation.starting import digest_of
 from xffl.errors import CheckpointError, ConfigError
 
 SGD = torch.optim.SGD
@@ -125,6 +127,33 @@ def test_fedprox_pulls_to_the_last_agreed_weights() -> None:
     assert parameter.grad.tolist() == [5.0, -1.0]
     with pytest.raises(CheckpointError, match="idle"):
         client.load_state_dict({"anchors": {"one": torch.zeros(2)}})
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_clients_leave_sparse_gradients_sparse(kind: type[torch.optim.Optimizer]) -> None:
+    """The oracle is the same training with dense gradients; SparseAdam takes none, and leaves other rows alone."""
+    for make in (lambda: FedProx(mu=0.5), Scaffold)[: 2 if kind is SGD else 1]:
+        found = []
+        for is_sparse in (True, False) if kind is not torch.optim.SparseAdam else (True,):
+            torch.manual_seed(0)
+            table = nn.Embedding(5, 2, sparse=is_sparse)
+            optimizer = kind(table.parameters(), lr=0.25)
+            client = make()
+            client.setup({"weight": table.weight}, [optimizer])
+            if isinstance(client, Scaffold):
+                client._corrections[table.weight][3] = 2.0
+            for words in ([1, 1, 2], [2, 4], [1, 4]):
+                optimizer.zero_grad()
+                table(torch.tensor(words)).square().sum().backward()
+                client.before_step(optimizer)
+                assert table.weight.grad is not None and table.weight.grad.is_sparse == is_sparse
+                optimizer.step()
+                client.after_step(optimizer, [1.0])
+            client.before_round()
+            client.after_round(is_dropped=False)
+            found.append(table.weight.detach().clone())
+        for other in found[1:]:
+            torch.testing.assert_close(found[0], other)
 
 
 def test_fedprox_without_a_pull_leaves_every_bit() -> None:
@@ -360,3 +389,88 @@ def test_the_text_names_the_options() -> None:
     assert str(FedProx(mu=0.5)) == "FedProx(mu=0.5)" and str(Scaffold()) == "Scaffold"
     optimizer = SGD([weight()], lr=0.1)
     check_step(optimizer, (optimizer, None), {"closure": None})
+
+
+def wrapped(wrapper: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer in one of the wrappers that do not call their parent's __init__."""
+    if wrapper == "opacus":
+        from opacus.optimizers import DPOptimizer
+
+        return DPOptimizer(optimizer, noise_multiplier=0.0, max_grad_norm=1e6, expected_batch_size=1)
+    # accelerate's is made like this; Lookahead changes the parameters after the inner step, and so has no round there.
+    made = type(wrapper, (Holder,), {"__module__": f"{wrapper.lower()}.optimizer"})
+    return made(optimizer)  # type: ignore[no-any-return]
+
+
+class Holder(torch.optim.Optimizer):
+    """An optimizer that was never initialized as one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: None = None) -> None:
+        self.optimizer.step()
+
+
+def test_the_optimizer_in_a_known_wrapper_is_followed() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    private = wrapped("opacus", optimizer)
+    accelerated = wrapped("accelerate", private)
+    assert (
+        [one is optimizer for one in unwrap([accelerated])] == [True] == [one is optimizer for one in unwrap([private])]
+    )
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for is_skipped in (True, True, False, False):  # a virtual batch of three, and one of one
+        for parameter in model.parameters():
+            parameter.grad_sample = torch.ones(1, *parameter.shape)  # type: ignore[attr-defined]
+        private.signal_skip_step(is_skipped)  # type: ignore[attr-defined]
+        accelerated.step()
+        private.zero_grad()
+    assert len(steps) == 2
+    with pytest.raises(ConfigError, match="SGD is given twice"):
+        unwrap([private, optimizer])
+    for strange in (wrapped("Lookahead", optimizer), wrapped("accelerate", wrapped("Lookahead", optimizer))):
+        with pytest.raises(ConfigError, match=r"Lookahead does not call .*__init__.*optimizer=None.*scaling.step\(\)"):
+            unwrap([strange])
+
+
+def test_a_digest_tells_of_every_change() -> None:
+    """A sum of bits and places alone misses that of all elements from 1 to 0.5, which are many powers of two."""
+    model = nn.Module()
+    model.register_parameter("row", nn.Parameter(torch.ones(2**21)))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    model.register_parameter("complex", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    model.register_parameter("frozen", nn.Parameter(torch.zeros(3), requires_grad=False))
+    model.register_parameter("strided", nn.Parameter(torch.arange(12.0).bfloat16().reshape(3, 4).t()))
+    seen = {tuple(digest_of(model))}
+    model.frozen.data.add_(1.0)
+    assert tuple(digest_of(model)) in seen
+    changes: list[Callable[[], object]] = [
+        lambda: model.row.data.mul_(0.5),
+        lambda: model.row.data[-1].neg_(),
+        lambda: model.row.data.copy_(model.row.data.flip(0)),
+        lambda: model.complex.data[1].add_(1j),
+        lambda: model.strided.data[2, 1].add_(1.0),
+    ]
+    for change in changes:
+        change()
+        now = tuple(digest_of(model))
+        assert now not in seen
+        seen.add(now)
+
+
+def test_an_optimizer_that_steps_more_often_counts_as_often() -> None:
+    critic, generator = SGD([weight(1.0, 1.0, 1.0)], lr=0.1), SGD([weight()], lr=0.1)
+    effort = Effort([critic, generator])
+    for optimizer in (critic, critic, generator):
+        effort.before_step(optimizer)
+        effort.after_step(optimizer)
+    again = Effort([critic, generator])
+    again.load_state_dict(effort.state_dict())
+    assert effort.of_step() == again.of_step() == (2 * 3 + 1) / 4
+    assert effort.of_step() == 0.0  # nothing was stepped since
+    again.load_state_dict({"held": [[0.0], [0.0]]})  # as it was saved before there was more
+    assert again.of_step() == Effort([]).of_step() == 0.0

@@ -1,4 +1,4 @@
-"""Steps of optimizers: which calls belong to one step."""
+"""Steps of optimizers: whose ``step`` is followed, and which calls belong to one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from xffl.errors import ConfigError
 
-__all__ = ["check_apart", "check_outside_backward", "enclosing_calls"]
+__all__ = ["check_apart", "check_outside_backward", "enclosing_calls", "unwrap"]
+
+INNER = {"opacus": "original_optimizer", "accelerate": "optimizer"}
+"""Packages of wrappers that leave the parameters alone once the optimizer inside has stepped, and where it is held."""
 
 
 def enclosing_calls() -> list[Optimizer]:
@@ -58,3 +61,41 @@ def check_outside_backward(what: str) -> None:
 def _in_backward() -> bool:
     """Tell whether a backward pass is under way in this thread; torch has no public call for it."""
     return torch._C._current_graph_task_id() != -1
+
+
+def unwrap(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose step hooks are called: those given, or those in wrappers that are known.
+
+    Wrappers that never initialized themselves as optimizers have no hooks. Of others it is not known whether they
+    change the parameters after the inner step (Lookahead does), where a round would have been too early.
+    """
+    found: list[Optimizer] = []
+    for given in optimizers:
+        optimizer = given
+        while not _has_hooks(optimizer):
+            packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+            held = [getattr(optimizer, name, None) for package, name in INNER.items() if package in packages]
+            if len(held) != 1 or not isinstance(held[0], Optimizer):
+                raise ConfigError(
+                    f"optimizer {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so its steps "
+                    "cannot be counted; let it do so. Or give the optimizer inside it, if nothing changes the "
+                    "parameters after that one's step; else optimizer=None, and call scaling.step() after each local "
+                    "step"
+                )
+            optimizer = held[0]
+        if any(optimizer is other for other in found):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} is given twice, as it is or in a wrapper, so its steps would "
+                "count twice; give each optimizer once"
+            )
+        found.append(optimizer)
+    return found
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether step hooks can be registered, and are called."""
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return bool(getattr(type(optimizer).step, "hooked", False))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from xffl.aggregation import registry
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.clients.base import Client
+from xffl.aggregation.optimizer_steps import unwrap
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
@@ -210,8 +211,9 @@ def _read_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[
             f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one, or None and call "
             "scaling.step() after each local step"
         )
-    check_stepped(model, optimizers)
-    return list(optimizers)
+    followed = unwrap(optimizers)
+    check_stepped(model, followed)
+    return followed
 
 
 def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

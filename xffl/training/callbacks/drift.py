@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from xffl.aggregation.optimizer_steps import enclosing_calls, unwrap
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import (
@@ -96,7 +97,7 @@ class DriftCallback(Callback):
         self._every = asked.every if isinstance(asked.every, int) else None
         federated = cast("FederatedMixin", trainer)
         self._parameters = trained_parameters({"model": federated.federated_model()})
-        for optimizer in federated.federated_optimizers()[-1:]:  # whose steps are counted
+        for optimizer in unwrap(federated.federated_optimizers())[-1:]:  # whose steps are counted
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def pre_train(self, trainer: BaseTrainer) -> None:
@@ -151,6 +152,8 @@ class DriftCallback(Callback):
             self._handles.pop().remove()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(one is optimizer for one in enclosing_calls()):
+            return  # super().step()
         self._steps += 1
         if self._every is None or self._steps >= self._every:
             self._reach()
