@@ -194,6 +194,40 @@ def two_optimizers(rank: int, world_size: int) -> None:
     assert gathered[0] == gathered[1]
 
 
+class Unused(nn.Module):
+    """A layer that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)  # type: ignore[no-any-return]
+
+
+def ddp_options(rank: int, world_size: int) -> None:
+    """DDP's options reach DDP; wrong ones, and ones for FSDP, are refused on the ranks of all cells."""
+    state = make_state(rank, (2, 1), 1)
+    for given, told in (
+        ({"find_unused": True}, "did you mean 'find_unused_parameters'"),
+        ({"find_unused_parameters": 1}, "must be True or False"),
+        ({"bucket_cap_mb": 0}, "above 0"),
+        ("static", "must be a mapping"),
+        ({"static_graph": rank == 1}, "rank 1: "),
+    ):
+        check_alike(raised(lambda g=given: xffl.shard(Unused(), state, ddp=g)), "ConfigError", told)  # type: ignore[misc]
+    model = xffl.shard(Unused(), state, ddp={"find_unused_parameters": True})
+    for _ in range(3):  # without the option DDP raises in the second forward pass
+        model(torch.ones(2, 4) + rank).sum().backward()
+    assert isinstance(model, nn.parallel.DistributedDataParallel) == (rank < 2)
+    state = make_state(rank, (2, 1), None)
+    check_alike(
+        raised(lambda: xffl.shard(Unused(), state, ddp={"find_unused_parameters": True})),
+        "ConfigError",
+        "the cells are FSDP",
+    )
+
+
 def shard_refusals(rank: int, world_size: int) -> None:
     """What FSDP2 would refuse in some cells only is refused in all; a layer used twice is no tie between units."""
     state = make_state(rank, (2, 1), None)
@@ -241,6 +275,7 @@ def shard_refusals(rank: int, world_size: int) -> None:
         (3, inference),
         (2, two_optimizers),
         (3, shard_refusals),
+        (3, ddp_options),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

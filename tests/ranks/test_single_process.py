@@ -99,6 +99,39 @@ def test_resuming_a_strategy_equals_never_having_stopped(tmp_path: Path) -> None
         run(range(1), load="none")
 
 
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
+def test_a_strategy_loads_into_what_it_has_wrapped(kind: str, tmp_path: Path) -> None:
+    config = {"distributed": {"strategy": kind}}
+    with DistributedStrategy.from_config(config) as strategy:
+        model = strategy.wrap_model(nn.Linear(3, 2))
+        optimizer = strategy.wrap_optimizer(model, torch.optim.Adam(model.parameters(), lr=0.5))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        strategy.save_checkpoint(tmp_path / "both", model, optimizer, step=7)
+        kept, moments = full_weights(model), optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    with DistributedStrategy.from_config(config) as strategy:
+        with pytest.raises(xffl.StateError, match="no model to load into; call wrap_model first"):
+            strategy.load_checkpoint(tmp_path / "both")
+        model = strategy.wrap_model(nn.Linear(3, 2))
+        with pytest.raises(xffl.CheckpointError, match=r"\['optimizer'\] were not asked for"):
+            strategy.load_checkpoint(tmp_path / "both")
+        optimizer = strategy.wrap_optimizer(model, torch.optim.Adam(model.parameters()))
+        assert strategy.load_checkpoint(tmp_path / "both") == {"step": 7}
+        assert all(torch.equal(full_weights(model)[name], kept[name]) for name in kept)
+        state = optimizer.state_dict()
+        assert torch.equal(state["state"][0]["exp_avg"], moments) and state["param_groups"][0]["lr"] == 0.5
+        other = strategy.wrap_optimizer(model, torch.optim.Adam(model.parameters()))
+        with pytest.raises(xffl.ConfigError, match="has wrapped several optimizers"):
+            strategy.load_checkpoint(tmp_path / "both")
+        assert strategy.load_checkpoint(tmp_path / "both", optimizer=other) == {"step": 7}
+        second = strategy.wrap_model(nn.Linear(3, 2))
+        with pytest.raises(xffl.ConfigError, match="has wrapped several models"):
+            strategy.load_checkpoint(tmp_path / "both")
+        assert strategy.load_checkpoint(tmp_path / "both", model, optimizer) == {"step": 7}
+        del second, other
+        assert strategy.load_checkpoint(tmp_path / "both") == {"step": 7}
+
+
 def test_a_loss_that_was_not_given() -> None:
     with DistributedStrategy.from_config(configure("single", {}, {})) as strategy:
         model = strategy.wrap_model(Decoder())

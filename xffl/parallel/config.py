@@ -19,6 +19,7 @@ __all__ = [
     "TrainingConfig",
     "check_name",
     "read_config",
+    "read_ddp",
     "with_precision",
 ]
 
@@ -52,6 +53,11 @@ class DDPConfig:
     powersgd_start: int = 1000
 
     def __post_init__(self) -> None:
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"ddp.{name} must be True or False, got {getattr(self, name)!r}")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ConfigError(f"ddp.bucket_cap_mb must be a number of MiB above 0, or None, got {self.bucket_cap_mb!r}")
         check_name("communication_hook", self.communication_hook, HOOKS)
         if self.powersgd_rank < 1:
             raise ConfigError(f"powersgd_rank {self.powersgd_rank} is less than 1; give the columns of a matrix")
@@ -155,6 +161,18 @@ def read_config(config: object) -> StrategyConfig:
         distributed=_read(DistributedConfig, parts["distributed"], "distributed", is_strict=True),
         training=_read(TrainingConfig, parts["training"], "training", is_strict=False),
     )
+
+
+def read_ddp(given: object) -> DDPConfig:
+    """Return what DDP is asked for; pure.
+
+    :param given: A :class:`DDPConfig`, a mapping of its fields, or ``None`` for the defaults.
+    :return: The options.
+    :raises ConfigError: if a value cannot be meant, or a name is unknown.
+    """
+    if not isinstance(given, DDPConfig | Mapping | None):
+        raise ConfigError(f"ddp must be a mapping of DDP's options, or a DDPConfig, got {given!r}")
+    return _read(DDPConfig, given, "ddp", is_strict=True)
 
 
 def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:

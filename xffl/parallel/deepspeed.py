@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -166,6 +167,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._loss = loss
         mark_unready(model)
         self._model = ZeroModel(model)
+        self._wrapped.setdefault(self._model, WeakSet())
         return self._model
 
     def wrap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -189,7 +191,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine = model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
         masters = None if self._stage == 0 else Masters(engine, model.module, self.world.get_mesh("dp_shard"))
         mark(model.module, masters)
-        return engine_optimizer(model, optimizer)
+        return super().wrap_optimizer(model, engine_optimizer(model, optimizer))
 
     def _check_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(model, ZeroModel):
@@ -291,15 +293,20 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._read_masters(_only("model", model))
         return super().save_checkpoint(path, model, optimizer, **kept)
 
-    def load_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **kept: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, model: Any = None, optimizer: Any = None, **kept: Any
+    ) -> dict[str, Any]:
         r"""Read a checkpoint; collective over the world.
 
         :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned, or a mapping with that alone.
+        :param model: What :meth:`wrap_model` returned, or a mapping with that alone; ``None`` for the only model, with
+            its optimizer.
         :param optimizer: What :meth:`wrap_optimizer` returned, or a mapping with that alone.
         :param \**kept: As for :meth:`DistributedStrategy.load_checkpoint`.
         :return: The values that were kept beside.
         """
+        if model is None:
+            model, optimizer = self._known(optimizer)
         given, engine_optimizer = _only("model", model), _only("optimizer", optimizer)
         masters = self._read_masters(given)
         if masters is not None and engine_optimizer is not None:

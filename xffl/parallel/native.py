@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -98,16 +99,17 @@ class NativeStrategy(DistributedStrategy):
             is_cut_further = world.tp_enabled and asked.sequence_parallel
             parts = world.tp_size if is_cut_further and world.pp_rank > 0 else 1
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
-        if not world.pp_enabled:
-            return spread_model
-        assert loss is not None, "checked above"
-        return PipelineModel(
-            spread_model,
-            world.get_mesh("pp"),
-            loss,
-            micro_batches=asked.pp_micro_batches or world.pp_size,
-            schedule=asked.pp_schedule,
-        )
+        if world.pp_enabled:
+            assert loss is not None, "checked above"
+            spread_model = PipelineModel(
+                spread_model,
+                world.get_mesh("pp"),
+                loss,
+                micro_batches=asked.pp_micro_batches or world.pp_size,
+                schedule=asked.pp_schedule,
+            )
+        self._wrapped.setdefault(spread_model, WeakSet())
+        return spread_model
 
     def _options(self, init_weights: Callable[[nn.Module], object] | None) -> SpreadOptions:
         asked, world = self.device_parameters, self.world

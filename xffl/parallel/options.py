@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -26,7 +27,7 @@ class SpreadOptions:
     :param compile: Whether each layer is compiled.
     :param sequence_parallel: Whether tensor-parallel norms work on a part of the sequence each.
     :param loss_parallel: Whether tensor-parallel logits stay cut.
-    :param ddp: What DDP is asked for.
+    :param ddp: What DDP is asked for; ``None`` for the defaults.
     :param init_weights: Initializes a module's own tensors where the model was built on the meta device.
     """
 
@@ -39,7 +40,7 @@ class SpreadOptions:
     compile: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = False
-    ddp: DDPConfig = field(default_factory=DDPConfig)
+    ddp: DDPConfig | Mapping[str, Any] | None = None
     init_weights: Callable[[nn.Module], object] | None = None
 
     def __str__(self) -> str:

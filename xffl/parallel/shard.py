@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from xffl.distributed.distributed_state import DistributedState
+from xffl.parallel.config import DDPConfig
 from xffl.parallel.options import SpreadOptions
 from xffl.parallel.spreading import spread
 
@@ -20,6 +22,7 @@ def shard(
     *,
     wrap: Iterable[type[nn.Module]] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
+    ddp: DDPConfig | Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Spread a model over the ranks of each cell, starting from rank 0's weights everywhere.
 
@@ -34,10 +37,13 @@ def shard(
     :param wrap: Layer classes that are sharded as units of their own (they are gathered one at a time). Plain and DDP
         cells have no use for them.
     :param mp_policy: FSDP2's mixed-precision policy; refused where a cell is plain or DDP, which cannot follow it.
+    :param ddp: Options of DDP, such as ``{"find_unused_parameters": True}``: a
+        :class:`~xffl.parallel.config.DDPConfig` or a mapping of its fields. Refused where cells are FSDP; a plain cell
+        has no use for them.
     :return: The model to use: the same object, or its DDP wrapper.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if the model or an argument cannot be meant, or the ranks' models differ; on all ranks alike.
     """
     # What is no list of classes is told to all ranks together.
     layers: tuple[type[nn.Module], ...] = wrap  # type: ignore[assignment]
-    return spread(model, state, SpreadOptions(layers=layers, mp_policy=mp_policy))
+    return spread(model, state, SpreadOptions(layers=layers, mp_policy=mp_policy, ddp=ddp))

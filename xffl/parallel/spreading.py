@@ -21,7 +21,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.checks import check_model, named_tensors
-from xffl.parallel.config import DDPConfig
+from xffl.parallel.config import DDPConfig, read_ddp
 from xffl.parallel.materialize import check_initializers, is_meta, materialize
 from xffl.parallel.options import SpreadOptions
 from xffl.parallel.stages import split_model
@@ -82,7 +82,7 @@ def spread(
         is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else device
         materialize(model, place, options.init_weights, modules=modules)
-    return _replicate(model, state, world, options.ddp) if form == "ddp" else model
+    return _replicate(model, state, world, read_ddp(options.ddp)) if form == "ddp" else model
 
 
 def _agree_on_model(
@@ -92,7 +92,8 @@ def _agree_on_model(
     error: XfflError | None = None
     text, is_bare = "", False
     try:
-        options = replace(options, layers=tuple(options.layers))
+        is_ddp_asked = options.ddp is not None
+        options = replace(options, layers=tuple(options.layers), ddp=read_ddp(options.ddp))
         if not state.is_fsdp_setup() and not state.is_hsdp_setup():
             raise StateError(
                 "the state says nothing about sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...) "
@@ -102,6 +103,11 @@ def _agree_on_model(
         if is_bare:
             check_initializers(model, options.init_weights)
         forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
+        if world is None and is_ddp_asked and "fsdp" in forms:  # a strategy's configuration has options for all
+            raise ConfigError(
+                "ddp options were given, but the cells are FSDP, which follows none of them; leave ddp out, or make "
+                "replicas of one rank (hsdp=1)"
+            )
         # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
         checked = options if world is None else replace(options, mp_policy=None)
         is_staged = world is not None and world.pp_enabled

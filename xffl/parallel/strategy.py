@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -9,16 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint import load_checkpoint, save_checkpoint
+from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import StrategyConfig, check_name, read_config, with_precision
 from xffl.parallel.moving import to_device
 
@@ -62,6 +65,8 @@ class DistributedStrategy(ABC):
         )
         self._window, self._is_last = 1, True
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+        self._wrapped: WeakKeyDictionary[nn.Module, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
+        """What load_checkpoint may be called without: models that are still in use, and their optimizers."""
 
     @classmethod
     def from_config(cls, config: object) -> DistributedStrategy:
@@ -167,7 +172,7 @@ class DistributedStrategy(ABC):
         :param optimizer: An optimizer of its parameters.
         :return: The optimizer that :meth:`step` and rounds take.
         """
-        del model
+        self._wrapped.setdefault(model, WeakSet()).add(optimizer)
         return optimizer
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -340,7 +345,7 @@ class DistributedStrategy(ABC):
     def load_checkpoint(
         self,
         path: str | Path,
-        model: nn.Module | Mapping[str, nn.Module],
+        model: nn.Module | Mapping[str, nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         *,
         others: Mapping[str, Any] | None = None,
@@ -351,7 +356,8 @@ class DistributedStrategy(ABC):
         """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
 
         :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned, or several by name.
+        :param model: What :meth:`wrap_model` returned, or several by name. ``None`` for the only model that it was
+            called with, together with what :meth:`wrap_optimizer` returned for it, if it was called.
         :param optimizer: Its optimizer, or several by name.
         :param others: As in :meth:`save_checkpoint`.
         :param own: As in :meth:`save_checkpoint`.
@@ -360,8 +366,12 @@ class DistributedStrategy(ABC):
         :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
             between cells where another number of cells loads them.
         :return: The values that were kept beside.
+        :raises StateError: if no model is given and none was wrapped; on all ranks.
+        :raises ConfigError: if no model is given and several were wrapped; on all ranks.
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
+        if model is None:
+            model, optimizer = self._known(optimizer)
         parts = self._all_parts(model, optimizer, others)
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
@@ -371,6 +381,25 @@ class DistributedStrategy(ABC):
         if self._loss is None:
             raise StateError("forward_backward needs a loss; give wrap_model(model, loss=...)")
         return self._loss(output, target)
+
+    def _known(
+        self, optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
+    ) -> tuple[nn.Module, torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None]:
+        """Return the only model that was wrapped, and its optimizer where none is given; collective over the world."""
+        error: XfflError | None = None
+        gc.collect()  # what was thrown away lives until its cycles are found
+        wrapped = list(self._wrapped.items())
+        if not wrapped:
+            error = StateError("there is no model to load into; call wrap_model first, or give load_checkpoint a model")
+        elif len(wrapped) > 1 or (optimizer is None and len(wrapped[0][1]) > 1):
+            what = "models" if len(wrapped) > 1 else "optimizers"
+            error = ConfigError(
+                f"the strategy has wrapped several {what}; give load_checkpoint(path, model, optimizer), or mappings "
+                "of them by the names that were saved"
+            )
+        agree("models to load a checkpoint into", str([len(optimizers) for _, optimizers in wrapped]), error=error)
+        model, optimizers = wrapped[0]
+        return model, next(iter(optimizers), None) if optimizer is None else optimizer
 
     def _all_parts(
         self,
