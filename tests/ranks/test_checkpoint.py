@@ -589,6 +589,60 @@ def whole(value: Any) -> Any:
     return [whole(kept) for kept in value] if isinstance(value, list) else value
 
 
+class Views(nn.Module):
+    """Buffers in memory layouts that a state dict takes, from a table that is another one on each rank."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        table = torch.randn(6, 7, generator=made)
+        waves = torch.randn(4, 3, generator=made, dtype=torch.complex64)
+        self.linear = nn.Linear(2, 2)
+        self.column, self.one, self.steps = nn.Buffer(table[:, 0]), nn.Buffer(table[:1, 1]), nn.Buffer(table[1::2, 2:4])
+        self.diagonal, self.turned = nn.Buffer(table[2:, 4:].diagonal()), nn.Buffer(waves.real.T)
+        self.nothing, self.scalar = nn.Buffer(table[:0, 0]), nn.Buffer(table[0, 6])
+        self.wave, self.conjugate = nn.Buffer(waves.clone()[:, 1]), nn.Buffer(waves[:1, 0].clone().conj())
+        self.minus = nn.Buffer(waves[:1, 2].clone().conj().imag)
+        self.bits = nn.Buffer(torch.randint(2, (4, 4), generator=made, dtype=torch.bool).T[:, :1])
+        self.image = nn.Buffer(torch.randn(2, 3, 2, 2, generator=made).to(memory_format=torch.channels_last))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs) + self.column.sum() + self.one  # type: ignore[no-any-return]
+
+
+def views(rank: int, world_size: int, folder: str) -> None:
+    """Tensors of any memory layout start from rank 0's, take part in rounds, and come back from a checkpoint."""
+
+    def made(seed: int, layout: str) -> nn.Module:
+        model = Views(seed)
+        for name in ("conjugate", "minus") if layout == "ddp" else ():
+            model.register_buffer(name, getattr(model, name).resolve_conj().resolve_neg())
+        return model
+
+    for layout in ("cells", "ddp", "fsdp"):
+        state = make_state(rank, layout, (1, 1))
+        if layout == "ddp":
+            with pytest.raises(xffl.ConfigError, match="'conjugate' is a conjugate or negated view, which DDP"):
+                xffl.shard(Views(rank), state)
+        model = xffl.shard(made(rank, layout), state)
+        buffers, first = dict(model.named_buffers()), dict(made(0, layout).named_buffers())
+        assert_same({name.removeprefix("module."): value for name, value in buffers.items()}, first, layout)
+        model(torch.ones(2, 2)).sum().backward()
+        moving = {name: value for name, value in buffers.items() if "conj" not in name and "minus" not in name}
+        for value in moving.values():
+            value.copy_(value + rank if value.dtype != torch.bool else value)
+        before = {name: value.clone() for name, value in moving.items()}
+        xffl.Aggregator(model, state, policies={"conjugate": "local", "minus": "local"}).aggregate()
+        for name, value in moving.items():
+            torch.testing.assert_close(value, before[name] + 0.5 - rank if value.dtype != torch.bool else value)
+        if rank == 0:  # its own, so that ranks of a cell differ
+            buffers[next(name for name in buffers if "minus" in name)].fill_(3.0)
+        save_checkpoint(f"{folder}/views_{layout}", {"model": model}, state)
+        other = xffl.shard(made(7, layout), state)
+        load_checkpoint(f"{folder}/views_{layout}", {"model": other}, state)
+        assert_same(dict(other.named_buffers()), buffers, layout)
+
+
 class Strategy:
     """What a manager saves through."""
 
@@ -638,4 +692,5 @@ def test_stages_odd_states_and_rotation(tmp_path: Path) -> None:
 def several(rank: int, world_size: int, folder: str) -> None:
     stages(rank, world_size, folder)
     factors(rank, world_size, folder)
+    views(rank, world_size, folder)
     rotates(rank, world_size, folder)

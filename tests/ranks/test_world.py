@@ -104,6 +104,10 @@ def communicate(world: DistributedWorld, cell: list[int], cells: list[list[int]]
         world.barrier(name)
     assert torch.equal(own, kept)
     assert world.all_gather(torch.tensor(rank)).tolist() == [*range(world.world_size)]
+    turned = torch.tensor(1 + 2j * rank).conj()  # a view of memory that holds the opposite sign
+    assert world.all_gather(turned).tolist() == [1 - 2j * other for other in range(world.world_size)]
+    assert world.all_gather(turned.imag).tolist() == [-2.0 * other for other in range(world.world_size)]
+    assert world.broadcast(turned.resolve_conj() if rank else turned).tolist() == 1
     for wrong, said in (
         (lambda: world.all_reduce(own, "product"), "op 'product' is none of sum"),
         (lambda: world.all_reduce(torch.tensor(1), "mean"), "int64 tensor has no mean"),

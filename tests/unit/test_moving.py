@@ -1,15 +1,19 @@
-"""Batches of any make on another device: the meta device stands for one."""
+"""What moves: batches of any make to another device (meta stands for one), and tensors of any layout as bytes."""
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
+from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.parallel.moving import to_device
+from xffl.training.models.base import _checksum
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -87,3 +91,51 @@ def test_everything_else_stays_as_it_is() -> None:
     x = torch.ones(2)
     for value in (x, [x], {"x": x}, Pair(x, x), Batch(x)):
         assert to_device(value, CPU) is value
+
+
+class Named(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda table: table,
+    "column": lambda table: table[:, 0],
+    "column of one": lambda table: table[:1, 0],
+    "box of one": lambda table: table[1:2, 3:4],
+    "scalar": lambda table: table[1, 2],
+    "empty column": lambda table: table[:0, 0],
+    "empty box": lambda table: table[:, :0].T,
+    "step": lambda table: table[::2],
+    "transposed": lambda table: table.T,
+    "transposed column": lambda table: table.T[:, :1],
+    "diagonal": lambda table: table.diagonal(),
+    "expanded": lambda table: table[0].expand(3, -1),
+    "expanded scalar": lambda table: table[1, 2].expand(4),
+    "windows": lambda table: table.flatten().unfold(0, 4, 1),
+    "channels last": lambda table: table.reshape(1, 4, 3, 2).to(memory_format=torch.channels_last),
+    "class of its own": lambda table: table.as_subclass(Named)[:1, 0],
+    "trained": lambda table: table.clone().requires_grad_(table.is_floating_point())[:1, 0],
+}
+COMPLEX: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "real part": lambda table: table.real,
+    "conjugate": lambda table: table.conj(),
+    "column of one conjugate": lambda table: table.conj()[:1, 0],
+    "negated": lambda table: table.conj().imag,
+    "one negated": lambda table: table.conj().imag[:1, 0],
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *COMPLEX])
+def test_bytes_of_any_layout_are_those_of_the_elements_in_order(layout: str) -> None:
+    for dtype in (torch.complex64, torch.complex128) if layout in COMPLEX else DTYPES:
+        table = torch.arange(24.0).reshape(4, 6).to(torch.complex128).mul_(1 + 2j)
+        tensor = {**LAYOUTS, **COMPLEX}[layout]((table if dtype.is_complex else table.real).to(dtype))
+        data = bytes_of(tensor)
+        assert (data.dtype, data.shape, data.stride()) == (torch.uint8, (tensor.nbytes,), (1,))
+        wanted = torch.tensor(tensor.tolist(), dtype=tensor.dtype).reshape(tensor.shape)
+        assert data.tolist() == list(bytes(wanted.untyped_storage()))
+        assert _checksum(tensor) == _checksum(wanted)
+        unaligned = torch.cat([data.new_zeros(1), data])[1:]
+        back = from_bytes(unaligned, tensor.dtype, tensor.shape)
+        assert back.dtype == tensor.dtype and back.tolist() == tensor.tolist()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.entries import Facts, reshard
+from xffl.aggregation.entries import Facts
 from xffl.aggregation.exchange import Exchange
 from xffl.errors import ConfigError
 from xffl.topology import Topology

@@ -10,6 +10,7 @@ import torch
 from xffl.checkpoint.folder import Record
 from xffl.checkpoint.steps import Cell, gather
 from xffl.checkpoint.storage import read_index, read_tensor
+from xffl.distributed.collectives import bytes_of
 from xffl.errors import CheckpointError
 
 __all__ = ["compare_cells"]
@@ -52,4 +53,4 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare bits: equal NaNs are the same."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(bytes_of(one), bytes_of(other))

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from xffl.checkpoint.checksums import FileEntry, check_file, entry_of
 from xffl.checkpoint.folder import Record
 from xffl.checkpoint.plain import Plain, from_plain, to_plain
+from xffl.distributed.collectives import bytes_of
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
@@ -98,10 +99,7 @@ def collect_own(own: Mapping[str, Stateful]) -> OwnState:
 
 def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a digest of each buffer's bytes; local."""
-    flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in buffers.items()}
-    return {
-        name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in flat.items()
-    }
+    return {name: hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest() for name, tensor in buffers.items()}
 
 
 def unlike(digests: Sequence[Mapping[str, str]]) -> set[str]:

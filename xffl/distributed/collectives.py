@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from xffl.distributed.standing import Standing
 from xffl.errors import ConfigError
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "bytes_of", "from_bytes"]
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -17,6 +19,21 @@ OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in order as one flat row of bytes, whatever the tensor's memory layout.
+
+    A view where the elements follow each other in memory, else a copy: read it, do not write to it.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # A single element, or none, counts as contiguous with any stride, but only one of 1 can be viewed as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a copy of what :func:`bytes_of` gave as a tensor; the copy is aligned for any data type."""
+    return data.clone().view(dtype).view(shape)
 
 
 class Collectives(Standing):
@@ -91,4 +108,5 @@ def _own_values(tensor: torch.Tensor) -> torch.Tensor:
         raise ConfigError(
             f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
         )
-    return tensor.detach()
+    # A backend moves the memory, which does not tell whether it is to be conjugated or negated.
+    return tensor.detach().resolve_conj().resolve_neg()

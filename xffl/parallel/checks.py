@@ -39,6 +39,11 @@ def check_model(
             raise ConfigError(f"tensor {name!r} is {tensor.layout}; only strided tensors can be spread, make it dense")
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ConfigError(f"tensor {name!r} is expanded: several of its elements are one in memory; clone() it")
+        if "ddp" in forms and (tensor.is_conj() or tensor.is_neg()):
+            raise ConfigError(
+                f"tensor {name!r} is a conjugate or negated view, which DDP would send without its sign; "
+                "resolve_conj().resolve_neg() it"
+            )
     units = _units(model, wrap)
     _check_ties(model, units)
     if "fsdp" in forms:

@@ -202,6 +202,11 @@ def _replicate(
 ) -> nn.Module:
     """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
     device = _device(state)
+    with torch.no_grad():
+        for _, tensor in named_tensors(model):
+            if tensor.is_contiguous():
+                # Dimensions of size 1 may have any stride, but DDP refuses to copy between tensors of other strides.
+                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
     if world is not None and world.pp_enabled:
         group: dist.ProcessGroup | None = world.get_group("dp_replicate")
     else:

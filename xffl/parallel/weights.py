@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.parallel.checks import named_tensors
 
@@ -33,7 +34,7 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
     home = state.federation if state.federation is not None else dist.group.WORLD
     across = state.federated_group[0] if state.federated_group else None
     for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        flat = torch.cat([bytes_of(tensor) for tensor in tensors])
         if rank == 0:
             moves = [dist.P2POp(dist.isend, flat, peer, across) for peer in heads[1:]]
         else:
@@ -43,7 +44,7 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
             work.wait()
         dist.broadcast(flat, src=head, group=home)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

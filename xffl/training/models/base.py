@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.steps import this_cell
 from xffl.distributed.agreement import agree
+from xffl.distributed.collectives import bytes_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, XfflError
@@ -85,10 +86,11 @@ def _counts(tensor: torch.Tensor, is_first: bool) -> bool:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """Add up the bits of this rank's elements, each times a factor for its place in the whole tensor."""
-    part = local_part(tensor)
+    part, shape, held = local_part(tensor), tuple(tensor.shape), places_held(tensor)
     if not part.numel():
         return 0
-    shape, held = tensor.shape, places_held(tensor)
+    if part.is_complex():  # as pairs
+        part, shape, held = torch.view_as_real(part.resolve_conj()), (*shape, 2), (*held, torch.arange(2))
     places = torch.zeros((), dtype=torch.int64)
     inner = 1
     # Places of one row of the first dimension; the rows themselves come in chunks.
@@ -102,6 +104,6 @@ def _checksum(tensor: torch.Tensor) -> int:
     total = 0
     for start in range(0, len(rows), step):
         at = (rows[start : start + step, None] + places).to(part.device)
-        bits = flat[start : start + step].contiguous().view(BITS[part.itemsize]).long()
+        bits = bytes_of(flat[start : start + step]).view(BITS[part.itemsize]).long().view(at.shape)
         total += int(((bits + FACTOR) * (2 * at + 1) * FACTOR).sum()) % RANGE
     return total % RANGE
