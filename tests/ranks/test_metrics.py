@@ -24,6 +24,7 @@ from xffl.aggregation import RoundReport
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.training.config import BaseTrainerConfig, ExperimentConfig
+from xffl.training.metric_states import compute_metrics, prepare_metrics
 from xffl.training.metrics import WeightedSums, counted_place, reduce_mean, reduce_sums
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.mixins.metrics import EvalMetricMixin, MetricsConfig
@@ -292,6 +293,7 @@ def edges(rank: int, world_size: int, folder: str) -> None:
         assert trainer.compute_metrics()["val/loss"] == 1.0
     check_wrong_metrics(trainer, rank)
     check_names(state, rank)
+    check_single_samples(state, data, rank)
     take_down(state, layout)
 
 
@@ -339,6 +341,34 @@ def check_wrong_metrics(trainer: Trainer, rank: int) -> None:
         trainer.compute_metrics("federation")
     with pytest.raises(ConfigError, match="neither 'cell' nor 'federation'"):
         trainer.compute_metrics("world")
+
+
+def check_single_samples(state: DistributedState, data: SimpleNamespace, rank: int) -> None:
+    """Lists of columns of batches of one sample, which count as contiguous with any stride."""
+    from torchmetrics import MetricCollection, SpearmanCorrCoef
+    from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, BinaryCalibrationError
+    from torchmetrics.retrieval import RetrievalMAP
+
+    def update(metrics: dict[str, Any], chosen: torch.Tensor) -> dict[str, Any]:
+        scores, hits = data.logits[chosen].softmax(-1)[:, 1], (data.labels[chosen] == 1).long()
+        metrics["binary"].update(scores, hits)
+        metrics["rank"].update(scores, data.logits[chosen][:, 0])
+        metrics["retrieval"].update(scores, hits, indexes=(chosen % 2)[:, None][:, 0])
+        return metrics
+
+    def made() -> dict[str, Any]:
+        binary = MetricCollection([BinaryAUROC(), BinaryAveragePrecision(), BinaryCalibrationError()])
+        metrics = {"binary": binary, "rank": SpearmanCorrCoef(), "retrieval": RetrievalMAP()}
+        prepare_metrics(metrics, CPU)
+        return metrics
+
+    whole = {name: metric.compute() for name, metric in update(made(), torch.arange(12)).items()}
+    metrics = made()
+    for one in torch.arange(rank, 12, 3).split(1):
+        update(metrics, one)
+    found = compute_metrics(metrics, state, over="federation", device=CPU)
+    wanted = {f"binary/{name}": value for name, value in whole.pop("binary").items()} | whole
+    check(found, {name: float(value) for name, value in wanted.items()}, "single samples")
 
 
 def check_names(state: DistributedState, rank: int) -> None:

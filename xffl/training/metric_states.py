@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.distributed.agreement import ranks_text
+from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
@@ -217,7 +218,7 @@ def _pack(own: list[States], device: torch.device) -> torch.Tensor:
     for states in own:
         for kept in states.values():
             for tensor in kept if isinstance(kept, list) else [kept]:
-                row = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+                row = bytes_of(tensor.to(device))
                 rows += [row, row.new_zeros(-row.numel() % ALIGNMENT)]
     return torch.cat(rows)
 
@@ -244,7 +245,7 @@ def _unpack(row: torch.Tensor, description: _Description, takers: list[list[int]
             read = []
             for dtype, shape in tensors:
                 size = torch.Size(shape).numel() * dtype.itemsize
-                read.append(row[start : start + size].clone().view(dtype).reshape(shape))
+                read.append(from_bytes(row[start : start + size], dtype, shape))
                 start += _size(dtype, shape)
             states[attribute] = read if is_list else read[0]
         found.append(states)
