@@ -806,10 +806,15 @@ def test_the_cells_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     config = BaseTrainerConfig(distributed=DistributedConfig(federated=2))
     assert choose("default", None, config=config) == (None, 1)
     assert choose("file x", (2, 2), config=config)[0] == (2, 2)  # the same cells in other words
-    with pytest.raises(ConfigError, match=r"cells of \(3, 1\) are asked for .* distributed.federated is 2"):
+    with pytest.raises(ConfigError, match=r"by launch.federated \(file x\), but distributed.federated is 2"):
         choose("file x", (3, 1), config=config)
-    for wrong in ({"launch": (2, 3)}, {"launch": (2, 2), "hsdp": 3}, {"launch": None, "world": 3, "config": config}):
-        with pytest.raises(TopologyError):
+    for wrong, sources in (
+        ({"launch": (2, 3)}, r"launch.federated \(file x\) and launch.hsdp \(default\)"),
+        ({"launch": (2, 2), "hsdp": 3}, r"launch.federated \(file x\) and --hsdp"),
+        ({"launch": (2, 3), "federated": (3, 3), "hsdp": 1}, "--federated and --hsdp"),
+        ({"launch": None, "world": 3, "config": config}, r"distributed.federated and launch.hsdp \(default\)"),
+    ):
+        with pytest.raises(TopologyError, match=rf"\(asked for by {sources}\)$"):
             choose("file x", **wrong)
     for sizes, hsdp in ((None, None), ((2, 2), 1), (4, None), (None, 2)):
         assert requested_federation(federation_variables(sizes, hsdp)) == (sizes, hsdp)

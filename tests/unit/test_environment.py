@@ -22,7 +22,9 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.mpi import Claim, number_nodes
-from xffl.errors import ConfigError, LaunchError
+from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.process_group import setup_distributed_process_group
+from xffl.errors import ConfigError, LaunchError, XfflError
 
 RECORDED = Path(__file__).parent / "recorded"
 """Environments of real processes: common variables first, then a block for each process, in rank order."""
@@ -331,6 +333,70 @@ def test_bad_values(environ: dict[str, str], given: dict[str, Any], message: str
         detect_environment(environ, **given)
 
 
+TWO = {"rank": 1, "world_size": 2}
+SOURCES = [
+    ({"MASTER_PORT": "99999", "MASTER_ADDR": "h"}, TWO, "MASTER_PORT=99999 is no port"),
+    ({"MASTER_PORT": "9.5", "MASTER_ADDR": "h"}, TWO, "MASTER_PORT is '9.5'"),
+    ({"MASTER_PORT": "9"}, {**TWO, "master_port": 99999, "master_addr": "h"}, "argument master_port=99999 is no port"),
+    ({**SRUN, "MASTER_PORT": "99999"}, {}, "MASTER_PORT=99999 is no port"),
+    ({**SRUN, "MASTER_PORT": "9"}, {"master_port": 0}, "argument master_port=0 is no port"),
+    ({**SRUN, "SLURM_LOCALID": "2"}, {}, "SLURM_LOCALID=2 .* 0 to 1, as SLURM_STEP_TASKS_PER_NODE=2 says"),
+    ({**SRUN, "SLURM_PROCID": "9"}, {"world_size": 4}, "SLURM_PROCID=9 .* 0 to 3, as argument world_size=4 says"),
+    (TORCHRUN, {"node_local_rank": 7}, "argument node_local_rank=7 .* as LOCAL_WORLD_SIZE=2 says"),
+    ({**TORCHRUN, "MASTER_PORT": "0"}, {"rank": 0}, "MASTER_PORT=0 is no port"),
+    ({}, {**TWO, "node_rank": 0, "node_world_size": 1}, "node_rank=0, node_world_size=1 leaves node_local_rank, node_"),
+]
+
+
+@pytest.mark.parametrize(("environ", "given", "message"), SOURCES, ids=[message for _, _, message in SOURCES])
+def test_a_wrong_value_is_told_with_where_it_came_from(
+    environ: dict[str, str], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        detect_environment(environ, **given)
+
+
+def test_callers_name_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        LaunchError, match="argument group_local_rank=2 is outside 0 to 1, as argument group_local_size=2"
+    ):
+        setup_distributed_process_group(0, 2, group_local_rank=2, group_local_size=2)
+    with pytest.raises(
+        LaunchError, match="group_rank=0 leaves group_local_rank, group_local_size, group_world_size, mas"
+    ):
+        setup_distributed_process_group(0, 2, group_rank=0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    with pytest.raises(LaunchError, match="^MASTER_PORT=99999 is no port; give 1 to 65535"):
+        setup_distributed_process_group(0, 2)
+
+
+CELLS = [
+    ("3,3", None, {}, r"sizes \(3, 3\) sum to 6, .* sum to 1 \(asked for by XFFL_FEDERATED=3,3\)"),
+    ("4,4", None, {"federated": (3, 3)}, r"sizes \(3, 3\) sum to 6, .* give sizes that sum to 1$"),
+    (None, "2", {}, r"replica size .* \(asked for by XFFL_HSDP=2\)"),
+    (None, "2", {"hsdp": 3}, r"replica size .* every cell$"),
+    ("1", "2", {}, r"replica size .* \(asked for by XFFL_FEDERATED=1 and XFFL_HSDP=2\)"),
+    (None, "2", {"device_parameters": DeviceParameters()}, "^XFFL_HSDP=2 was asked for, .* leave XFFL_HSDP out"),
+    (None, None, {"hsdp": 2, "device_parameters": DeviceParameters()}, "^hsdp=2 was asked for, .* leave hsdp out"),
+    ("x", None, {}, "XFFL_FEDERATED is 'x'"),
+    (None, "x", {}, "XFFL_HSDP is 'x'"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "hsdp", "given", "message"), CELLS, ids=[message for *_, message in CELLS])
+def test_cells_that_do_not_fit_are_told_with_where_they_came_from(
+    sizes: str | None, hsdp: str | None, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("XFFL_FEDERATED", sizes), ("XFFL_HSDP", hsdp)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(XfflError, match=message):
+        setup_distributed_process_group(device="cpu", **given)
+
+
 def test_port_0_is_none() -> None:
     with pytest.raises(LaunchError, match="is no port"):
         detect_environment({}, rank=0, world_size=2, master_addr="a", master_port=0)
@@ -394,7 +460,7 @@ def test_node_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_interfaces() -> None:
     assert interface_address("lo") == "127.0.0.1"
-    with pytest.raises(LaunchError, match="XFFL_IFNAME to one of: .*lo"):
+    with pytest.raises(LaunchError, match="XFFL_IFNAME: .* give one of: .*lo"):
         interface_address("nosuch0")
     environ: dict[str, str] = {}
     assert use_interface(None, environ) is None and environ == {}

@@ -110,7 +110,9 @@ def test_the_address_for_control() -> None:
     assert control_address({"XFFL_IFNAME": "lo"}) == control_address({"GLOO_SOCKET_IFNAME": "lo,eth0"}) == "127.0.0.1"
     assert control_address({"XFFL_CONTROL_IFNAME": "lo"}) == "127.0.0.1"
     for call in (control_address, lambda environ: use_interface("lo", environ)):
-        with pytest.raises(LaunchError, match="'none9' has no IPv4 address .* set XFFL_CONTROL_IFNAME to one of: .*lo"):
+        with pytest.raises(
+            LaunchError, match="XFFL_CONTROL_IFNAME: interface 'none9' has no IPv4 .* give one of: .*lo"
+        ):
             call({"XFFL_CONTROL_IFNAME": "none9"})
 
 
@@ -120,7 +122,8 @@ def test_control_does_not_move_the_data() -> None:
 
 
 def test_rank_0_of_mpi_listens_on_the_control_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "interface_address", {"eth0": "10.0.0.1", "ib0": "10.9.0.1"}.__getitem__)
+    addresses = {"eth0": "10.0.0.1", "ib0": "10.9.0.1"}
+    monkeypatch.setattr(network, "interface_address", lambda name, _: addresses[name])
     rows = [(Claim(0, 0, 1, "a"), "a"), (Claim(1, 0, 1, "b"), "b")]
     environ = {"XFFL_IFNAME": "ib0"}
     assert mpi._listen_at(0, rows, environ, None, 1) == ("10.9.0.1", 1)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.entries import Facts
 from xffl.aggregation.exchange import Exchange
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 

@@ -97,21 +97,21 @@ def tell_home(options: Namespace) -> None:
 def _request(options: Namespace) -> Request:
     from xffl.cluster.cells import parse_federation
     from xffl.cluster.doctor.side import Request
-    from xffl.cluster.environment import requested_federation
+    from xffl.cluster.environment import complete_federation
 
     needs = frozenset(word.strip() for word in options.need.split(",") if word.strip())
     if unknown := sorted(needs - set(_NEEDS)):
         raise ConfigError(f"--need {', '.join(unknown)} is not known; give some of {','.join(_NEEDS)}")
     if not 0 < options.timeout < 1e6:
         raise ConfigError(f"--timeout is {options.timeout}; give seconds above 0")
-    asked = requested_federation()[0]
-    if options.federated is not None:
-        asked = parse_federation(options.federated, "--federated")
+    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
+    federated, _, variables = complete_federation(asked, 0)  # replicas are not looked at
     return Request(
         pair_program=_PAIR,
         shared=None if options.shared is None else Path(options.shared),
         needs=needs,
-        federated=asked,
+        federated=federated,
+        federated_by="XFFL_FEDERATED" if variables else "--federated",
         with_torch=not options.skip_torch,
         timeout_s=options.timeout,
     )

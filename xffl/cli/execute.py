@@ -28,12 +28,14 @@ from xffl.cluster.allocation import (
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import (
     accept_cells,
+    complete_federation,
     detect_environment,
     federation_variables,
     request_federation,
     requested_federation,
     require_cells,
     required_cells,
+    sources_named,
 )
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import RankFailure
@@ -162,20 +164,20 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         take_share()  # a configuration's trainer imports torch
     if command[0].endswith(_CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:])
-    federated, replica_size = requested_federation()
-    if options.federated is not None:
-        federated = parse_federation(options.federated, "--federated")
-    if options.hsdp is not None:
-        replica_size = options.hsdp
+    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
+    federated, replica_size, sources = complete_federation(asked, options.hsdp)
     if (started := _started(options)) is not None:
         if not isinstance(federated, str):
-            Topology(started, federated, replica_size)
+            with sources_named(sources):
+                Topology(started, federated, replica_size)
         request_federation(federated, replica_size)
         return _be_rank(options, lambda: run_script(command))
     start = _find_start(options, options.processes, federated)
     if start is None:
         build_parser().error("--processes N is required to start a script on one machine")
-    return _start(options, start, federated, replica_size, command, options.timeout)
+    with sources_named(sources):
+        layout = lay_out(start.hosts, federated, replica_size)
+    return _start(options, start, layout, command, federated=federated)
 
 
 def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> int:
@@ -214,8 +216,8 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> i
     federated, replica_size = choose_federation(
         resolved.config, launch, origins, start.world_size, federated=asked, hsdp=options.hsdp
     )
-    timeout_s = options.timeout if options.timeout is not None else launch.timeout_s
-    return _start(options, start, federated, replica_size, [str(_RANK), file, *words], timeout_s)
+    layout = lay_out(start.hosts, federated, replica_size)
+    return _start(options, start, layout, [str(_RANK), file, *words], federated=federated, limit_s=launch.timeout_s)
 
 
 def _own_rule(config: object) -> Federation | None:
@@ -286,14 +288,15 @@ def _find_start(
 def _start(
     options: Namespace,
     start: _Start,
-    federated: Federation | None,
-    replica_size: int | None,
+    layout: JobLayout,
     command: Sequence[str],
-    timeout_s: float | None,
+    *,
+    federated: Federation | None,
+    limit_s: float | None = None,
 ) -> int:
-    """Start the processes, and tell how the job ended."""
-    layout = lay_out(start.hosts, federated, replica_size)
-    environ = federation_variables(layout.sizes, replica_size)
+    """Start the processes, and tell how the job ended; ``limit_s`` is what a configuration has for ``--timeout``."""
+    timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
+    environ = federation_variables(layout.sizes, layout.replica_size)
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         cells = layout.topology.cells
         accept_cells(federated, cells, layout.topology.world_size, required_cells())
@@ -318,7 +321,7 @@ def _start(
         _tell(ended, layout, with_traceback=options.traceback)
         return ended.exit_code
     if ended == ExitCode.TIMEOUT:
-        print(f"xffl: stopped all ranks after {timeout_s} s, as --timeout says", file=sys.stderr)
+        print(f"xffl: stopped all ranks after {timeout_s} s, as {knob} says", file=sys.stderr)
     elif ended == ExitCode.PREEMPTED:
         print(_PREEMPTED, file=sys.stderr)
     elif ended > 128:

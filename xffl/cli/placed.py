@@ -12,11 +12,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cluster.allocation import Host, find_allocation, parse_hosts, read_topology, show_topology, with_switches
 from xffl.cluster.cells import Arrangement, Federation, arrange, parse_federation
-from xffl.cluster.environment import requested_federation
+from xffl.cluster.environment import complete_federation
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
-__all__ = ["add_options", "asked_federation", "describe", "find_hosts", "lines", "order"]
+__all__ = ["add_options", "asked_federation", "describe", "find_hosts", "knob", "lines", "order"]
 
 _MAX_HOSTS = 16
 _MAX_CELLS = 8
@@ -36,17 +36,20 @@ def add_options(parser: ArgumentParser) -> None:
     )
 
 
-def asked_federation(options: Namespace) -> tuple[Federation | None, int | None]:
+def asked_federation(options: Namespace) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Return the sizes or the rule, and the replica size, from options or else the environment.
 
     :param options: What the parser has read.
-    :return: Sizes, a rule or ``None``; the replica size or ``None``.
+    :return: Sizes, a rule or ``None``; the replica size or ``None``; which variables they are from.
     :raises XfflError: if one of them cannot be read.
     """
-    federated, replica_size = requested_federation()
-    if options.federated is not None:
-        federated = parse_federation(options.federated, "--federated")
-    return federated, replica_size if options.hsdp is None else options.hsdp
+    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
+    return complete_federation(asked, options.hsdp)
+
+
+def knob(options: Namespace) -> str:
+    """Return what gives the federation: the option, else the variable."""
+    return "XFFL_FEDERATED" if options.federated is None else "--federated"
 
 
 def find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host, ...] | None:
@@ -70,8 +73,8 @@ def find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host, 
         job = find_allocation(wants_switches=is_silent, needs_switches=is_silent and is_auto)
         if job is None:
             raise ConfigError(
-                f"--federated {federated} finds cells by hosts, but this is no SLURM job; call it in the batch script "
-                "or in the shell of salloc, or describe hosts with --hosts a[1-4]:4,b[1-4]:4"
+                f"{knob(options)} {federated} finds cells by hosts, but this is no SLURM job; call it in the batch "
+                "script or in the shell of salloc, or describe hosts with --hosts a[1-4]:4,b[1-4]:4"
             )
         hosts = job.hosts
     if options.topology is not None:

@@ -13,7 +13,8 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli import cell, placed
 from xffl.cli.formatter import HelpFormatter
 from xffl.cli.words import assumed, in_bytes
-from xffl.cluster.cells import Arrangement, lone_cell
+from xffl.cluster.cells import Arrangement, Federation, lone_cell
+from xffl.cluster.environment import sources_named
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -119,7 +120,7 @@ def run(options: Namespace) -> int:
     if options.bytes_per_param is None:
         options.bytes_per_param = cell.bytes_of_dtype(options)
     topology, hosts = _lay_out(options)
-    federated, _ = placed.asked_federation(options)
+    federated, *_ = placed.asked_federation(options)
     if federated is not None and topology.cells == 1:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
     inside = cell.describe(options, topology)
@@ -206,7 +207,15 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
 
 def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
     """Return the world, and where it stands, as far as hosts are known."""
-    federated, replica_size = placed.asked_federation(options)
+    federated, replica_size, sources = placed.asked_federation(options)
+    with sources_named(sources):
+        return _fit(options, federated, replica_size)
+
+
+def _fit(
+    options: Namespace, federated: Federation | None, replica_size: int | None
+) -> tuple[Topology, dict[str, Any] | None]:
+    """Fit what is asked for to the world or the hosts."""
     hosts = placed.find_hosts(options, federated)
     arrangement: Arrangement | None = None
     sizes = None if isinstance(federated, str) else federated
@@ -222,7 +231,9 @@ def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
         if not isinstance(sizes, tuple):
             if sizes is None:
                 raise ConfigError("no ranks are given; give --federated 4,4, or --world")
-            raise ConfigError(f"--federated {sizes} does not say how many ranks there are; give --world, too")
+            raise ConfigError(
+                f"{placed.knob(options)} {sizes} does not say how many ranks there are; give --world, too"
+            )
         world = max(sum(sizes), 1)  # a size below 1 is told as such
     topology = cell.lay_out(options, Topology(world, sizes), replica_size)
     if hosts is None or arrangement is None:

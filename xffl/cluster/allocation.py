@@ -90,14 +90,14 @@ def find_allocation(
             "one order. HINT: ask for all nodes in one component, which may take different numbers of tasks, or start "
             "the ranks with srun --het-group=0-1 yourself"
         )
-    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if not nodes:
+    listed = next((name for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
+    if listed is None:
         raise LaunchError(
             f"SLURM_JOB_ID={job} tells of a job, but SLURM_JOB_NODELIST is not set. HINT: start from the batch script "
             "or the shell of salloc, or unset SLURM_JOB_ID"
         )
-    names = expand_hosts(nodes)
-    tasks = _tasks(environ, len(names))
+    names = expand_hosts(environ[listed])
+    tasks = _tasks(environ, len(names), listed)
     is_asked = bool(environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"))
     gpus = _gpus(environ, tasks, is_asked=is_asked)
     # The tasks that were asked for, else one for each GPU, else SLURM's own count.
@@ -112,23 +112,24 @@ def find_allocation(
     return Allocation("slurm", hosts, job)
 
 
-def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Return the tasks of each node, by SLURM's count."""
-    counts = expand_counts(environ.get("SLURM_TASKS_PER_NODE") or f"1(x{nodes})")
-    if "SLURM_TASKS_PER_NODE" not in environ and environ.get("SLURM_NTASKS_PER_NODE"):
-        counts = (read_number("SLURM_NTASKS_PER_NODE", environ["SLURM_NTASKS_PER_NODE"]),) * nodes
+def _tasks(environ: Mapping[str, str], nodes: int, listed: str) -> tuple[int, ...]:
+    """Return the tasks of each node, by SLURM's count; ``listed`` is the variable that names the nodes."""
+    source = "SLURM_TASKS_PER_NODE"
+    counts = expand_counts(environ.get(source) or f"1(x{nodes})")
+    if source not in environ and environ.get("SLURM_NTASKS_PER_NODE"):
+        source = "SLURM_NTASKS_PER_NODE"
+        counts = (read_number(source, environ[source]),) * nodes
     if len(counts) != nodes:
         raise LaunchError(
-            f"SLURM_TASKS_PER_NODE={environ.get('SLURM_TASKS_PER_NODE')} tells of {len(counts)} nodes, but "
-            f"SLURM_JOB_NODELIST={environ.get('SLURM_JOB_NODELIST')} of {nodes}. HINT: these variables are the job's; "
-            "do not set one of them by hand"
+            f"{source}={environ[source]} tells of {len(counts)} nodes, but {listed}={environ[listed]} of {nodes}. "
+            "HINT: these variables are the job's; do not set one of them by hand"
         )
     asked = environ.get("SLURM_NTASKS")
     if asked and read_number("SLURM_NTASKS", asked) != sum(counts):
         raise LaunchError(
-            f"SLURM_NTASKS={asked}, but SLURM_TASKS_PER_NODE={environ.get('SLURM_TASKS_PER_NODE', 'unset')} makes "
-            f"{sum(counts)} tasks on {nodes} nodes. HINT: these variables are the job's; unset SLURM_NTASKS where it "
-            "is set by hand or left from another job, and ask SLURM for --ntasks or --ntasks-per-node"
+            f"SLURM_NTASKS={asked}, but {source}={environ.get(source, 'unset')} makes {sum(counts)} tasks on "
+            f"{nodes} nodes. HINT: these variables are the job's; unset SLURM_NTASKS where it is set by hand or "
+            "left from another job, and ask SLURM for --ntasks or --ntasks-per-node"
         )
     return counts
 

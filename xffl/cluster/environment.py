@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_federation, parse_sizes
+from xffl.cluster.hosts import interface_address
 from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
-from xffl.errors import LaunchError
+from xffl.errors import LaunchError, TopologyError
 
 __all__ = [
     "ProcessEnvironment",
     "accept_cells",
+    "complete_federation",
     "detect_environment",
     "federation_variables",
     "parse_sizes",
@@ -29,6 +32,7 @@ __all__ = [
     "requested_settings",
     "require_cells",
     "required_cells",
+    "sources_named",
     "use_interface",
 ]
 
@@ -67,6 +71,7 @@ def detect_environment(
     node_world_size: int | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
     """Find out where this process stands.
 
@@ -85,6 +90,7 @@ def detect_environment(
     :param node_world_size: Number of nodes.
     :param master_addr: Address where rank 0 listens.
     :param master_port: Port where rank 0 listens.
+    :param names: What the caller calls its own arguments, where that differs from the names here, for messages.
     :return: The environment; a single process where nothing is given and no launcher matches.
     :raises LaunchError: if values are no numbers, contradict each other, or leave something open.
     """
@@ -99,23 +105,26 @@ def detect_environment(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    given: Fields = {name: value for name, value in arguments.items() if value is not None}
-    sources = {name: f"argument {name}" for name in arguments}
-    _check(given, sources)
+    called = {name: (names or {}).get(name, name) for name in arguments}
+    found = Fields()
+    for name, value in arguments.items():
+        if value is not None:
+            found.take(f"argument {called[name]}", **{name: value})
+    _check(found)
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
-    found = row.read(environ) if row is not None else {}
-    if row is None or given.get("world_size", found["world_size"]) != found["world_size"]:
-        found = _complete_arguments(given, environ)
+    told = row.read(environ) if row is not None else {}
+    if row is None or found.get("world_size", told["world_size"]) != told["world_size"]:
+        _complete_arguments(found, environ, called)
         launcher, reason = ProcessEnvironment.launcher, ProcessEnvironment.reason
         if found:
             launcher, reason = "arguments", "rank and world size were given"
     else:
-        sources |= {name: variable for name, variable in row.variables.items() if name not in given}
-        found.update(given)
-        _check(found, sources)
+        for name, variable in row.variables.items():
+            found.take(variable, **{name: told[name]})
+        _check(found)
         row.complete(found, environ)
         launcher, reason = (row.name, f"{', '.join((*row.variables.values(), *row.also))} are set")
-    _check(found, sources)
+    _check(found)
     if found.get("world_size", 1) == 1 and not {"master_addr", "master_port"} <= found.keys():
         # Half a rendezvous is of no use to a single process, which needs none.
         found.pop("master_addr", None)
@@ -123,31 +132,28 @@ def detect_environment(
     return ProcessEnvironment(**found, launcher=launcher, reason=reason)
 
 
-def _complete_arguments(given: Fields, environ: Mapping[str, str]) -> Fields:
+def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mapping[str, str]) -> None:
     """Fill in what arguments leave open where no launcher is to be asked."""
-    found = dict(given)
+    shown = ", ".join(f"{called[name]}={value!r}" for name, value in found.items())
     if "rank" not in found and found.get("world_size", 1) == 1:
         _refuse_half_a_launcher(environ)
         if not found:
-            return found
-        found |= {"rank": 0, "world_size": 1}
+            return
+        found.take("a single process", rank=0, world_size=1)
     if "rank" not in found or "world_size" not in found:
-        raise LaunchError(f"{_shown(given)} without a launcher of that world needs rank and world_size; give both")
+        raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
     world = found["world_size"]
     places = ("node_local_rank", "node_local_size", "node_rank", "node_world_size")
-    if not any(name in found for name in places):
-        found |= {"node_local_rank": found["rank"], "node_local_size": world, "node_rank": 0, "node_world_size": 1}
-    elif found.get("node_local_size") == world:
-        found.setdefault("node_local_rank", found["rank"])
-        found.setdefault("node_rank", 0)
-        found.setdefault("node_world_size", 1)
+    if not any(name in found for name in places) or found.get("node_local_size") == world:
+        found.take(found.sources["rank"], node_local_rank=found["rank"])
+        found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
     absent = [name for name in places if name not in found]
     if world > 1:
         honour_master(found, environ)
         absent += [name for name in ("master_addr", "master_port") if name not in found]
     if absent:
-        raise LaunchError(f"{_shown(given)} leaves {', '.join(absent)} open; give them, or start with a launcher")
-    return found
+        wanted = ", ".join(called[name] for name in absent)
+        raise LaunchError(f"{shown} leaves {wanted} open; give them, or start with a launcher")
 
 
 def _refuse_half_a_launcher(environ: Mapping[str, str]) -> None:
@@ -165,8 +171,9 @@ def _refuse_half_a_launcher(environ: Mapping[str, str]) -> None:
             )
 
 
-def _check(found: Fields, sources: Mapping[str, str]) -> None:
+def _check(found: Fields) -> None:
     """Raise where fields are impossible or contradict each other; fields that are not found yet are left out."""
+    sources = found.sources
     for name, value in found.items():
         if name != "master_addr" and (isinstance(value, bool) or not isinstance(value, int)):
             raise LaunchError(f"{sources[name]} is {value!r}; give a whole number")
@@ -205,6 +212,43 @@ def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Fede
         parse_federation(federated, "XFFL_FEDERATED") if federated else None,
         read_number("XFFL_HSDP", hsdp) if hsdp else None,
     )
+
+
+def complete_federation(
+    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] | None = None
+) -> tuple[Federation | None, int | None, tuple[str, ...]]:
+    """Fill in from the environment what an argument leaves open of a federation.
+
+    :param federated: Sizes or a rule from elsewhere, which beat ``XFFL_FEDERATED``; ``None`` where it counts.
+    :param hsdp: Replica size from elsewhere, which beats ``XFFL_HSDP``; ``None`` where it counts.
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Sizes or rule, replica size, and which variables they are from, for :func:`sources_named`.
+    :raises XfflError: if a variable cannot be read.
+    """
+    asked, replica_size = requested_federation(environ)
+    variables = federation_variables(asked if federated is None else None, replica_size if hsdp is None else None)
+    return (
+        asked if federated is None else federated,
+        replica_size if hsdp is None else hsdp,
+        tuple(f"{name}={text}" for name, text in variables.items()),
+    )
+
+
+@contextmanager
+def sources_named(sources: Iterable[str]) -> Iterator[None]:
+    """Say where sizes come from, in the TopologyError of this block: that they do not fit.
+
+    :param sources: What others than the caller's own arguments have said, such as ``XFFL_FEDERATED=4,4``.
+    :yield: Nothing.
+    :raises TopologyError: as the block does, with the sources in the message.
+    """
+    try:
+        yield
+    except TopologyError as error:
+        told = " and ".join(sources)
+        if not told:
+            raise
+        raise TopologyError(f"{error} (asked for by {told})") from error
 
 
 def federation_variables(federated: Federation | None, hsdp: int | None) -> dict[str, str]:
@@ -327,18 +371,17 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
         control_address(environ)  # every host may be that of rank 0
         return None
     known = sorted(interface for _, interface in socket.if_nameindex())
+    source = "argument ifname" if name else "XFFL_IFNAME"
     if chosen not in known:
         raise LaunchError(
-            f"interface {chosen!r} does not exist on {socket.gethostname()}; set XFFL_IFNAME (or ifname) to one of: "
-            f"{', '.join(known)}"
+            f"{source}: interface {chosen!r} does not exist on {socket.gethostname()}; give one of: {', '.join(known)}"
         )
     names = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
     if environ.get("XFFL_IFNAME"):
         names["XFFL_IFNAME"] = chosen
-    control_address({**environ, **names})
+    if environ.get("XFFL_CONTROL_IFNAME"):
+        control_address(environ)
+    else:
+        interface_address(chosen, source)
     environ.update(names)
     return chosen
-
-
-def _shown(given: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())

@@ -79,10 +79,11 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
 
 
-def interface_address(name: str) -> str:
+def interface_address(name: str, source: str = "XFFL_IFNAME") -> str:
     """Find the IPv4 address of a network interface of this host.
 
     :param name: Interface, such as ``ib0``.
+    :param source: What names it, for the message.
     :return: The address, in dotted form.
     :raises LaunchError: if there is no such interface, or it has no IPv4 address.
     """
@@ -95,8 +96,8 @@ def interface_address(name: str) -> str:
         except OSError as error:
             known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
             raise LaunchError(
-                f"interface {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror}); "
-                f"set XFFL_IFNAME to one of: {known}"
+                f"{source}: interface {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror}); give "
+                f"one of: {known}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 

@@ -16,8 +16,20 @@ from xffl.errors import LaunchError
 
 __all__ = ["LAUNCHERS", "Fields", "Launcher", "honour_master", "read_number", "torchrun_variables"]
 
-Fields = dict[str, Any]
-"""Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far."""
+
+class Fields(dict[str, Any]):
+    """Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far; :meth:`take` alone fills them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, str] = {}
+        """Field to where its value came from, as messages name it: ``argument rank``, ``MASTER_PORT``."""
+
+    def take(self, source: str, **values: Any) -> None:
+        """Take values from a source, each unless the field is found already."""
+        for name, value in values.items():
+            if name not in self:
+                self[name], self.sources[name] = value, source
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class Launcher:
         """Tell whether this launcher started the process."""
         return not self.missing(environ) and self.accepts(environ)
 
-    def read(self, environ: Mapping[str, str]) -> Fields:
+    def read(self, environ: Mapping[str, str]) -> dict[str, Any]:
         """Read the fields that the variables hold.
 
         :param environ: Environment that this row matches.
@@ -65,15 +77,13 @@ def _complete_mpi(found: Fields, environ: Mapping[str, str]) -> None:
     """Find the nodes and agree on a rendezvous, over mpi4py where the variables do not suffice."""
     honour_master(found, environ)
     if found["node_local_size"] == found["world_size"]:
-        found.setdefault("node_rank", 0)
-        found.setdefault("node_world_size", 1)
+        found.take(found.sources["node_local_size"], node_rank=0, node_world_size=1)
     wanted = ("node_rank", "node_world_size", "master_addr", "master_port")
     if found["world_size"] == 1 or all(name in found for name in wanted):
         return
     claim = Claim(found["rank"], found["node_local_rank"], found["node_local_size"])
     met = meet(claim, found["world_size"], environ, address=found.get("master_addr"), port=found.get("master_port"))
-    for name in wanted:
-        found.setdefault(name, getattr(met, name))
+    found.take("what the ranks told over MPI", **{name: getattr(met, name) for name in wanted})
 
 
 def _is_own_step(environ: Mapping[str, str]) -> bool:
@@ -98,24 +108,24 @@ def _complete_slurm(found: Fields, environ: Mapping[str, str]) -> None:
             f"{len(counts)} nodes, but the step has {found['world_size']} on {found['node_world_size']}; start the "
             "script with srun itself"
         )
-    if "node_local_size" not in found and 0 <= found["node_rank"] < len(counts):
-        found["node_local_size"] = counts[found["node_rank"]]
+    if 0 <= found["node_rank"] < len(counts):
+        found.take("SLURM_STEP_TASKS_PER_NODE", node_local_size=counts[found["node_rank"]])
     honour_master(found, environ)
     if found["world_size"] == 1:
         return
     if "master_addr" not in found:
-        found["master_addr"] = node_address(expand_hosts(environ["SLURM_STEP_NODELIST"])[0])
+        found.take("SLURM_STEP_NODELIST", master_addr=node_address(expand_hosts(environ["SLURM_STEP_NODELIST"])[0]))
     job, step = (read_number(name, environ[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # 20000 to 31999 lies below the ports that Linux hands out by itself; 750 jobs in a row and 16 steps of each differ.
-    found.setdefault("master_port", 20000 + (job * 16 + step % 16) % 12000)
+    found.take("SLURM_JOB_ID", master_port=20000 + (job * 16 + step % 16) % 12000)
 
 
 def honour_master(found: Fields, environ: Mapping[str, str]) -> None:
     """Take ``MASTER_ADDR`` and ``MASTER_PORT``, each where it is set and not found already."""
     if environ.get("MASTER_ADDR"):
-        found.setdefault("master_addr", environ["MASTER_ADDR"])
-    if environ.get("MASTER_PORT"):
-        found.setdefault("master_port", read_number("MASTER_PORT", environ["MASTER_PORT"]))
+        found.take("MASTER_ADDR", master_addr=environ["MASTER_ADDR"])
+    if environ.get("MASTER_PORT") and "master_port" not in found:
+        found.take("MASTER_PORT", master_port=read_number("MASTER_PORT", environ["MASTER_PORT"]))
 
 
 def read_number(name: str, text: str) -> int:

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from xffl.cluster.hosts import host_identity, interface_address, reachable_address
-from xffl.cluster.network import control_interface
+from xffl.cluster.hosts import host_identity, reachable_address
+from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
 
 __all__ = ["Claim", "Meeting", "meet", "number_nodes"]
@@ -118,10 +118,8 @@ def meet(
 def _listen_at(
     root: int, rows: Sequence[tuple[Claim, str]], environ: Mapping[str, str], address: str | None, port: int | None
 ) -> tuple[str, int]:
-    interface = control_interface(environ)
-    if address is None and interface:
-        address = interface_address(interface)
-    elif address is None and len({claim.host for claim, _ in rows}) == 1:
+    address = control_address(environ) if address is None else address
+    if address is None and len({claim.host for claim, _ in rows}) == 1:
         address = "127.0.0.1"
     elif address is None:
         address = reachable_address(dict.fromkeys(name for _, name in rows if name != rows[root][1]))

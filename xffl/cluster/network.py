@@ -90,12 +90,8 @@ def control_address(environ: Mapping[str, str] | None = None) -> str | None:
     name = control_interface(environ)
     if name is None:
         return None
-    try:
-        return interface_address(name)
-    except LaunchError as error:
-        if not environ.get("XFFL_CONTROL_IFNAME"):
-            raise
-        raise LaunchError(str(error).replace("XFFL_IFNAME", "XFFL_CONTROL_IFNAME")) from error
+    variables = ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME")
+    return interface_address(name, next(variable for variable in variables if environ.get(variable)))
 
 
 def data_interface(environ: Mapping[str, str] | None = None) -> str | None:

@@ -18,9 +18,10 @@ from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
+    complete_federation,
     detect_environment,
-    requested_federation,
     required_cells,
+    sources_named,
     use_interface,
 )
 from xffl.cluster.failure import note_failure
@@ -49,6 +50,8 @@ class _Request:
     streams: int | None
     timeouts: Timeouts
     parameters: DeviceParameters | None = None
+    sources: tuple[str, ...] = ()
+    """Which variables the sizes are from, if any."""
 
     def __str__(self) -> str:
         inside = "" if self.parameters is None else f", {self.parameters}"
@@ -57,6 +60,15 @@ class _Request:
             f"streams={self.streams!r}, timeout_s={self.timeouts.session_s:g}, home_s={self.timeouts.home_s:g}, "
             f"across_s={self.timeouts.across_s:g}{inside}"
         )
+
+
+_ARGUMENTS = {
+    "node_local_rank": "group_local_rank",
+    "node_local_size": "group_local_size",
+    "node_rank": "group_rank",
+    "node_world_size": "group_world_size",
+}
+"""What arguments are called here that :func:`detect_environment` calls otherwise."""
 
 
 def setup_distributed_process_group(
@@ -132,6 +144,7 @@ def setup_distributed_process_group(
         node_world_size=group_world_size,
         master_addr=master_addr,
         master_port=master_port,
+        names=_ARGUMENTS,
     )
     meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
     request: _Request | None = None
@@ -291,12 +304,11 @@ def _request(
     if kind == "nccl" and chosen.type == "cpu":
         raise ConfigError("backend 'nccl' needs a GPU, but the device is the CPU; give backend='gloo'")
     count = checks.check_streams(streams, chosen)
-    asked_sizes, asked_hsdp = requested_federation()
-    sizes = asked_sizes if federated is None else check_federation(federated, "federated sizes")
-    hsdp = asked_hsdp if hsdp is None else hsdp
-    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters)
+    sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
+    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, sources)
     if not isinstance(sizes, str):
-        _resolve_mesh(request, place.world_size, sizes)  # tells what is wrong before the ranks join
+        with sources_named(sources):
+            _resolve_mesh(request, place.world_size, sizes)  # tells what is wrong before the ranks join
     return request
 
 
@@ -308,9 +320,10 @@ def _resolve_mesh(
         return request.hsdp, None
     mesh = request.parameters.resolve(Topology(world_size, sizes).sizes)
     if request.hsdp not in (None, mesh.replica_size):
+        asked = next((source for source in request.sources if source.startswith("XFFL_HSDP")), f"hsdp={request.hsdp}")
         raise ConfigError(
-            f"hsdp={request.hsdp} was asked for, but the device parameters make replicas of {mesh.replica_size} ranks "
-            "(None: the whole cell); leave hsdp and XFFL_HSDP out"
+            f"{asked} was asked for, but the device parameters make replicas of {mesh.replica_size} ranks (None: the "
+            f"whole cell); leave {asked.partition('=')[0]} out"
         )
     return mesh.replica_size, mesh.cell_shape
 
@@ -355,7 +368,8 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     state.set_init_device(None)
     # Every rank has the same sizes from here on, and so finds the same.
     sizes = find_sizes(request.federated, place.node_rank)
-    set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
+    with sources_named(request.sources):
+        set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
     return state
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from xffl.cluster.cells import Federation, check_federation
-from xffl.cluster.environment import requested_federation
+from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.failure import note_failure
 from xffl.distributed.agreement import agree
 from xffl.distributed.collectives import Collectives
@@ -307,13 +307,14 @@ class DistributedWorld(Collectives):
     def _mesh_of(self, state: DistributedState) -> MeshSizes:
         """Fit the device parameters to a state, which is set up by them where it is not yet."""
         is_set_up = state.is_fsdp_setup() or state.is_hsdp_setup()
-        federated = self._sizes_of(state, is_set_up=is_set_up)
+        federated, sources = self._sizes_of(state, is_set_up=is_set_up)
         error: XfflError | None = None
         mesh: MeshSizes | None = None
         try:
             sizes = state.topology.sizes
             if federated is not None or not is_set_up:
-                sizes = Topology(state.topology.world_size, federated).sizes
+                with sources_named(sources):
+                    sizes = Topology(state.topology.world_size, federated).sizes
             mesh = self.device_parameters.resolve(sizes)
             if is_set_up:
                 _check_state(state.topology, sizes, mesh)
@@ -326,18 +327,21 @@ class DistributedWorld(Collectives):
             set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape, asked=self._asked["federated"])
         return mesh
 
-    def _sizes_of(self, state: DistributedState, *, is_set_up: bool) -> int | tuple[int, ...] | None:
-        """Return the federated sizes that are asked for; a rule is compared before the ranks follow it."""
+    def _sizes_of(
+        self, state: DistributedState, *, is_set_up: bool
+    ) -> tuple[int | tuple[int, ...] | None, tuple[str, ...]]:
+        """Return the federated sizes that are asked for, and by which variable; a rule is compared before it counts."""
         federated: Federation | None = self._asked["federated"]
+        sources: tuple[str, ...] = ()
         error: XfflError | None = None
         try:
             federated = check_federation(federated, "federated sizes")
             if federated is None and not is_set_up:
-                federated, _ = requested_federation()
+                federated, _, sources = complete_federation(None, 0)  # replicas are the mesh's
         except XfflError as wrong:
             error = wrong
         agree("federated sizes", repr(federated), error=error)
-        return find_sizes(federated, state.node_rank)
+        return find_sizes(federated, state.node_rank), sources
 
     def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
         """Make a group that goes with this world."""

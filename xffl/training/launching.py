@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from xffl.cluster.cells import Federation, parse_federation
-from xffl.cluster.environment import detect_environment, request_federation, requested_federation
+from xffl.cluster.environment import detect_environment, request_federation, requested_federation, sources_named
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -122,35 +122,41 @@ def choose_federation(
     :return: Federated sizes, or a rule that finds them, and replica size, as :func:`xffl.session` takes them.
     :raises XfflError: if they do not fit each other or the world.
     """
-    variable, replica_size = requested_federation()
+    variable, variable_hsdp = requested_federation()
 
-    def pick(option: Any, name: str, variable: Any) -> Any:
-        given = getattr(launch, name)
-        is_from_file = origins.get(f"launch.{name}", "").startswith("file ")
-        order = (option, variable, given) if is_from_file else (option, given, variable)
-        return next((value for value in order if value is not None), None)
+    def pick(option: Any, name: str, variable: Any) -> tuple[Any, str]:
+        """Return the value that beats the others, and where it comes from."""
+        origin = origins.get(f"launch.{name}", "default")
+        given = (getattr(launch, name), f"launch.{name} ({origin})")
+        told = (variable, f"XFFL_{name.upper()}")
+        order = (told, given) if origin.startswith("file ") else (given, told)
+        chosen = ((option, f"--{name}"), *order)
+        return next(((value, source) for value, source in chosen if value is not None), (None, ""))
 
-    sizes = pick(federated, "federated", variable)
-    replica_size = pick(hsdp, "hsdp", replica_size)
+    sizes, source = pick(federated, "federated", variable)
+    replica_size, replica_source = pick(hsdp, "hsdp", variable_hsdp)
+
+    def fitted(sizes: int | tuple[int, ...] | None) -> Topology:
+        with sources_named(filter(None, (source, replica_source))):
+            return Topology(world_size, sizes, replica_size)
+
     asked = getattr(getattr(config, "distributed", None), "federated", None)
     if isinstance(asked, str):
         # xffl exec has put what it found by a rule into the variable.
         is_same = sizes in (None, asked, variable)
         sizes = asked if sizes is None else sizes
     elif asked is not None:
-        wanted = Topology(world_size, asked, replica_size)
-        is_same = sizes is None or (
-            not isinstance(sizes, str) and Topology(world_size, sizes, replica_size) == wanted
-        )  # fmt: skip
+        with sources_named(filter(None, ("distributed.federated", replica_source))):
+            wanted = Topology(world_size, asked, replica_size)
+        is_same = sizes is None or (not isinstance(sizes, str) and fitted(sizes) == wanted)
     else:
         is_same = True
     if not is_same:
         raise ConfigError(
-            f"cells of {sizes} are asked for (--federated, launch.federated or XFFL_FEDERATED), but "
-            f"distributed.federated is {asked}; leave one of them out"
+            f"cells of {sizes} are asked for by {source}, but distributed.federated is {asked}; leave one of them out"
         )
     if not isinstance(sizes, str):
-        Topology(world_size, sizes, replica_size)
+        fitted(sizes)
     return sizes, replica_size
 
 

@@ -177,8 +177,9 @@ def _cells_alone(side: HostSide) -> list[Finding]:
         if isinstance(federated, str):
             hosts = arrange(hosts, federated).hosts
     except XfflError as error:
-        return [Finding("cells", ERROR, str(error), "mend --federated or XFFL_FEDERATED")]
-    return [check_cells(federated, [host for host in hosts for _ in range(host.slots)])[1]]
+        return [Finding("cells", ERROR, str(error), f"mend {side.request.federated_by}")]
+    ranks = [host for host in hosts for _ in range(host.slots)]
+    return [check_cells(federated, ranks, side.request.federated_by)[1]]
 
 
 def _lead(side: HostSide, place: ProcessEnvironment, environ: Mapping[str, str]) -> Report:

@@ -234,7 +234,7 @@ class Lead:
             return hosts, [Finding("cells", WARNING, text, "see the line on the meeting")]
         told = [self.told[rank]["host"] for rank in sorted(self.told)]
         ranks = [Host(**{**host, "switches": tuple(host["switches"])}) for host in told]
-        topology, finding = check_cells(federated, ranks)
+        topology, finding = check_cells(federated, ranks, self.request.federated_by)
         if topology is None:
             return hosts, [finding]
         firsts = [topology.federation(cell)[0] for cell in range(topology.cells)]
@@ -258,7 +258,7 @@ class Lead:
                 federated = sizes_of_ranks(places, federated)
             topology = Topology(self.place.world_size, federated)
         except XfflError as error:
-            return hosts, [Finding("cells", ERROR, str(error), "mend --federated or XFFL_FEDERATED")]
+            return hosts, [Finding("cells", ERROR, str(error), f"mend {self.request.federated_by}")]
         shown = Finding("cells", OK, f"{topology.cells} cells of {in_words([str(size) for size in topology.sizes], 8)}")
         firsts = [topology.federation(cell)[0] for cell in range(topology.cells)]
         cells = [(f"cell {cell} ({self._name_of(rank)})", self.told[rank]["node"]) for cell, rank in enumerate(firsts)]
@@ -312,18 +312,19 @@ def unwritable(request: Request, folder: Folder, error: str) -> Finding:
     return Finding("shared folder", ERROR, f"{folder.path} cannot be written ({error})", advice)
 
 
-def check_cells(federated: Federation, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:
+def check_cells(federated: Federation, ranks: Sequence[Host], knob: str) -> tuple[Topology | None, Finding]:
     """Judge what is said of cells for ranks.
 
     :param federated: Sizes of the cells or a rule for them.
     :param ranks: Host of each rank.
+    :param knob: What says so.
     :return: The topology, ``None`` where there is none, and the finding.
     """
     try:
         sizes = sizes_of_ranks(ranks, federated) if isinstance(federated, str) else federated
         topology = Topology(len(ranks), sizes)
     except XfflError as error:
-        return None, Finding("cells", ERROR, str(error), "mend --federated or XFFL_FEDERATED")
+        return None, Finding("cells", ERROR, str(error), f"mend {knob}")
     text = f"{topology.cells} cells of {in_words([str(size) for size in topology.sizes], 8)}"
     return topology, Finding("cells", OK, text)
 

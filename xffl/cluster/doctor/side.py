@@ -46,6 +46,8 @@ class Request:
     """What is an error where it is missing: ``mpi``, ``slurm``, ``gpu``."""
     federated: Federation | None = None
     """Sizes of the cells or a rule for them, whose pairs add with each other; hosts do where it is ``None``."""
+    federated_by: str = "--federated"
+    """What says so."""
     with_torch: bool = True
     timeout_s: float = 15.0
     """How long one wait for another host may take."""
