@@ -68,16 +68,16 @@ def chroot() -> list[str]:
         subprocess.run(["debootstrap", "--variant=minbase", f"--include={packages}", "trixie", str(root)], check=True)
         (root / "complete").touch()
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
-    script = []
+    script = ["set -e  # the mounts are those of one process, and end with it"]
     for kind, place in (
         *(("--rbind", place) for place in ("/proc", "/sys", "/dev", "/etc/ssl/certs")),
         *(("--bind", place) for place in (REPO, MATRIX_DIR)),
     ):
         target = shlex.quote(f"{root}{place}")
         script.append(f"mkdir -p {target}; mount {kind} {shlex.quote(str(place))} {target}")
-    # The mounts are those of this process: they end with it.
-    script.append('exec chroot "$0" env -C "$@"')
-    return ["unshare", "--mount", "sh", "-ec", "\n".join(script), str(root), str(REPO)]
+    script.append(f'exec chroot {shlex.quote(str(root))} env -C {shlex.quote(str(REPO))} "$@"')
+    (MATRIX_DIR / "chroot.sh").write_text("\n".join(script))
+    return ["unshare", "--mount", "sh", str(MATRIX_DIR / "chroot.sh")]
 
 
 def interpreter(row: str) -> tuple[str, list[str]]:
