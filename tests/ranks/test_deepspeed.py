@@ -61,7 +61,7 @@ def train(rank: int, world_size: int) -> list[tuple[list[float], dict[str, torch
         model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
         optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=5e-4))
         world, losses = strategy.world, []
-        for step in range(20):
+        for step in range(STEPS):
             tokens, targets = (part.chunk(world.dp_size)[world.dp_rank] for part in text_batch(step, batch=24))
             loss = strategy.forward_backward(model, tokens, target=targets)
             assert strategy.step(optimizer)
@@ -82,7 +82,7 @@ def test_every_stage_trains_like_one_process() -> None:
     assert losses[-1] < losses[0] - 0.2
 
 
-ROUNDS, EVERY = 3, 3
+ROUNDS, EVERY = 2, 3
 COUNTS = (3.0, 1.0)
 
 
@@ -143,7 +143,7 @@ def average_with(stage: int, rank: int, world_size: int, cells: tuple[int, ...])
     return means[:ROUNDS], reports[0].weights
 
 
-@pytest.mark.parametrize(("cells", "stages"), [((2, 2), STAGES), ((2, 1), (2, 3))])
+@pytest.mark.parametrize(("cells", "stages"), [((2, 2), (0, 3)), ((2, 1), (1, 2))])
 def test_rounds_are_weighted_means(cells: tuple[int, ...], stages: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     expected = average_alone(torch.optim.AdamW, lr=1e-3)

@@ -23,7 +23,7 @@ from xffl.aggregation.secure import Masker, SecureSum
 
 Array = npt.NDArray[np.float64]
 
-LAYOUTS = [((2, 2, 2), None), ((2, 2, 4), 2), ((3, 1, 2), None), ((2, 2, 2), 1)]
+LAYOUTS = [((2, 2, 4), 2), ((3, 1, 2), None), ((1, 2, 1), 1)]
 
 
 class Net(nn.Module):
@@ -172,7 +172,7 @@ def private_rounds(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int
     return worst, float(noise.std()), accountant.epsilon(1e-5)
 
 
-@pytest.mark.parametrize("sizes, hsdp", [((2, 2), None), ((4, 4), 2), ((4, 2), None)], ids=str)
+@pytest.mark.parametrize("sizes, hsdp", [((4, 4), 2), ((3, 1), None)], ids=str)
 def test_updates_are_clipped_and_noised_as_wholes(sizes: tuple[int, ...], hsdp: int | None) -> None:
     found = run_world(sum(sizes), private_rounds, sizes, hsdp)
     for worst, deviation, epsilon in found:

@@ -26,7 +26,6 @@ STEPS = 22
 Case = dict[str, Any]
 CASES: dict[str, Case] = {
     "single": {"ranks": 1, "strategy": "single"},
-    "fsdp": {"ranks": 2, "strategy": "fsdp"},
     "saved at epochs' ends": {"ranks": 1, "saving": {"every_epochs": 1}, "interval": "epoch", "batch_size": 40},
     "fsdp, accumulating": {"ranks": 2, "strategy": "fsdp", "accumulation": 3, "batch_size": 4},
     "hsdp": {"ranks": 4, "strategy": "hsdp", "mesh": {"dp_shard": 2, "dp_replicate": 2}},

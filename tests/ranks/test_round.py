@@ -22,18 +22,19 @@ Layout = tuple[tuple[int, ...], int | None]
 LAYOUTS: list[Layout] = [
     ((1, 1), None),
     ((2, 2), None),
-    ((2, 2), 1),
     ((2, 2), 2),
     ((4, 4), 2),
-    ((4, 2), 2),
-    ((4, 2), 1),
     ((3, 1), 1),
-    ((4, 2), None),
     ((3, 1), None),
     ((2, 4, 2), 2),
     ((1, 2, 3), None),
 ]
 DTYPES = ["float32", "bfloat16", "float16", "mixed"]
+"""All of them in small layouts; in the others ``mixed`` alone, which has a tensor of each."""
+
+
+def is_full(sizes: tuple[int, ...], hsdp: int | None) -> bool:
+    return sum(sizes) <= 4 and hsdp is None
 
 
 class Wide(nn.Linear):
@@ -141,6 +142,12 @@ def reference(
     return [mean / sum(weights), bound / sum(weights)]
 
 
+def kept_local(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The complete values of what a round must leave alone."""
+    held = ((name, tensor) for name, tensor, _ in tensors(model) if name.startswith("frozen") or name == "scratch")
+    return {name: complete(tensor).clone() for name, tensor in held}
+
+
 def check_values(
     model: nn.Module, before: dict[str, torch.Tensor], sizes: tuple[int, ...], weights: list[float]
 ) -> None:
@@ -190,14 +197,15 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
     cell = state.federated_rank
     assert cell is not None
     rounds = 0
-    for kind, dtype in itertools.product(["plain", "shard", "fully_shard"], DTYPES):
+    dtypes = DTYPES if is_full(sizes, hsdp) else DTYPES[-1:]
+    for kind, dtype in itertools.product(["plain", "shard", "fully_shard"], dtypes):
         model = build(kind, dtype, state)
         for number, (weight, weights) in enumerate(weightings(sizes, rank, cell)):
             # A bucket size and mode for each: a few elements at a time, tensors that do not fit, everything at once.
             bucket_bytes, atomic, form = [(24, True, "auto"), (100, False, "two_hop"), (1 << 20, True, "auto")][number]
             aggregator = xffl.Aggregator(model, state, bucket_bytes=bucket_bytes, atomic=atomic, form=form)
             fill(model, rank, cell)
-            before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
+            before = kept_local(model)
             report = aggregator.aggregate(weight)
             assert report.round == 1 and list(report.weights) == weights
             check_values(model, before, sizes, weights)
@@ -215,7 +223,7 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
 
 @pytest.mark.parametrize("sizes, hsdp", LAYOUTS, ids=str)
 def test_a_round_is_the_weighted_mean(sizes: tuple[int, ...], hsdp: int | None) -> None:
-    assert run_world(sum(sizes), one_layout, sizes, hsdp) == [36] * sum(sizes)
+    assert run_world(sum(sizes), one_layout, sizes, hsdp) == [36 if is_full(sizes, hsdp) else 9] * sum(sizes)
 
 
 def traffic(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None) -> tuple[int, int]:

@@ -116,7 +116,7 @@ def layouts(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None
     """In every layout all ranks hold the same bits, close to the exact mean, and closer on average over rounds."""
     state = make_state(rank, sizes, hsdp)
     cell = state.federated_rank or 0
-    for codec in CODECS:
+    for codec in CODECS if world_size <= 4 else CODECS[3:]:  # more ranks: one of each kind
         torch.manual_seed(0)
         model = xffl.shard(nn.Sequential(nn.Linear(33, 21), nn.Linear(21, 5), nn.BatchNorm1d(5)), state)
         aggregator = xffl.Aggregator(model, state, codec=codec, rails=rails, bucket_bytes=400, form="auto")
@@ -154,7 +154,7 @@ def put(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "sizes, hsdp, rails",
-    [((2, 2), 1, True), ((4, 2), 2, False), ((4, 2), None, False), ((2, 4, 2), 2, True)],
+    [((2, 2), 1, True), ((4, 2), 2, False), ((3, 1), None, False), ((2, 4, 2), 2, True)],
     ids=str,
 )
 def test_all_ranks_hold_the_same_bits(sizes: tuple[int, ...], hsdp: int | None, rails: bool) -> None:

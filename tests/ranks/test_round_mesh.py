@@ -283,7 +283,8 @@ def check_bytes(before: list[Full], sent: int, cells: list[int]) -> None:
 
 @pytest.mark.parametrize("sizes, shape", LAYOUTS, ids=str)
 def test_rounds_are_the_dense_mean(sizes: tuple[int, ...], shape: Shape) -> None:
-    run_world(sum(sizes), means, sizes, shape, OPTIONS if shape.get("dp_shard") == 2 else OPTIONS[:2])
+    is_full = shape.get("dp_shard") == shape.get("tp") == 2
+    run_world(sum(sizes), means, sizes, shape, OPTIONS if is_full else OPTIONS[:2])
 
 
 def algorithms(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> None:

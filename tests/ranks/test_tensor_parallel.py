@@ -25,7 +25,7 @@ from xffl.errors import ConfigError
 from xffl.parallel.styles import Replicated
 from xffl.parallel.tensor_parallel import apply_tensor_parallel, plan_for
 
-STEPS = 20
+STEPS = 6
 BATCH = 8
 
 Told = tuple[list[float], list[float], dict[str, torch.Tensor]]
