@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Sphinx reads the sources and imports nothing: it runs while the rest is being installed.
+DOCS := .venv/docs
 
 # Ranks share the cores: one thread for each.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +23,14 @@ install: $(INSTALLED) ## make .venv with everything below
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 or newer found; pass PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -e '.[examples,test,lint,docs]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[examples,test,lint]' -c constraints.txt
+	@touch $@
+
+$(DOCS)/.installed: setup.cfg constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 or newer found; pass PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c "import configparser; c = configparser.ConfigParser(); c.read('setup.cfg'); \
+	print(c['options.extras_require']['docs'])" | xargs $(DOCS)/bin/python -m pip install --quiet -c constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digits/
@@ -34,10 +43,12 @@ noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and 
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 ifneq ($(CLUSTER),only)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
+ifneq ($(wildcard /dev/nvidiactl),)
 	$(BIN)/python -m pytest -m gpu -q tests/unit tests/ranks
 endif
+endif
 ifneq ($(CLUSTER),no)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone' tests/cluster
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' tests/cluster
 	$(BIN)/python -m pytest -m alone tests/cluster
 endif
 
@@ -52,8 +63,8 @@ format: $(INSTALLED) ## put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## build docs/_build/html; a warning is an error
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+docs: $(DOCS)/.installed ## build docs/_build/html; a warning is an error
+	$(DOCS)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
 matrix: ## try each PyTorch and Python that is promised (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst

@@ -14,7 +14,15 @@ from xffl.cluster.cells import parse_federation
 
 
 def by_rule(text: str) -> dict[str, object]:
-    """Tell the cells, and the sum of the ranks of one's own; or the error."""
+    """Tell the cells, and the sum of the ranks of one's own; or the error.
+
+    Variables for this and all rules after it may stand before it: ``NAME=VALUE auto``; without a value one is unset.
+    """
+    *settings, text = text.split(" ") if "=" in text else [text]
+    for name, _, value in (setting.partition("=") for setting in settings):
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
     try:
         with xffl.session(federated=parse_federation(text, "argument"), backend="gloo", device="cpu") as state:
             total = torch.tensor([dist.get_rank()])

@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
+    # It takes longest, mostly waiting for SLURM: what runs beside it has the processors meanwhile.
+    items.sort(key=lambda item: item.path.name != "test_submit.py")
 
 
 def require(present: object, what: str) -> None:

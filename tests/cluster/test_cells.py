@@ -7,14 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import slurm_up
-
-if TYPE_CHECKING:
-    from tests.cluster.conftest import Mpi
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -54,7 +51,9 @@ def test_an_uneven_allocation(slurm: dict[str, str], run: Run, tmp_path: Path) -
 
 
 def test_uneven_tasks_and_wrong_rules(slurm: dict[str, str], run: Run) -> None:
-    rules = ["auto", "hosts:^a", "auto:3"]
+    # The last two as where SLURM has no topology plugin: no address, or one that is the node's name alone.
+    alone = ["SLURM_TOPOLOGY_ADDR= auto", "SLURM_TOPOLOGY_ADDR=a1 SLURM_TOPOLOGY_ADDR_PATTERN=node auto"]
+    rules = ["auto", "hosts:^a", "auto:3", *alone]
     found = run(["srun", "-w", "a1,b1", "-N2", "-n3", *RANK, *rules], slurm)
     assert [rank["host"] for rank in found] == ["a1", "a1", "b1"]
     assert told_by(found, 0) == [([2, 1], 0, 1), ([2, 1], 0, 1), ([2, 1], 1, 2)]
@@ -62,6 +61,9 @@ def test_uneven_tasks_and_wrong_rules(slurm: dict[str, str], run: Run) -> None:
     assert "names no cell for host b1" in error
     (error,) = errors_of(found, 2)
     assert "3 levels below the top" in error and "1 to 2" in error
+    for at in (3, 4):
+        (error,) = errors_of(found, at)
+        assert "no SLURM_TOPOLOGY_ADDR" in error and "HINT" in error and "topology/tree" in error
 
 
 def test_ranks_that_take_turns(slurm: dict[str, str], run: Run) -> None:
@@ -69,22 +71,6 @@ def test_ranks_that_take_turns(slurm: dict[str, str], run: Run) -> None:
     assert [rank["host"] for rank in found] == ["a1", "b1", "a1"]
     (error,) = errors_of(found, 0)
     assert "ranks 0 and 2 into cell cell_a" in error and "HINT: start with xffl exec" in error
-
-
-def test_no_topology(slurm: dict[str, str], run: Run) -> None:
-    """As where SLURM has no topology plugin: the address is the node's name alone."""
-    plain = ["env", "SLURM_TOPOLOGY_ADDR=a1", "SLURM_TOPOLOGY_ADDR_PATTERN=node"]
-    for command in (["env", "-u", "SLURM_TOPOLOGY_ADDR"], plain):
-        (found,) = run(["srun", "-w", "a1", "-n1", *command, *RANK, "auto"], slurm)
-        (error,) = errors_of([found], 0)
-        assert "no SLURM_TOPOLOGY_ADDR" in error and "HINT" in error and "topology/tree" in error
-
-
-def test_mpirun_inside_an_allocation(openmpi: Mpi, slurm: dict[str, str], run: Run) -> None:
-    """SLURM starts mpirun's daemons, from which the ranks learn where they are."""
-    job = ["salloc", "-Q", "-w", "a1,b1", "-N2", "--ntasks-per-node=2"]
-    found = run([*job, *openmpi.command(4), *RANK, "auto"], {**slurm, **openmpi.environ})
-    assert told_by(found, 0) == [([2, 2], 0, 1), ([2, 2], 0, 1), ([2, 2], 1, 5), ([2, 2], 1, 5)]
 
 
 def test_two_components(slurm: dict[str, str], run: Run) -> None:

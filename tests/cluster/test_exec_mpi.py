@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.cluster.exec_jobs import (
     FOLDER,
     HOSTILE,
-    LAYOUT,
     RANK,
     SESSION,
     XFFL,
@@ -43,11 +40,6 @@ def test_arguments_and_folder_survive(mpi: Mpi, tmp_path: Path) -> None:
     assert "hello from 3\n" in (folder / "logs" / "rank_00003_cell_1.log").read_text()
 
 
-def test_a_session(mpi: Mpi, tmp_path: Path) -> None:
-    code, out, err = finish(start([*mpi.command(4), *XFFL, "exec", LAYOUT, "3,1"], mpi.environ, tmp_path))
-    assert code == 0 and out.count('"total": 10.0') == 4, err
-
-
 def test_what_does_not_fit(mpi: Mpi, tmp_path: Path) -> None:
     for words, message in (
         ("--processes 3", "--processes is 3, but"),
@@ -73,12 +65,10 @@ def test_what_ends_a_rank_is_told_where_its_output_goes_to_a_file(mpi: Mpi, tmp_
         assert message in (tmp_path / f"logs{number}" / "rank_00000.log").read_text()
 
 
-@pytest.mark.parametrize("way", ["raise", "kill"])
-def test_a_session_that_loses_a_rank(way: str, mpi: Mpi, tmp_path: Path) -> None:
-    command = [*mpi.command(4), *XFFL, "exec", "--federated", "2,2", SESSION, way]
+def test_a_session_that_loses_a_rank(mpi: Mpi, tmp_path: Path) -> None:
+    """One that raises; of one that is killed, test_two_hosts.py tells."""
+    command = [*mpi.command(3), *XFFL, "exec", "--federated", "2,1", SESSION, "raise"]
     code, out, err = finish(start(command, mpi.environ, tmp_path))
-    assert code != 0 and out.count("joined") == 4
+    assert code != 0 and {"joined 0 0", "joined 1 0", "joined 2 1"} <= set(out.splitlines())
     assert seconds_since_one_left(out) < LIMIT_S
-    assert err.count("Traceback") == (way == "raise"), err
-    if way == "raise":
-        assert "xffl: rank 2 failed with ValueError: mine" in err
+    assert err.count("Traceback") == 1 and "xffl: rank 2 failed with ValueError: mine" in err

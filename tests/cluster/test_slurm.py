@@ -1,4 +1,4 @@
-"""A real SLURM: four virtual nodes in two cells, on this host."""
+"""A real SLURM: four virtual nodes in two cells, on this host. Sessions in its cells are in ``test_cells.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 Run = Callable[..., list[dict[str, Any]]]
 WHERE = [sys.executable, str(HERE / "where.py")]
-LAYOUT = [sys.executable, str(HERE / "layout.py")]
 
 
 def places(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
@@ -57,9 +56,3 @@ def test_mpirun_inside_an_allocation(mpi: Mpi, slurm: dict[str, str], run: Run) 
     found = run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *mpi.command(4), *WHERE], environ)
     assert {e["launcher"] for e in found} < {"openmpi", "mpich"} and {e["world_size"] for e in found} == {4}
     assert places(found) == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
-
-
-def test_a_session_over_two_cells(slurm: dict[str, str], run: Run) -> None:
-    found = run(["srun", "-w", "a1,b1", "-N2", "-n3", *LAYOUT, "2,1"], slurm)
-    assert [(e["cell"], *e["node"]) for e in found] == [(0, 0, 2, 0, 2), (0, 1, 2, 0, 2), (1, 0, 1, 1, 2)]
-    assert {e["total"] for e in found} == {6.0}
