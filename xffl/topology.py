@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, SupportsIndex
 
+from xffl.checks import index_of, integer
 from xffl.errors import TopologyError
 
 __all__ = ["REPLICATE_AXIS", "Coordinates", "RankGroup", "Topology"]
@@ -139,6 +140,7 @@ class Topology:
         :return: Cell, place in it, replica, shard, and whether the rank sends or from whom it receives.
         :raises TopologyError: if the rank is outside the world.
         """
+        rank = self._rank(rank)
         cell = self.cell_of(rank)
         local = rank - self.offsets[cell]
         replicas, shards = self.replicas(cell), self.shards(cell)
@@ -158,6 +160,9 @@ class Topology:
         :return: The global rank.
         :raises TopologyError: if a coordinate is outside its axis.
         """
+        cell = self._cell(cell)
+        replica = integer("replica", replica, None, error=TopologyError)
+        shard = integer("shard", shard, None, error=TopologyError)
         replicas, shards = self.replicas(cell), self.shards(cell)
         if not 0 <= replica < replicas or not 0 <= shard < shards:
             raise TopologyError(
@@ -188,7 +193,8 @@ class Topology:
 
     def federation(self, cell: int) -> tuple[int, ...]:
         """Return all ranks of a cell."""
-        return tuple(range(self.offsets[self._cell(cell)], self.offsets[cell + 1]))
+        cell = self._cell(cell)
+        return tuple(range(self.offsets[cell], self.offsets[cell + 1]))
 
     def shard_group(self, cell: int, replica: int) -> tuple[int, ...]:
         """Return the ranks of one replica, by shard."""
@@ -222,7 +228,7 @@ class Topology:
         if at.is_sender:
             groups.append(RankGroup("federated", self.federated_group(at.shard)))
         else:
-            groups.append(RankGroup("federated", (rank,), member=False))
+            groups.append(RankGroup("federated", (at.rank,), member=False))
         return tuple(groups)
 
     def groups(self) -> Iterator[RankGroup]:
@@ -238,9 +244,9 @@ class Topology:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> int:
-        number = _whole(rank)
+        number = index_of(rank)
         if number is None:
-            raise TopologyError(f"rank {rank!r} is no whole number; give 0 to {self.world_size - 1}")
+            raise TopologyError(f"rank must be an integer, got {rank!r}; give 0 to {self.world_size - 1}")
         if not 0 <= number < self.world_size:
             raise TopologyError(
                 f"rank {rank} is outside the world of {self.world_size}; give 0 to {self.world_size - 1}"
@@ -248,31 +254,14 @@ class Topology:
         return number
 
     def _cell(self, cell: int) -> int:
-        number = _whole(cell)
+        number = index_of(cell)
         if number is None or not 0 <= number < self.cells:
             raise TopologyError(f"cell {cell!r} is none of the {self.cells} cells; give 0 to {self.cells - 1}")
         return number
 
 
-def _whole(value: object) -> int | None:
-    """Return a whole number of any kind as an int; ``None`` for a bool and for what is no number."""
-    if type(value) is int:  # the common case is fast
-        return value
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError):  # an array or a tensor of several elements
-        return None
-
-
 def _size(what: str, value: object, knob: str) -> int:
-    number = _whole(value)
-    if number is None:
-        raise TopologyError(f"{what} {value!r} is no whole number; {knob}")
-    if number < 1:
-        raise TopologyError(f"{what} {number} is less than 1; {knob}")
-    return number
+    return integer(what, value, hint=knob, error=TopologyError)
 
 
 def _cell_sizes(world: int, sizes: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -303,15 +292,16 @@ def _cell_sizes(world: int, sizes: object) -> tuple[tuple[int, ...], tuple[int, 
 
 def _shape(shape: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     axes = tuple(shape.items() if isinstance(shape, Mapping) else shape)
+    knob = "give the ranks along that axis"
     names = [name for name, _ in axes]
     if REPLICATE_AXIS not in names or len(set(names)) != len(names):
         raise TopologyError(
             f"cell shape {dict(axes)} needs every axis once, {REPLICATE_AXIS!r} among them; -1 derives it"
         )
-    for name, size in axes:
-        if name != REPLICATE_AXIS or size != -1:
-            _size(f"cell shape's {name}", size, "give the ranks along that axis")
-    return axes
+    return tuple(
+        (name, -1 if name == REPLICATE_AXIS and size == -1 else _size(f"cell shape's {name}", size, knob))
+        for name, size in axes
+    )
 
 
 def _replica_of_shape(shape: tuple[tuple[str, int], ...], replica_size: int | None) -> tuple[int, int]:

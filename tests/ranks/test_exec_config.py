@@ -153,7 +153,7 @@ WRONG = [
     ("--federated 2,2 config.yaml", "TopologyError: federated sizes (2, 2) sum to 4, but the world has 2"),
     ("--federated x config.yaml", "ConfigError: --federated is 'x'"),
     ("--hsdp 2 config.yaml", "TopologyError: "),
-    ("--processes 0 config.yaml", "TopologyError: world size 0 is less than 1"),
+    ("--processes 0 config.yaml", "TopologyError: world size must be a positive integer, got 0"),
     ("config.yaml --launch.processes 0", "ConfigError: launch.processes 0 is not above 0"),
     ("nowhere.yml", "ConfigError: file nowhere.yml cannot be read: No such file"),
     ("config.yaml --config bad.yaml", "ConfigError: file bad.yaml is no YAML: line 1"),

@@ -389,7 +389,7 @@ def wrong(rank: int, world_size: int) -> None:
     with pytest.raises(xffl.ConfigError, match="needs atomic=True"):
         xffl.Aggregator(model, state, overlap=True, atomic=False)
     for options, told in (
-        ({"every": 3, "delay": 3}, "delay 3 is no whole number from 0 to below every=3"),
+        ({"every": 3, "delay": 3}, "delay must be an integer from 0 to 2, got 3"),
         ({"every": 3, "alpha": 0.5}, "alpha 0.5 merges late results, but delay is 0"),
         ({"every": 3, "delay": 1, "aggregator": plain}, "delay 1 needs an aggregator made with overlap=True"),
         ({"every": 3, "delay": 1, "alpha": -1}, "alpha -1"),

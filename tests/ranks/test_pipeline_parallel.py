@@ -348,8 +348,8 @@ def wrong(rank: int, world_size: int) -> None:
     for more, text in (
         ({"module": static}, "static_graph"),
         ({"schedule": "1f1B"}, "unknown; give one of 1f1b, gpipe"),
-        ({"micro_batches": 1}, "over 2 stages; give at least 2"),
-        ({"micro_batches": 0, "schedule": "gpipe"}, "give at least 1"),
+        ({"micro_batches": 1}, "over 2 stages must be an integer of 2 or more, got 1"),
+        ({"micro_batches": 0, "schedule": "gpipe"}, "over 2 stages must be a positive integer, got 0"),
         ({"mesh": alone}, "2 dimensions; give a mesh of one"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -164,7 +164,7 @@ def wrong(rank: int, world_size: int) -> None:
     for options, told in (
         ({"form": "ring"}, "form 'ring' is unknown; choose one of auto, all_gather, two_hop"),
         ({"rails": 2}, "rails 2 is neither True nor False"),
-        ({"fragments": 0}, "fragments 0 is no positive whole number"),
+        ({"fragments": 0}, "fragments must be a positive integer, got 0"),
         ({"fragments": 3}, "2 tensors make no 3 fragments"),
         ({"codec": "int9"}, "int9"),
         ({"codec": {"wight": "int8"}}, "codecs ['wight'] match no tensor"),

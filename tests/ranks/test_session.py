@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -204,7 +205,9 @@ def try_wrong(rank: int, world_size: int, port: int) -> list[tuple[str, str, flo
         os.environ.pop("XFFL_REQUIRE_CELLS", None)
         told.append((*what, time.monotonic() - start))
         assert not dist.is_initialized()
-    with xffl.session(federated=2, timeout_s=30):
+    # An integer of numpy is the same request as the int of another rank.
+    sizes, streams = ((np.int64(2), 2), np.int64(1)) if rank == 1 else ([2, 2], 1)
+    with xffl.session(federated=sizes, hsdp=streams, timeout_s=30):  # type: ignore[arg-type]
         assert total() == 10
     return told
 

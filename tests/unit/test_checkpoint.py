@@ -479,7 +479,7 @@ def test_rotation_keeps_the_newest_the_final_and_what_is_not_ours(tmp_path: Path
             CheckpointManager(tmp_path, keep_last=wrong)  # type: ignore[arg-type]
     with pytest.raises(xffl.ConfigError, match="output_dir"):
         CheckpointManager(3)  # type: ignore[arg-type]
-    with pytest.raises(xffl.ConfigError, match="step -1"):
+    with pytest.raises(xffl.ConfigError, match="step must be an integer of 0 or more, got -1"):
         manager.save(strategy, -1)
 
 

@@ -388,7 +388,7 @@ def test_what_cannot_be_consolidated_is_told(tmp_path: Path, monkeypatch: pytest
 
     assert "['model', 'part'], not 'ema'" in told(xffl.CheckpointError, part="ema")
     assert "is no model" in told(xffl.CheckpointError, part="part")
-    assert "give 0 to 0" in told(cell=1) and "max_shard_bytes" in told(max_shard_bytes=0)
+    assert "from 0 to 0" in told(cell=1) and "max_shard_bytes" in told(max_shard_bytes=0)
     assert "exists already" in told(out=tmp_path / "it") and "config.json" in told(pretrained=tmp_path)
     assert "does not exist" in told(xffl.CheckpointError, at="none")
     save_checkpoint(tmp_path / "complex", {"model": Complex()}, ALONE)

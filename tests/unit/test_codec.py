@@ -558,7 +558,7 @@ def test_full_names() -> None:
         ("int8:blocks=64", "blocks=64"),
         ("int8:block", "option 'block'"),
         ("int8:block=64,block=64", "twice"),
-        ("int8:block=0", "block 0"),
+        ("int8:block=0", "block must be an integer from 1 to 65536, got 0"),
         ("int8:block=-1", "'-1'"),
         ("int8:block=1.5", "'1.5'"),
         ("int8:block=", "block ''"),

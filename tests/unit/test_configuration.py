@@ -410,8 +410,11 @@ WRONG_FILES = [
     ("counts: {a: x}", "counts.a in file {0}, line 1 cannot be meant: 'x' is no int"),
     ("layer: torch.nn.Linea", "layer in file {0}, line 1 is 'torch.nn.Linea', but type or null is expected"),
     ("optimizer: {lr: -1}", "optimizer: lr -1.0 is not above 0 (optimizer.lr: file {0})"),
-    ("training: {epochs: 0}", "training.epochs 0 is no whole number of at least 1 (training.epochs: file {0})"),
-    ("launch: {processes: 0}", "launch.processes 0 is not above 0; give such a number, or leave it out"),
+    ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file {0})"),
+    (
+        "launch: {processes: 0}",
+        "launch.processes must be a positive integer, got 0; give such a number, or leave it out",
+    ),
     (
         "callbacks: [Countin]",
         "callbacks.0 in file {0}, line 1 cannot be meant: there is no Callback 'Countin'; did you",
@@ -542,14 +545,14 @@ WRONG_ROUNDS = [
     ("--training.validate_every_rounds 2", f"training.validate_every_rounds 2 is {NO_ROUNDS}"),
     (
         "--federation.every 0",
-        "federation: every 0 is no positive whole number; give the local steps between two rounds",
+        "federation: every must be a positive integer, got 0; give the local steps between two rounds",
     ),
     ("--federation.every balanced:evry=3", "federation: schedule 'balanced' has no option evry; there are: every"),
-    ("--federation.algorithm diloco --federation.every -1", "federation: every -1 is no positive whole number"),
+    ("--federation.algorithm diloco --federation.every -1", "federation: every must be a positive integer, got -1"),
     ("--federation.algorithm fedadm", "federation: algorithm 'fedadm' is unknown; choose one of fedavg, "),
-    ("--federation.every 9 --federation.delay 9", "federation: delay 9 is no whole number from 0 to below every=9"),
-    ("--federation.every 9 --federation.delay -1", "federation: delay -1 is no whole number from 0 to below every=9"),
-    ("--federation.algorithm fedavg", "federation: every None is no positive whole number; give the local steps"),
+    ("--federation.every 9 --federation.delay 9", "federation: delay must be an integer from 0 to 8, got 9"),
+    ("--federation.every 9 --federation.delay -1", "federation: delay must be an integer from 0 to 8, got -1"),
+    ("--federation.algorithm fedavg", "federation: every must be a positive integer, got None; give the local steps"),
     (
         "--federation.algorithm fedavg --federation.every 3 --federation.delay 3",
         "from 0 to below every=3; give the loc",
@@ -573,9 +576,9 @@ WRONG_ROUNDS = [
         "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",
         "federation: a level has no evry; choose from",
     ),
-    ("--data.workers -1", "data.workers -1 is no whole number of 0 or more; give one (data.workers: command line)"),
-    ("--data.prefetch_factor 0", "data.prefetch_factor 0 is no whole number of 1 or more"),
-    ("--data.validation_batch_size 0", "data.validation_batch_size 0 is no whole number of 1 or more"),
+    ("--data.workers -1", "data.workers must be an integer of 0 or more, got -1 (data.workers: command line)"),
+    ("--data.prefetch_factor 0", "data.prefetch_factor must be a positive integer, got 0"),
+    ("--data.validation_batch_size 0", "data.validation_batch_size must be a positive integer, got 0"),
 ]
 
 

@@ -320,8 +320,8 @@ BAD = [
     ({}, {"world_size": 2}, "rank and world_size"),
     ({}, {"rank": 1, "world_size": 2}, "master_addr, master_port"),
     ({}, {"rank": 2, "world_size": 2, "master_addr": "h", "master_port": 1}, "argument rank=2"),
-    ({}, {"rank": True, "world_size": 2}, "argument rank is True"),
-    ({}, {"rank": "0", "world_size": 2}, "argument rank is '0'"),
+    ({}, {"rank": True, "world_size": 2}, "argument rank must be an integer, got True"),
+    ({}, {"rank": "0", "world_size": 2}, "argument rank must be an integer, got '0'"),
     ({}, {"rank": 0, "world_size": 4, "node_rank": 0}, "node_local_rank, node_local_size, node_world_size"),
     ({}, {"rank": 0, "world_size": 0}, "world_size=0"),
 ]

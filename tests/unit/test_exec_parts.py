@@ -134,7 +134,7 @@ def test_ranks_are_fitted_to_hosts() -> None:
             fit_hosts(allocation, processes, environ=environ)
     with pytest.raises(ConfigError, match=r"launch.processes is 2, but the hosts take 3 ranks .* slots of --hosts"):
         fit_hosts(Allocation("hosts", HOSTS), 2, knob="launch.processes")
-    with pytest.raises(TopologyError, match="world size 0 is less than 1"):
+    with pytest.raises(TopologyError, match="world size must be a positive integer, got 0"):
         fit_hosts(slurm(2), 0)
 
 

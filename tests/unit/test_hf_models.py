@@ -347,8 +347,8 @@ def test_adapters_are_those_of_peft(source: dict[str, Any], targets: Any, dtype:
 def test_wrong_adapters(tmp_path: Path) -> None:
     model = models.causal_lm(LLAMA)
     for arguments, told in (
-        ({"rank": 0}, "rank 0 of adapters"),
-        ({"rank": 2.5}, "rank 2.5 of adapters"),
+        ({"rank": 0}, "rank of adapters must be a positive integer, got 0"),
+        ({"rank": 2.5}, "rank of adapters must be a positive integer, got 2.5"),
         ({"dropout": 1.0}, "dropout 1.0 of adapters"),
         ({"target_modules": ["w_proj"]}, "'w_proj'"),
         ({"target_modules": ["embed_tokens"]}, "peft also trains"),

@@ -318,10 +318,10 @@ def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:
         ({"workers": 1, "start_method": "toaster"}, "refuses timeout_s 0 or start_method 'toaster'"),
         ({"workers": 1, "timeout_s": -1}, "refuses timeout_s -1"),
         ({"part": Partition((np.arange(90), np.arange(0)), 90)}, "cell 1 has no samples"),  # told by cell 0, too
-        ({"batch_size": 0}, "batch_size 0"),
-        ({"workers": -1}, "workers -1"),
-        ({"prefetch_factor": 0}, "prefetch_factor 0"),
-        ({"seed": -1}, "seed -1"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"workers": -1}, "workers must be an integer of 0 or more, got -1"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be a positive integer, got 0"),
+        ({"seed": -1}, "seed must be an integer of 0 or more, got -1"),
         ({"dataset": Noisy(5)}, "0 samples|1 samples|samples for 4 ranks"),
     ],
 )
@@ -549,7 +549,7 @@ def test_streams_of_cells() -> None:
         ({"workers": 2}, "workers 2 would each read the whole stream"),
         ({"resume": "state"}, "Stream has no state_dict"),
         ({"resume": "guess"}, "resume 'guess' is unknown"),
-        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
     ],
 )
 def test_a_stream_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:

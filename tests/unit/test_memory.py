@@ -195,14 +195,14 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ModelSize, {"parameters": 0}, "parameters 0"),
     (ModelSize, {"parameters": float("nan")}, "parameters nan"),
     (ModelSize, {"parameters": True}, "parameters True"),
-    (ModelSize, {"parameters": 1e9, "layers": 0}, "layers 0"),
-    (ModelSize, {"parameters": 1e9, "width": 1.5}, "width 1.5"),
+    (ModelSize, {"parameters": 1e9, "layers": 0}, "layers must be a positive integer, got 0"),
+    (ModelSize, {"parameters": 1e9, "width": 1.5}, "width must be a positive integer, got 1.5"),
     (ModelSize, {"parameters": 1e9, "vocabulary": 100}, "give the width, too"),
     (ModelSize, {"parameters": 1e6, "vocabulary": 1000, "width": 1000}, "have more than the model's"),
     (TrainingSize, {"dtype": "float8"}, "dtype 'float8' is none of float32"),
     (TrainingSize, {"param_dtype": "half"}, "param_dtype 'half'"),
     (TrainingSize, {"optimizer": "adam"}, "optimizer 'adam' is none of sgd, momentum"),
-    (TrainingSize, {"batch": -1}, "batch -1"),
+    (TrainingSize, {"batch": -1}, "batch must be a positive integer, got -1"),
 ]
 
 

@@ -389,11 +389,11 @@ def test_the_table_counts() -> None:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: partition.iid(10, 0), "cells 0 is no whole number of 1 or more"),
-        (lambda: partition.iid(10, True), "cells True"),
-        (lambda: partition.iid(-1, 2), "samples -1"),
-        (lambda: partition.iid(10, 2, seed=-1), "seed -1"),
-        (lambda: partition.iid(10, 2, seed=0.5), "seed 0.5"),  # type: ignore[arg-type]
+        (lambda: partition.iid(10, 0), "cells must be a positive integer, got 0"),
+        (lambda: partition.iid(10, True), "cells must be a positive integer, got True"),
+        (lambda: partition.iid(-1, 2), "samples must be an integer of 0 or more, got -1"),
+        (lambda: partition.iid(10, 2, seed=-1), "seed must be an integer of 0 or more, got -1"),
+        (lambda: partition.iid(10, 2, seed=0.5), "seed must be an integer of 0 or more, got 0.5"),  # type: ignore[arg-type]
         (lambda: partition.iid(10, 2, minimum=6), "lower minimum to 5"),
         (lambda: partition.iid(10, 2, shares=(1, 2, 3)), "3 shares for 2 cells"),
         (lambda: partition.iid(10, 2, shares=(1, 0)), "not all positive"),

@@ -165,7 +165,7 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
         ("combine", Lowest, "is no xffl.aggregation.combine.Combiner"),
         ("combine", None, "is no xffl.aggregation.combine.Combiner"),
         ("schedule", "steps", "required: every"),
-        ("schedule", "steps:every=0", "every 0"),
+        ("schedule", "steps:every=0", "every must be a positive integer, got 0"),
         ("partition", 3, "cannot be called"),
         ("aggregate", "mean", "kind 'aggregate' is unknown"),
     ],

@@ -340,7 +340,7 @@ def test_other_ranks_may_go_on_with_the_same_steps(kind: Any) -> None:
         ({"kind": "CellSampler"}, "kind 'CellSampler'"),
         ({"position": 20}, "20 are more than the 19"),
         ({"position": -1}, "batches consumed -1"),
-        ({"epoch": -1}, "epoch -1"),
+        ({"epoch": -1}, "epoch must be an integer of 0 or more, got -1"),
     ],
 )
 def test_a_state_of_other_batches_is_refused(change: dict[str, Any], message: str) -> None:
@@ -365,8 +365,8 @@ def test_a_state_of_other_batches_is_refused(change: dict[str, Any], message: st
         ({"part": [1]}, "1 samples for 2 ranks"),
         ({"part": [1, 2, 3], "batch_size": 1}, "1 samples for 2 ranks"),
         ({"part": [1, 2, 3], "drop_last": True}, "less than a step of 4 on each of 2 ranks"),
-        ({"batch_size": 0}, "batch_size 0"),
-        ({"seed": -1}, "seed -1"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"seed": -1}, "seed must be an integer of 0 or more, got -1"),
         ({"is_shuffled": 1}, "is_shuffled 1 is neither"),
         ({"drop_last": True, "is_padded": True}, "both True"),
     ],

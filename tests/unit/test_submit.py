@@ -167,9 +167,9 @@ def test_what_cannot_stand_in_a_script_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nodes": 0}, "slurm.nodes 0 is below 1"),
+        ({"nodes": 0}, "slurm.nodes must be a positive integer, got 0"),
         ({"array_limit": 2}, "slurm.array_limit 2 is for the tasks of slurm.array, which has none"),
-        ({"max_restarts": -1}, "slurm.max_restarts -1 is below 0"),
+        ({"max_restarts": -1}, "slurm.max_restarts must be an integer of 0 or more, got -1"),
         ({"signal": "usr2; x"}, "slurm.signal"),
         ({"gpus_per_node": 0}, "slurm.gpus_per_node 0"),
         ({"gpus_per_node": "a:b"}, "slurm.gpus_per_node 'a:b'"),

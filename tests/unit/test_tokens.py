@@ -133,13 +133,13 @@ def test_identity_tells_other_windows_apart() -> None:
     [
         ({"tokens": [[1]]}, "shape"),
         ({"tokens": [0.5, 1.0]}, "float64"),
-        ({"sequence_length": 0}, "sequence_length 0"),
+        ({"sequence_length": 0}, "sequence_length must be a positive integer, got 0"),
         ({"sequence_length": 50}, "50 tokens have no window of 51"),
-        ({"stride": 0}, "stride 0"),
+        ({"stride": 0}, "stride must be a positive integer, got 0"),
         ({"form": "dict"}, "form 'dict' is unknown"),
-        ({"end": 1.5}, "end 1.5"),
-        ({"end": "x"}, "end 'x'"),
-        ({"vocabulary_size": "x"}, "vocabulary_size 'x'"),
+        ({"end": 1.5}, "end must be an integer of 0 or more, got 1.5"),
+        ({"end": "x"}, "end must be an integer of 0 or more, got 'x'"),
+        ({"vocabulary_size": "x"}, "vocabulary_size must be a positive integer, got 'x'"),
         ({"tokens": "nowhere.npy"}, "no file of tokens 'nowhere.npy'"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
             write_tokens(path, wrong, vocabulary_size=10)
     for options, message in (
         ({"vocabulary_size": 1 << 33}, "four bytes"),
-        ({"vocabulary_size": 9, "end": 1.5}, "end 1.5"),
+        ({"vocabulary_size": 9, "end": 1.5}, "end must be an integer of 0 or more, got 1.5"),
     ):
         with pytest.raises(ConfigError, match=message):
             write_tokens(path, [[1]], **options)  # type: ignore[arg-type]

@@ -193,40 +193,43 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Topology(8, (3,)), "does not divide"),
     (lambda: Topology(8, 16), "does not divide"),
     (lambda: Topology(8, ()), "name no cell"),
-    (lambda: Topology(8, (8, 0)), "federated size 0 is less than 1"),
-    (lambda: Topology(8, (9, -1)), "federated size -1"),
-    (lambda: Topology(8, 0), "federated size 0"),
-    (lambda: Topology(8, -4), "federated size -4"),
-    (lambda: Topology(8, (4.0, 4.0)), "no whole number"),  # type: ignore[arg-type]
-    (lambda: Topology(8, "4,4"), "no whole number"),  # type: ignore[arg-type]
-    (lambda: Topology(8, ("4", "4")), "no whole number"),  # type: ignore[arg-type]
-    (lambda: Topology(8, True), "no whole number"),
-    (lambda: Topology(8, np.array([4, 4])), "no whole number"),  # type: ignore[arg-type]
-    (lambda: Topology(2, (True, True)), "no whole number"),
-    (lambda: Topology(8, 2.5), "no whole number"),  # type: ignore[arg-type]
-    (lambda: Topology(8, (4, None)), "no whole number"),  # type: ignore[arg-type]
-    (lambda: Topology(0), "world size 0"),
-    (lambda: Topology(-1), "world size -1"),
-    (lambda: Topology(2.0), "world size 2.0"),  # type: ignore[arg-type]
-    (lambda: Topology("8"), "world size '8'"),  # type: ignore[arg-type]
+    (lambda: Topology(8, (8, 0)), "federated size must be a positive integer, got 0"),
+    (lambda: Topology(8, (9, -1)), "federated size must be a positive integer, got -1"),
+    (lambda: Topology(8, 0), "federated size must be a positive integer, got 0"),
+    (lambda: Topology(8, -4), "federated size must be a positive integer, got -4"),
+    (lambda: Topology(8, (4.0, 4.0)), "must be a positive integer, got"),  # type: ignore[arg-type]
+    (lambda: Topology(8, "4,4"), "must be a positive integer, got"),  # type: ignore[arg-type]
+    (lambda: Topology(8, ("4", "4")), "must be a positive integer, got"),  # type: ignore[arg-type]
+    (lambda: Topology(8, True), "must be a positive integer, got"),
+    (lambda: Topology(8, np.array([4, 4])), "must be a positive integer, got"),  # type: ignore[arg-type]
+    (lambda: Topology(2, (True, True)), "must be a positive integer, got"),
+    (lambda: Topology(8, 2.5), "must be a positive integer, got"),  # type: ignore[arg-type]
+    (lambda: Topology(8, (4, None)), "must be a positive integer, got"),  # type: ignore[arg-type]
+    (lambda: Topology(0), "world size must be a positive integer, got 0"),
+    (lambda: Topology(-1), "world size must be a positive integer, got -1"),
+    (lambda: Topology(2.0), "world size must be a positive integer, got 2.0"),  # type: ignore[arg-type]
+    (lambda: Topology("8"), "world size must be a positive integer, got '8'"),  # type: ignore[arg-type]
     (lambda: Topology(8, (4, 4), 3), "3 does not divide cell 0 of 4"),
     (lambda: Topology(10, (4, 6), 4), "4 does not divide cell 1 of 6"),
     (lambda: Topology(8, (4, 4), 8), "does not divide"),
-    (lambda: Topology(8, (4, 4), 0), r"replica size \(hsdp\) 0"),
-    (lambda: Topology(8, (4, 4), -2), r"replica size \(hsdp\) -2"),
-    (lambda: Topology(8, (4, 4), True), r"replica size \(hsdp\) True"),
-    (lambda: Topology(8, (4, 4), 2.0), r"replica size \(hsdp\) 2.0"),  # type: ignore[arg-type]
-    (lambda: Topology(8, (4, 4), "2"), r"replica size \(hsdp\) '2'"),  # type: ignore[arg-type]
+    (lambda: Topology(8, (4, 4), 0), r"replica size \(hsdp\) must be a positive integer, got 0"),
+    (lambda: Topology(8, (4, 4), -2), r"replica size \(hsdp\) must be a positive integer, got -2"),
+    (lambda: Topology(8, (4, 4), True), r"replica size \(hsdp\) must be a positive integer, got True"),
+    (lambda: Topology(8, (4, 4), 2.0), r"replica size \(hsdp\) must be a positive integer, got 2.0"),  # type: ignore[arg-type]
+    (lambda: Topology(8, (4, 4), "2"), r"replica size \(hsdp\) must be a positive integer, got '2'"),  # type: ignore[arg-type]
     (lambda: Topology(8, 4, cell_shape={"tp": 2}), "dp_replicate"),
-    (lambda: Topology(8, 4, cell_shape={"dp_replicate": 2, "tp": 0}), "cell shape's tp 0"),
+    (
+        lambda: Topology(8, 4, cell_shape={"dp_replicate": 2, "tp": 0}),
+        "cell shape's tp must be a positive integer, got 0",
+    ),
     (lambda: Topology(8, 4, cell_shape={"dp_replicate": 4, "tp": 2}), "dp_replicate=4"),
     (lambda: Topology(8, 4, 4, cell_shape={"dp_replicate": 2, "tp": 2}), "leave one out"),
     (lambda: Topology(8, 4, cell_shape={"dp_replicate": -1, "tp": 3}), "does not divide"),
     (lambda: Topology(4).coordinates(4), "rank 4 is outside the world of 4"),
     (lambda: Topology(4).coordinates(9), "rank 9"),
     (lambda: Topology(4).coordinates(-1), "rank -1"),
-    (lambda: Topology(4).coordinates(True), "rank True"),
-    (lambda: Topology(4).coordinates(1.0), "rank 1.0"),  # type: ignore[arg-type]
+    (lambda: Topology(4).coordinates(True), "rank must be an integer, got True"),
+    (lambda: Topology(4).coordinates(1.0), "rank must be an integer, got 1.0"),  # type: ignore[arg-type]
     (lambda: Topology(4, 2).shards(2), "cell 2 is none of the 2 cells"),
     (lambda: Topology(4, 2).federation(-1), "cell -1"),
     (lambda: Topology(4, 2).rank_of(0, 1, 0), "replica 1, shard 0 is outside cell 0"),

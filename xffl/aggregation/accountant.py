@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xffl.aggregation.privacy import PLACES, Privacy
+from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 
@@ -49,9 +50,7 @@ class Accountant:
         :param rounds: How many exchanges; more than 1 to plan a run.
         :raises ConfigError: if one is no whole number from 1.
         """
-        for what, value in (("cells", cells), ("rounds", rounds)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{what} {value!r} is no whole number from 1; give the number of {what}")
+        cells, rounds = integer("cells", cells), integer("rounds", rounds)
         self._spent[self._privacy.noise, self._privacy.where, cells] += rounds
 
     def epsilon(self, delta: float | None = None, *, neighbours: str = "replace", colluding: int = 1) -> float:
@@ -77,8 +76,7 @@ class Accountant:
             raise ConfigError(f"delta {delta} is not between 0 and 1; give a small one, such as 1e-5")
         if neighbours not in NEIGHBOURS:
             raise ConfigError(f"neighbours {neighbours!r} is unknown; choose one of {', '.join(NEIGHBOURS)}")
-        if isinstance(colluding, bool) or not isinstance(colluding, int) or colluding < 0:
-            raise ConfigError(f"colluding {colluding!r} is no whole number from 0; give a number of cells")
+        colluding = integer("colluding", colluding, 0, hint="give a number of cells")
         history = []
         for (noise, where, cells), rounds in self._spent.items():
             left = max(0, cells - colluding) / cells if where == "sum" else 1.0

@@ -21,6 +21,7 @@ from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.routes import communication_device, start_moves
+from xffl.checks import integer_fields
 from xffl.cluster.hardware import describe_host
 from xffl.distributed.agreement import agree, ranks_text
 from xffl.distributed.distributed_state import DistributedState
@@ -58,9 +59,7 @@ class Effort:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.megabytes) and self.megabytes >= 0.01):
             raise ConfigError(f"--megabytes is {self.megabytes}; give a number of 0.01 or more, such as 64")
-        for knob, value in (("repeats", self.repeats), ("warmup", self.warmup)):
-            if value < 1:
-                raise ConfigError(f"--{knob} is {value}; give a whole number of 1 or more")
+        integer_fields(self, "repeats", "warmup", prefix="--")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from fractions import Fraction
 import torch
 
 from xffl.aggregation import quantize as q
+from xffl.checks import integer, integer_fields
 from xffl.errors import ConfigError
 
 __all__ = ["Blockwise", "Cast", "Codec", "TopK", "codec_of"]
@@ -167,10 +168,10 @@ class Blockwise(Codec):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        integer_fields(self, "bits")
         if self.bits not in (8, 4):
             raise ConfigError(f"{self.bits!r} bits for each value are not offered; give 8 or 4")
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or not 1 <= self.block <= MAX_BLOCK:
-            raise ConfigError(f"block {self.block!r} is no whole number from 1 to {MAX_BLOCK}; give block=64")
+        object.__setattr__(self, "block", integer("block", self.block, 1, MAX_BLOCK, hint="give block=64"))
         _check_choice("scale", self.scale, ("fp16", "fp32"))
         _check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 

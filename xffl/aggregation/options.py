@@ -10,6 +10,7 @@ from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.registry import make
 from xffl.aggregation.secure import SecureSum
 from xffl.aggregation.server import ServerOptimizer, server_of
+from xffl.checks import integer
 from xffl.errors import ConfigError
 from xffl.report.forms import FORMS
 
@@ -78,7 +79,7 @@ class Options:
         :return: The options.
         :raises ConfigError: if one cannot be meant, or two do not go together.
         """
-        _check_plain(**plain)
+        plain |= _check_plain(**plain)
         combiner = make("combine", combine)
         if not isinstance(combiner, Coordinatewise | Weighting):
             raise ConfigError(f"combine {combine!r} is no Combiner; derive it from Coordinatewise or Weighting")
@@ -157,19 +158,19 @@ def _check_plain(
     fragments: object,
     overlap: object,
     norms: object,
-) -> None:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ConfigError(
-            f"bucket_bytes {bucket_bytes!r} is no positive whole number; give bytes, such as {DEFAULT_BUCKET_BYTES}"
-        )
+) -> dict[str, int]:
+    """Check the options that are numbers, switches and names; return the numbers as plain ones."""
+    numbers = {
+        "bucket_bytes": integer("bucket_bytes", bucket_bytes, hint=f"give bytes, such as {DEFAULT_BUCKET_BYTES}"),
+        "fragments": integer("fragments", fragments, hint="give the parts to exchange in turn"),
+    }
     for what, switch in (("atomic", atomic), ("rails", rails), ("overlap", overlap), ("norms", norms)):
         if not isinstance(switch, bool):
             raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
     for what, choice, choices in (("nonfinite", nonfinite, NONFINITE), ("form", form, FORMS)):
         if choice not in choices:
             raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
-    if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-        raise ConfigError(f"fragments {fragments!r} is no positive whole number; give the parts to exchange in turn")
+    return numbers
 
 
 def check_merge(alpha: object) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from xffl.aggregation.crypto import KEY_BYTES, Keystream, derive_key
 from xffl.aggregation.mean import piece_length
+from xffl.checks import integer
 from xffl.errors import ConfigError, RoundError
 
 __all__ = ["PLACES", "Noise", "Privacy", "privatize"]
@@ -70,8 +71,9 @@ class Privacy:
             raise ConfigError(f"privacy's delta {self.delta} is not between 0 and 1; give a small one, such as 1e-5")
         if self.where not in PLACES:
             raise ConfigError(f"privacy's where {self.where!r} is unknown; choose one of {', '.join(PLACES)}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise ConfigError(f"privacy's seed {self.seed!r} is no whole number; give one in tests, else None")
+        if self.seed is not None:
+            seed = integer("privacy's seed", self.seed, None, hint="give one in tests, else None")
+            object.__setattr__(self, "seed", seed)
 
     def check(self, *, is_secure: bool) -> None:
         """Raise where the noise would not hide what crosses; local.

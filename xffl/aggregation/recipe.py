@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.units import read_levels
+from xffl.checks import integer
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
@@ -60,12 +60,7 @@ class Recipe:
         :raises ConfigError: if the schedule says something else than a positive whole number.
         """
         steps = self.schedule.steps(rounds, cell, report)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(
-                f"schedule {self.schedule} says {steps!r} local steps for cell {cell} after {rounds} rounds; let it "
-                "return a positive whole number"
-            )
-        return steps
+        return integer(f"steps of schedule {self.schedule} for cell {cell} after {rounds} rounds", steps)
 
 
 def read_recipe(
@@ -146,7 +141,7 @@ def check_plan(
     schedule = schedule_of(entry.scaling.get("every") if every is None else every)
     _check_keywords(aggregator)
     if delay is not None:
-        _check_steps(delay, schedule)
+        _local_steps(delay, schedule)
     check_merge(alpha)
     if client is not None:
         registry.make("client", client)
@@ -175,7 +170,7 @@ def _read(
         schedule,
         preset.get("client") if client is None else registry.make("client", client),
         options,
-        preset.get("delay", 0) if delay is None else delay,
+        _local_steps(preset.get("delay", 0) if delay is None else delay, schedule),
         preset.get("alpha") if alpha is None else alpha,
     )
     _check_delay(recipe, aggregator)
@@ -272,7 +267,6 @@ def _joined(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def _check_delay(recipe: Recipe, aggregator: object) -> None:
     """Check what rounds that go on beside training need."""
     delay = recipe.delay
-    _check_steps(delay, recipe.schedule)
     if recipe.alpha is not None and not delay:
         raise ConfigError(f"alpha {recipe.alpha!r} merges late results, but delay is 0; give a delay, too")
     check_merge(recipe.alpha)
@@ -292,9 +286,7 @@ def _check_delay(recipe: Recipe, aggregator: object) -> None:
         )
 
 
-def _check_steps(delay: object, schedule: Schedule) -> None:
-    """Check how many local steps go on while a round is under way."""
-    every = schedule.every if isinstance(schedule, EverySteps) else None
-    if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay < (math.inf if every is None else every):
-        below = "" if every is None else f" to below every={every}"
-        raise ConfigError(f"delay {delay!r} is no whole number from 0{below}; give the local steps")
+def _local_steps(delay: object, schedule: Schedule) -> int:
+    """Return how many local steps go on while a round is under way."""
+    most = schedule.every - 1 if isinstance(schedule, EverySteps) else None
+    return integer("delay", delay, 0, most, hint="give local steps, fewer than every")

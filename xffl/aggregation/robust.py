@@ -13,6 +13,7 @@ import torch
 
 from xffl.aggregation.combine import Coordinatewise, Seen, Weighed, Weighting, reduced, total_of
 from xffl.aggregation.mean import piece_length, weighted_mean
+from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "Krum", "MultiKrum", "NormClipping", "TrimmedMean"]
@@ -110,8 +111,7 @@ class Krum(Weighting):
     faulty: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.faulty, bool) or not isinstance(self.faulty, int) or self.faulty < 0:
-            raise ConfigError(f"faulty {self.faulty!r} is no whole number from 0; give faulty=1 for one bad cell")
+        integer_fields(self, "faulty", minimum=0, hint="give faulty=1 for one bad cell")
 
     def check(self, cells: int) -> None:
         """Raise if the faulty cells could win.
@@ -166,10 +166,7 @@ class MultiKrum(Krum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selected is None:
-            return
-        if isinstance(self.selected, bool) or not isinstance(self.selected, int) or self.selected < 1:
-            raise ConfigError(f"selected {self.selected!r} is no whole number from 1; leave it out for all but faulty")
+        integer_fields(self, "selected", hint="leave it out for all but faulty", may_be_none=True)
 
     def check(self, cells: int) -> None:
         """Raise if the faulty cells could win, or if more cells are to be chosen than there are.
@@ -209,8 +206,7 @@ class GeometricMedian(Weighting):
     smoothing: float = 1e-6
 
     def __post_init__(self) -> None:
-        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
-            raise ConfigError(f"iterations {self.iterations!r} is no whole number from 1; give iterations=1000")
+        integer_fields(self, "iterations", hint="give iterations=1000")
         _check_positive("smoothing", self.smoothing, "1e-6")
 
     def weigh(self, seen: Seen) -> Weighed:

@@ -14,6 +14,7 @@ from typing import Any
 
 from xffl.aggregation import registry
 from xffl.aggregation.report import RoundReport
+from xffl.checks import integer, integer_fields
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -97,7 +98,7 @@ class EverySteps(Schedule):
     every: int
 
     def __post_init__(self) -> None:
-        _check_count("every", self.every, "the local steps between two rounds")
+        integer_fields(self, "every", hint="give the local steps between two rounds")
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
         return self.every
@@ -116,7 +117,7 @@ class EveryEpochs(Schedule):
     steps_per_epoch: int | Sequence[int]
 
     def __post_init__(self) -> None:
-        _check_count("epochs", self.epochs, "the passes between two rounds")
+        integer_fields(self, "epochs", hint="give the passes between two rounds")
         object.__setattr__(self, "steps_per_epoch", _counts("steps_per_epoch", self.steps_per_epoch))
 
     def check(self, cells: int) -> None:  # noqa: D102
@@ -142,7 +143,7 @@ class EverySeconds(Schedule):
 
     def __post_init__(self) -> None:
         _check_positive("seconds", self.seconds, "the time between two rounds")
-        _check_count("first", self.first, "the local steps before the first round")
+        integer_fields(self, "first", hint="give the local steps before the first round")
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
         pace = 0.0 if report is None else report.step_seconds[cell]
@@ -162,7 +163,7 @@ class Balanced(Schedule):
     every: int
 
     def __post_init__(self) -> None:
-        _check_count("every", self.every, "the mean number of local steps between two rounds")
+        integer_fields(self, "every", hint="give the mean number of local steps between two rounds")
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
         paces = () if report is None else report.step_seconds
@@ -233,7 +234,7 @@ class Divergence(Schedule):
     threshold: float
 
     def __post_init__(self) -> None:
-        _check_count("every", self.every, "the local steps between two checks")
+        integer_fields(self, "every", hint="give the local steps between two checks")
         _check_positive("threshold", self.threshold, "the least distance for a round")
 
     @property
@@ -261,8 +262,8 @@ class Warmup(Schedule):
     then: int | str | Mapping[str, Any] | Schedule
 
     def __post_init__(self) -> None:
-        _check_count("rounds", self.rounds, "the rounds of the warm-up")
-        _check_count("every", self.every, "the local steps between two rounds of the warm-up")
+        integer_fields(self, "rounds", hint="give the rounds of the warm-up")
+        integer_fields(self, "every", hint="give the local steps between two rounds of the warm-up")
         object.__setattr__(self, "then", schedule_of(self.then))
 
     @property
@@ -284,11 +285,6 @@ class Warmup(Schedule):
         return None if rounds < self.rounds else self._next.least_divergence(rounds - self.rounds)
 
 
-def _check_count(name: str, count: object, meaning: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{name} {count!r} is no positive whole number; give {meaning}")
-
-
 def _check_positive(name: str, number: object, meaning: str) -> None:
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not 0.0 < number < math.inf:  # type: ignore[operator]
@@ -297,10 +293,10 @@ def _check_positive(name: str, number: object, meaning: str) -> None:
 
 def _counts(name: str, counts: int | Sequence[int]) -> int | tuple[int, ...]:
     """Return a count for all cells as it is, and one for each as a tuple."""
-    each = tuple(counts) if isinstance(counts, Sequence) else (counts,)
-    for count in each:
-        _check_count(name, count, "local steps, as one number or one for each cell")
-    return each if isinstance(counts, Sequence) else counts
+    hint = "give local steps, as one number or one for each cell"
+    if isinstance(counts, Sequence):
+        return tuple(integer(name, count, hint=hint) for count in counts)
+    return integer(name, counts, hint=hint)
 
 
 def _of_cell(counts: int | Sequence[int], cell: int) -> int:

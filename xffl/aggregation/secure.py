@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.crypto import KeyPair, Keystream, derive_key
 from xffl.aggregation.mean import CHUNK
+from xffl.checks import integer
 from xffl.distributed.agreement import agree
 from xffl.errors import ConfigError, RoundError, StateError, XfflError
 from xffl.topology import Topology
@@ -54,12 +55,9 @@ class SecureSum:
     fraction_bits: int = 32
 
     def __post_init__(self) -> None:
-        bits = self.fraction_bits
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits < INTEGER_BITS - 1:
-            raise ConfigError(
-                f"fraction_bits {bits!r} is no whole number from 1 to {INTEGER_BITS - 2}; give the binary digits that "
-                "follow the point, such as 32"
-            )
+        hint = "give the binary digits that follow the point, such as 32"
+        bits = integer("fraction_bits", self.fraction_bits, 1, INTEGER_BITS - 2, hint=hint)
+        object.__setattr__(self, "fraction_bits", bits)
 
     @property
     def limit(self) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from xffl.aggregation.codec import Codec
+from xffl.checks import index_of
 from xffl.errors import ConfigError
 from xffl.topology import REPLICATE_AXIS, Topology
 
@@ -97,18 +98,18 @@ def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[st
     :return: The levels.
     :raises ConfigError: if a level or an option cannot be meant.
     """
-    given = tuple(map(_read, levels)) if isinstance(levels, Sequence) else ()
+    given = tuple(_plain(_read(level)) for level in levels) if isinstance(levels, Sequence) else ()
     if not given or not all(isinstance(level, Level) for level in given):
         raise ConfigError(f"levels {levels!r} are no list of Level; give at least one, the lowest first")
     for number, level in enumerate(given):
         every, groups = level.every, level.groups
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1 or (not number and every != 1):
+        if index_of(every) is None or every < 1 or (not number and every != 1):
             raise ConfigError(
                 f"every={every!r} of level {number} is no number of rounds of the level below; give a positive whole "
                 "number, and 1 for level 0, whose rounds are those that the caller asks for"
             )
         is_list = isinstance(groups, tuple) and bool(groups)
-        if is_list != bool(number) or (groups and not all(type(size) is int and size > 0 for size in groups)):
+        if is_list != bool(number) or (groups and not all(index_of(size) is not None and size > 0 for size in groups)):
             raise ConfigError(
                 f"groups={groups!r} of level {number} cannot be meant; give a tuple of the numbers of units that make "
                 "up each larger one, and None for level 0, whose units are the cells"
@@ -119,6 +120,18 @@ def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[st
                 "level"
             )
     return given
+
+
+def _plain(level: Level) -> Level:
+    """Return a level with plain integers in the place of whatever else counts as such."""
+    if not isinstance(level, Level):
+        return level  # is refused
+
+    def plain(value: Any) -> Any:
+        return value if index_of(value) is None else index_of(value)
+
+    groups = tuple(map(plain, level.groups)) if isinstance(level.groups, tuple) else level.groups
+    return replace(level, every=plain(level.every), groups=groups)
 
 
 def _read(level: Level | Mapping[str, Any]) -> Level:

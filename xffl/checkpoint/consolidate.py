@@ -14,6 +14,7 @@ from xffl.checkpoint.folder import Record, aside, read_record, settle, sync, syn
 from xffl.checkpoint.plain import tensors_named
 from xffl.checkpoint.steps import check_path
 from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
+from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 
@@ -176,9 +177,7 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
 def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
     cells = len(record.cells)
     if cell is not None:
-        if isinstance(cell, bool) or not isinstance(cell, int) or not 0 <= cell < cells:
-            raise ConfigError(f"cell {cell!r} is none of checkpoint {folder}; give 0 to {cells - 1}")
-        return cell
+        return integer(f"cell of checkpoint {folder}", cell, 0, cells - 1)
     if cells > 1 and not record.after_round:
         raise ConfigError(
             f"checkpoint {folder} is of {cells} cells and was not saved right after a round, so each holds other "
@@ -188,8 +187,7 @@ def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
 
 
 def _check_target(out: str | os.PathLike[str], max_shard_bytes: int) -> Path:
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes {max_shard_bytes!r} is no size; give bytes above 0")
+    integer("max_shard_bytes", max_shard_bytes)
     target = check_path(out)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")

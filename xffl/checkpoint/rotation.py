@@ -24,6 +24,7 @@ from xffl.checkpoint.folder import (
     write_pointer,
 )
 from xffl.checkpoint.steps import together
+from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]
@@ -56,10 +57,8 @@ class CheckpointManager:
     def __init__(
         self, output_dir: str | os.PathLike[str], keep_last: int = 3, *, keep_every: int | None = None
     ) -> None:
-        if not _is_whole_number(keep_last) or keep_last < 1:
-            raise ConfigError(f"keep_last {keep_last!r} is no positive number; keep at least 1 checkpoint")
-        if keep_every is not None and (not _is_whole_number(keep_every) or keep_every < 1):
-            raise ConfigError(f"keep_every {keep_every!r} is no positive number; give steps, or None")
+        keep_last = integer("keep_last", keep_last, hint="keep at least 1 checkpoint")
+        keep_every = None if keep_every is None else integer("keep_every", keep_every, hint="give steps, or None")
         if not isinstance(output_dir, (str, os.PathLike)):
             raise ConfigError(f"output_dir {output_dir!r} is no path; give the run's folder")
         self.output_dir = Path(output_dir) / FOLDER
@@ -81,9 +80,7 @@ class CheckpointManager:
         """
 
         def given() -> Path:
-            if not _is_whole_number(step) or step < 0:
-                raise ConfigError(f"step {step!r} is no step; give a whole number from 0")
-            return self.output_dir / f"step_{step}"
+            return self.output_dir / f"step_{integer('step', step, 0)}"
 
         self._save(strategy, together("step", given, self.output_dir, "give all ranks the same step", str), kwargs)
 
@@ -234,7 +231,3 @@ def _is_newer(final: Record, step: int, record: Record) -> bool:
     if isinstance(own, int) and not isinstance(own, bool):
         return own >= step
     return final.saved_at > record.saved_at
-
-
-def _is_whole_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

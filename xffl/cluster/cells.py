@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xffl.checks import index_of
 from xffl.cluster.allocation import Host
 from xffl.cluster.hosts import expand_hosts
 from xffl.cluster.placement import order_hosts
@@ -28,6 +29,7 @@ __all__ = [
     "name_cells",
     "parse_federation",
     "parse_sizes",
+    "read_federation",
     "sizes_of_ranks",
 ]
 
@@ -107,18 +109,34 @@ def parse_federation(text: str, knob: str) -> Federation:
 def check_federation(federation: Federation | None, knob: str) -> Federation | None:
     """Return what a program gives as a federation, if it can be meant: text must be a rule.
 
-    :param federation: Sizes, which are not looked at here, or a rule.
+    :param federation: Sizes, of which integers become plain ones and nothing is checked here, or a rule.
     :param knob: Name of the argument, for the message.
     :return: The same, as :func:`parse_federation` returns a rule.
     :raises ConfigError: if a rule cannot be read.
     :raises TopologyError: if sizes are given as text.
     """
-    if not isinstance(federation, str):
-        return federation
-    rule = parse_federation(federation, knob)
-    if not isinstance(rule, str):
-        raise TopologyError(f"{knob} {federation!r} is no whole number and no rule; give numbers, such as {rule}")
-    return rule
+    found = read_federation(federation, knob)
+    if isinstance(federation, str) and not isinstance(found, str):
+        raise TopologyError(f"{knob} {federation!r} is no whole number and no rule; give numbers, such as {found}")
+    return found
+
+
+def read_federation(federation: Federation | None, knob: str) -> Federation | None:
+    """Return a federation of a program or a configuration: text is parsed, integers become plain ones.
+
+    :param federation: Sizes, which are compared with the world later, or a text.
+    :param knob: Name of the argument, for the message.
+    :return: Sizes or a rule.
+    :raises ConfigError: if a text cannot be read.
+    """
+    if isinstance(federation, str):
+        return parse_federation(federation, knob)
+    is_list = isinstance(federation, (list, tuple))
+    return tuple(map(_plain, federation)) if is_list else _plain(federation)  # type: ignore[arg-type]
+
+
+def _plain(size: Any) -> Any:
+    return size if index_of(size) is None else index_of(size)
 
 
 def is_rule(federation: Federation | None) -> bool:

@@ -175,8 +175,8 @@ def _check(found: Fields) -> None:
     """Raise where fields are impossible or contradict each other; fields that are not found yet are left out."""
     sources = found.sources
     for name, value in found.items():
-        if name != "master_addr" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise LaunchError(f"{sources[name]} is {value!r}; give a whole number")
+        if name != "master_addr":
+            found[name] = integer(sources[name], value, None, error=LaunchError)
     for part, whole in _PARTS:
         size = found.get(whole)
         if size is not None and size < 1:

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -83,10 +84,11 @@ class SlurmConfig:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("tasks_per_node", 1), ("cpus_per_task", 1), ("array_limit", 1)):
-            self._check_whole(name, least)
-        for name, least in (("signal_s", 0), ("max_restarts", 0)):
-            self._check_whole(name, least)
+        counts = ("tasks_per_node", "cpus_per_task", "array_limit")
+        integer_fields(self, "nodes", prefix="slurm.")
+        integer_fields(self, *counts, prefix="slurm.", hint="give more, or leave it out", may_be_none=True)
+        integer_fields(self, "signal_s", minimum=0, prefix="slurm.", may_be_none=True)
+        integer_fields(self, "max_restarts", minimum=0, prefix="slurm.")
         if self.array_limit is not None and not self.array:
             raise ConfigError(
                 f"slurm.array_limit {self.array_limit} is for the tasks of slurm.array, which has none; give it "
@@ -107,11 +109,6 @@ class SlurmConfig:
         for line in self.extra:
             if not line.startswith("-"):
                 raise ConfigError(f"slurm.extra has {line!r}, which is no option of sbatch; write --name=value")
-
-    def _check_whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < least:
-            raise ConfigError(f"slurm.{name} {value} is below {least}; give more, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

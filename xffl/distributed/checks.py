@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.errors import ConfigError, TopologyError, XfflError
+from xffl.checks import index_of, integer
+from xffl.errors import ConfigError, TopologyError
 from xffl.topology import Topology
 
 __all__ = [
@@ -26,29 +25,16 @@ __all__ = [
     "check_replicas",
     "check_streams",
     "check_world",
-    "whole_number",
 ]
 
 DEFAULT_STREAMS = 4
 """CUDA streams of a rank, if not asked for otherwise."""
 
 
-def whole_number(what: str, value: object, knob: str, kind: type[XfflError] = TopologyError) -> int:
-    """Return a number as an int; truth values and strings are none."""
-    if not isinstance(value, bool) and isinstance(value, SupportsIndex):
-        try:
-            return operator.index(value)
-        except TypeError:  # an array of numpy or torch, say, which is an index only where it holds one whole number
-            raise kind(f"{what} {value!r} is no whole number; {knob}") from None
-    raise kind(f"{what} {value!r} is no whole number; {knob}")
-
-
 def check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
     """Return a place counted from 0 and the number of places."""
-    whole = whole_number(size_name, size, "give at least 1")
-    if whole < 1:
-        raise TopologyError(f"{size_name} {whole} is less than 1; give at least 1")
-    part = whole_number(what, place, f"give 0 to {whole - 1}")
+    whole = integer(size_name, size, error=TopologyError)
+    part = integer(what, place, None, hint=f"give 0 to {whole - 1}", error=TopologyError)
     if not 0 <= part < whole:
         raise TopologyError(f"{what} {part} is outside {size_name} {whole}; give 0 to {whole - 1}")
     return part, whole
@@ -100,7 +86,7 @@ def check_rendezvous(master_addr: object, master_port: object) -> tuple[str | No
     if master_port is None:
         port = None
     else:
-        port = whole_number("master_port", master_port, "give 1 to 65535", ConfigError)
+        port = integer("master_port", master_port, None, hint="give 1 to 65535")
         if not 0 <= port < 65536:
             raise ConfigError(f"master_port {port} is no port; give 1 to 65535")
     if bool(master_addr) != bool(port):
@@ -119,10 +105,11 @@ def check_device(what: str, device: object, kind: str | None = None, *, may_be_m
     :raises ConfigError: if there is no such device, or it is of another kind.
     """
     shown = str(device)
-    if isinstance(device, int) and not isinstance(device, bool):
-        if device < 0:
-            raise ConfigError(f"{what} {device} is negative; give the index of a GPU, counted from 0")
-        device = f"cuda:{device}"
+    number = index_of(device)
+    if number is not None:
+        if number < 0:
+            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
+        device = f"cuda:{number}"
     if isinstance(device, str):
         try:
             device = torch.device(device)
@@ -157,9 +144,7 @@ def check_streams(streams: object, device: torch.device) -> int | None:
     """Return how many CUDA streams to make: none on CPU."""
     if streams is None:
         return DEFAULT_STREAMS if device.type == "cuda" else None
-    count = whole_number("streams", streams, f"give at least 1, or None for {DEFAULT_STREAMS}", ConfigError)
-    if count < 1:
-        raise ConfigError(f"streams {count} is less than 1; give at least 1, or None for {DEFAULT_STREAMS}")
+    count = integer("streams", streams, hint=f"give at least 1, or None for {DEFAULT_STREAMS}")
     if device.type != "cuda":
         raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
     return count
@@ -171,7 +156,9 @@ def check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
         ranks = ranks.flatten().tolist()
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
         raise TopologyError(f"ranks {ranks!r} name no group; give a tuple of ranks")
-    members = tuple(whole_number("rank", member, f"give 0 to {world_size - 1}") for member in ranks)
+    members = tuple(
+        integer("rank", member, None, hint=f"give 0 to {world_size - 1}", error=TopologyError) for member in ranks
+    )
     for member in members:
         if not 0 <= member < world_size:
             raise TopologyError(f"rank {member} is outside the world of {world_size}; give 0 to {world_size - 1}")

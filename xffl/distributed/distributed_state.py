@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from xffl.checks import integer
 from xffl.distributed import checks
 from xffl.distributed.groups import ALL_KINDS, cell_mesh, make_groups
 from xffl.distributed.layers import laid, take_off
@@ -107,7 +108,7 @@ class DistributedState(ProcessState):
 
         def check() -> Topology:
             self._check_order("set_hsdp")
-            size = checks.whole_number("replica size (hsdp)", hsdp, "give the ranks that hold one copy of the model")
+            size = _replica_size(hsdp)
             return Topology(self._place()[1], None, size, cell_shape)
 
         topology = self._agreed("arguments of set_hsdp", check, lambda it: f"{it.replica_size}{_shape_text(it)}")
@@ -128,7 +129,7 @@ class DistributedState(ProcessState):
         """
         rank, world_size = self._place()
         sizes, shape = (None, None) if self._topology is None else (self._topology.sizes, self._topology.cell_shape)
-        size = checks.whole_number("replica size (hsdp)", hsdp, "give the ranks that hold one copy of the model")
+        size = _replica_size(hsdp)
         topology = Topology(world_size, sizes, size, shape)
         at = topology.coordinates(rank)
         self._partial_hsdp_setup_manual(at.shard, topology.shards(at.cell), at.replica, topology.replica_counts)
@@ -323,6 +324,11 @@ def _shape_text(topology: Topology) -> str:
     return "" if topology.cell_shape is None else f", cell_shape={dict(topology.cell_shape)}"
 
 
+def _replica_size(hsdp: object) -> int:
+    hint = "give the ranks that hold one copy of the model"
+    return integer("replica size (hsdp)", hsdp, hint=hint, error=TopologyError)
+
+
 def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:
     """Create a Tensor of distributed process ranks with the specified dimensions.
 
@@ -334,7 +340,5 @@ def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:
     given: object = mesh_shape
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise TopologyError(f"mesh shape {given!r} has no dimensions; {knob}")
-    shape = [checks.whole_number("mesh dimension", size, knob) for size in given]
-    if min(shape) < 1:
-        raise TopologyError(f"mesh shape {tuple(shape)} has a dimension less than 1; {knob}")
+    shape = [integer("mesh dimension", size, hint=knob, error=TopologyError) for size in given]
     return torch.arange(prod(shape)).reshape(shape)

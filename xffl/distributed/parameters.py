@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
 
 __all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "MeshSizes"]
@@ -242,12 +242,7 @@ def _size(name: str, value: object, other: str = "") -> Any:
     if value == AUTO and not other:
         return AUTO
     knob = f"give at least 1{'' if other else ', or auto'}"
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ConfigError(f"{name} {value!r} is no whole number; {knob}")
-    number = operator.index(value)
-    if number < 1:
-        raise ConfigError(f"{name} {number} is less than 1; {knob}")
-    return number
+    return integer(name, value, hint=knob)
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:

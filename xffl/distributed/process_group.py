@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from xffl.checks import index_of
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import (
@@ -305,6 +306,7 @@ def _request(
         raise ConfigError("backend 'nccl' needs a GPU, but the device is the CPU; give backend='gloo'")
     count = checks.check_streams(streams, chosen)
     sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
+    hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # a wrong one is told by the setters
     request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, sources)
     if not isinstance(sizes, str):
         with sources_named(sources):

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from xffl.cluster.cells import parse_federation
+from xffl.checks import integer_fields
+from xffl.cluster.cells import read_federation
 from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
 
@@ -59,12 +60,8 @@ class DDPConfig:
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ConfigError(f"ddp.bucket_cap_mb must be a number of MiB above 0, or None, got {self.bucket_cap_mb!r}")
         check_name("communication_hook", self.communication_hook, HOOKS)
-        if self.powersgd_rank < 1:
-            raise ConfigError(f"powersgd_rank {self.powersgd_rank} is less than 1; give the columns of a matrix")
-        if self.powersgd_start < 2:
-            raise ConfigError(
-                f"powersgd_start {self.powersgd_start} is less than 2, which DDP needs to settle its buckets"
-            )
+        integer_fields(self, "powersgd_rank", hint="give the columns of a matrix")
+        integer_fields(self, "powersgd_start", minimum=2, hint="DDP needs 2 steps to settle its buckets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +90,10 @@ class DistributedConfig:
     offload: bool = False
 
     def __post_init__(self) -> None:
+        integer_fields(self, "zero_stage", minimum=0)
         if self.zero_stage not in ZERO_STAGES:
             raise ConfigError(f"zero_stage {self.zero_stage!r} is none of {', '.join(map(str, ZERO_STAGES))}")
-        if isinstance(self.federated, str):
-            object.__setattr__(self, "federated", parse_federation(self.federated, "distributed.federated"))
+        object.__setattr__(self, "federated", read_federation(self.federated, "distributed.federated"))
         object.__setattr__(self, "wrap", tuple(self.wrap))
         if not all(isinstance(layer, type) for layer in self.wrap):
             raise ConfigError(
@@ -122,10 +119,7 @@ class TrainingConfig:
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "gradient_accumulation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"training.{name} {value!r} is no whole number of at least 1")
+        integer_fields(self, "batch_size", "gradient_accumulation", prefix="training.")
         if self.mixed_precision is not None:
             check_name("mixed_precision", self.mixed_precision, PRECISIONS)
         if self.max_grad_norm is not None and not (math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from xffl.checks import integer
 from xffl.distributed.parameters import SCHEDULES
 from xffl.errors import ConfigError, StateError
 
@@ -70,11 +71,8 @@ class PipelineModel(nn.Module):
         if schedule not in SCHEDULES:
             raise ConfigError(f"schedule={schedule!r} is unknown; give one of {', '.join(SCHEDULES)}")
         least = mesh.size() if schedule == "1f1b" else 1
-        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < least:
-            raise ConfigError(
-                f"micro_batches={micro_batches!r} with schedule={schedule!r} over {mesh.size()} stages; give at least "
-                f"{least}"
-            )
+        of = f"micro_batches with schedule={schedule!r} over {mesh.size()} stages"
+        micro_batches = integer(of, micro_batches, least)
         if isinstance(module, DistributedDataParallel) and module.static_graph:
             raise ConfigError(
                 "DDP(static_graph=True) does not follow micro-batches; leave static_graph out in a pipeline"

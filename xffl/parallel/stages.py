@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
 
 __all__ = ["Skip", "split_model"]
@@ -120,17 +121,12 @@ def _bounds(count: int, stage: int, stages: int, cuts: Sequence[int] | None) -> 
     if stages > count:
         raise ConfigError(f"{stages} stages cannot share {count} layers; give at most {count} stages")
     if cuts is not None:
+        hint = f"give {stages - 1} growing indices between 1 and {count - 1}"
+        cuts = [integer("an index of cuts", cut, None, hint=hint) for cut in cuts]
         bounds = [0, *cuts, count]
-        if (
-            len(cuts) != stages - 1
-            or any(not isinstance(cut, int) for cut in cuts)
-            or any(left >= right for left, right in pairwise(bounds))
-        ):
-            raise ConfigError(
-                f"cuts={list(cuts)} do not make {stages} stages of {count} layers; give {stages - 1} growing indices "
-                f"between 1 and {count - 1}"
-            )
-        return list(cuts)
+        if len(cuts) != stages - 1 or any(left >= right for left, right in pairwise(bounds)):
+            raise ConfigError(f"cuts={cuts} do not make {stages} stages of {count} layers; {hint}")
+        return cuts
     counts = [1] * stages
     loads = [1 + (index == 0) + (index == stages - 1) for index in range(stages)]
     for _ in range(count - stages):

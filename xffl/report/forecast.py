@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
 from xffl.report.forms import FORMS, IN_FLIGHT, form_of, in_flight
 from xffl.report.pipeline import Link, Pace, Stages, follow
@@ -224,7 +225,8 @@ def forecast_round(
     _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
     if codec_ratio is not None:
         _above_zero(codec_ratio=codec_ratio)
-    _whole(1, every=every, bucket_bytes=bucket_bytes, fragments=fragments)
+    every, bucket_bytes = integer("every", every), integer("bucket_bytes", bucket_bytes)
+    fragments, delay = integer("fragments", fragments), integer("delay", delay, 0)
     for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if choice not in choices:
             raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
@@ -339,7 +341,6 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
 
 
 def _check_delay(delay: int, every: int, *, atomic: bool) -> None:
-    _whole(0, delay=delay)
     if delay >= every:
         raise ConfigError(f"delay {delay} is not below the {every} steps between two rounds; give at most {every - 1}")
     if delay and not atomic:
@@ -353,9 +354,3 @@ def _above_zero(**values: object) -> None:
     for what, value in values.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"{what} {value!r} is no finite number above 0; give one")
-
-
-def _whole(least: int, **values: object) -> None:
-    for what, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{what} {value!r} is no whole number of at least {least}; give one")

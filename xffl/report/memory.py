@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -85,8 +86,7 @@ class ModelSize:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not is_number or not (math.isfinite(value) and value > 0):
             raise ConfigError(f"parameters {value!r} is no finite number above 0; give the model's, such as 8e9")
-        for name in ("layers", "width", "vocabulary", "kv_width"):
-            _check_whole(name, getattr(self, name))
+        integer_fields(self, "layers", "width", "vocabulary", "kv_width", may_be_none=True)
         if self.vocabulary is not None and self.width is None:
             raise ConfigError(f"vocabulary {self.vocabulary} says nothing without the features; give the width, too")
         if self.first + self.last >= self.parameters:
@@ -146,8 +146,7 @@ class TrainingSize:
                 raise ConfigError(f"{name} {value!r} is none of {', '.join(DTYPE_BYTES)}")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-        for name in ("batch", "sequence", "micro_batches"):
-            _check_whole(name, getattr(self, name))
+        integer_fields(self, "batch", "sequence", "micro_batches", may_be_none=True)
 
     @property
     def kept_bytes(self) -> int:
@@ -363,8 +362,3 @@ def _layers_of_stages(layers: int, stages: int) -> list[int]:
         counts[lightest] += 1
         loads[lightest] += 1
     return counts
-
-
-def _check_whole(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} {value!r} is no whole number of at least 1; give one")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
 from xffl.report.text import MIN_WIDTH, counted
 
@@ -65,8 +66,7 @@ class Grid:
         for axis, size in self.axes.items():
             if axis not in MESH_AXES:
                 raise ConfigError(f"axis {axis!r} is none of {', '.join(MESH_AXES)}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"axis {axis} has {size!r} ranks; give a whole number of at least 1")
+            integer(f"ranks of axis {axis}", size)
 
     @property
     def rows(self) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Sequence, Sized
 
 import numpy as np
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
-from xffl.training.draws import Floats, Indices, checked_whole
+from xffl.training.draws import Floats, Indices
 
 __all__ = [
     "check_reached",
@@ -33,7 +34,7 @@ def count_of(samples: int | Sized) -> int:
     :return: The number.
     :raises ConfigError: if it is no whole number from 0.
     """
-    return len(samples) if isinstance(samples, Sized) else checked_whole("samples", samples, 0)
+    return len(samples) if isinstance(samples, Sized) else integer("samples", samples, 0)
 
 
 def checked_cells(cells: int, samples: int, minimum: int) -> int:
@@ -45,7 +46,8 @@ def checked_cells(cells: int, samples: int, minimum: int) -> int:
     :return: The number of cells.
     :raises ConfigError: if it is none, or the samples are too few for the minimum.
     """
-    if checked_whole("cells", cells, 1) * checked_whole("minimum", minimum, 0) > samples:
+    cells = integer("cells", cells)
+    if cells * integer("minimum", minimum, 0) > samples:
         raise ConfigError(
             f"{samples} samples are too few for {cells} cells of at least {minimum}; lower minimum to "
             f"{samples // cells} or less, or take fewer cells"
@@ -98,7 +100,7 @@ def checked_sizes(sizes: Sequence[int], cells: int, *, what: str = "sizes", leas
     :return: The numbers.
     :raises ConfigError: if they are not one such number for each cell.
     """
-    given = [checked_whole(f"{what}: entry", size, least) for size in sizes]
+    given = [integer(f"{what}: entry", size, least) for size in sizes]
     if len(given) != cells:
         raise ConfigError(f"{what} has {len(given)} entries for {cells} cells; give one for each cell")
     return np.array(given, dtype=np.int64)
@@ -143,7 +145,8 @@ def told(cells: int, seed: int, minimum: int, **options: object) -> str:
     :return: ``name=value`` for each, with commas.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    given = {"cells": cells, **given, "minimum": minimum, "seed": seed}
+    given = {"cells": integer("cells", cells), **given, "minimum": integer("minimum", minimum, 0)}
+    given["seed"] = integer("seed", seed, 0)
     return ", ".join(
         f"{name}={value if isinstance(value, numbers.Real) else shown(list(value))}"  # type: ignore[call-overload]
         for name, value in given.items()

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
-from xffl.training.draws import checked_whole
 
 __all__ = [
     "Batches",
@@ -52,7 +52,7 @@ class Randomness:
     """
 
     def __init__(self, seed: int, *stream: int) -> None:
-        self._stream = (checked_whole("seed", seed, 0), *stream)
+        self._stream = (integer("seed", seed, 0), *map(int, stream))
         # A generator of our own takes the place of numpy's: to copy the state of numpy's own takes longer than a batch.
         self._numpy = np.random.MT19937(0)
 
@@ -62,7 +62,7 @@ class Randomness:
 
         :param \*numbers: Which stream: the draws are the same whenever these are.
         """
-        digest = hashlib.blake2b(repr((*self._stream, *numbers)).encode(), digest_size=20).digest()
+        digest = hashlib.blake2b(repr((*self._stream, *map(int, numbers))).encode(), digest_size=20).digest()
         generator = torch.default_generator
         numpy_random: Any = np.random  # numpy's annotations lack what its documentation names
         kept = random.getstate(), generator.get_state(), numpy_random.get_bit_generator()
@@ -210,8 +210,8 @@ def read(
     :return: The loader.
     :raises ConfigError: if an argument cannot be meant.
     """
-    count = checked_whole("workers", workers, 0)
-    ahead = checked_whole("prefetch_factor", prefetch_factor, 1)
+    count = integer("workers", workers, 0)
+    ahead = integer("prefetch_factor", prefetch_factor, 1)
     try:
         return DataLoader(
             batches,
@@ -224,7 +224,7 @@ def read(
             worker_init_fn=worker_init,
             multiprocessing_context=start_method if count else None,
             # Without one, every iter() would draw from torch's global generator, and a resumed run draw other dropout.
-            generator=torch.Generator().manual_seed(seed % 2**63),
+            generator=torch.Generator().manual_seed(integer("seed", seed, 0) % 2**63),
             prefetch_factor=ahead if count else None,
             persistent_workers=is_persistent and bool(count),
         )

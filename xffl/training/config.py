@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from xffl.checks import integer_fields
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, TrainingConfig, check_name
@@ -45,8 +46,7 @@ class ExperimentConfig:
         if not self.name or os.sep in self.name:
             raise ConfigError(f"experiment.name {self.name!r} is no name of a folder; give one such as 'digits'")
         check_signals(self.preempt_signals)
-        if self.seed < 0:
-            raise ConfigError(f"experiment.seed {self.seed} is negative; give 0 or more")
+        integer_fields(self, "seed", minimum=0, prefix="experiment.")
         if not self.output_dir:
             object.__setattr__(self, "output_dir", os.path.join("runs", self.name))
 
@@ -75,11 +75,9 @@ class TrainingParameters(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive("epochs", self.epochs)
-        _check_positive("log_every", self.log_every)
-        for name in ("max_steps", "validate_every_epochs", "validate_every_steps", "validate_every_rounds"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+        integer_fields(self, "epochs", "log_every", prefix="training.")
+        rare = ("max_steps", "validate_every_epochs", "validate_every_steps", "validate_every_rounds")
+        integer_fields(self, *rare, prefix="training.", may_be_none=True)
         check_name("scheduler_interval", self.scheduler_interval, INTERVALS)
 
 
@@ -119,8 +117,3 @@ class BaseTrainerConfig(LoggerConfigMixin):
     def device_parameters(self) -> DeviceParameters | None:
         """The mesh inside a cell, as ``distributed`` asks for it."""
         return self.distributed.device_parameters
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"training.{name} {value!r} is no whole number of at least 1")

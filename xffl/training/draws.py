@@ -8,13 +8,12 @@ in one way only: ``+ - * /``, square roots, and sums in a fixed order.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xffl.errors import ConfigError
+from xffl.checks import integer
 
 __all__ = [
     "AUGMENTING",
@@ -25,7 +24,6 @@ __all__ = [
     "Draws",
     "Floats",
     "Indices",
-    "checked_whole",
     "portions",
 ]
 
@@ -61,7 +59,7 @@ class Draws:
 
     def __init__(self, seed: int, *stream: int) -> None:
         # A spawn key, as it cannot run together with a long seed.
-        self._bits = np.random.PCG64(np.random.SeedSequence(checked_whole("seed", seed, 0), spawn_key=stream))
+        self._bits = np.random.PCG64(np.random.SeedSequence(integer("seed", seed, 0), spawn_key=stream))
 
     def keys(self, count: int) -> npt.NDArray[np.uint64]:
         """Draw 64 random bits ``count`` times."""
@@ -126,24 +124,6 @@ def portions(logs: Floats) -> Floats:
     weights = _exp(logs - logs.max(axis=-1, keepdims=True))
     # A running sum has one order; a plain one depends on the processor.
     return weights / np.cumsum(weights, axis=-1)[..., -1:]
-
-
-def checked_whole(what: str, value: object, least: int) -> int:
-    """Return an argument as an int.
-
-    :param what: Its name, for messages.
-    :param value: What was given.
-    :param least: The least number that may be meant.
-    :return: The same number.
-    :raises ConfigError: if it is no whole number, or a lower one.
-    """
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # no number, or an array of several
-        number = least - 1
-    if number < least:
-        raise ConfigError(f"{what} {value!r} is no whole number of {least} or more; give one")
-    return number
 
 
 def _log(x: Floats) -> Floats:

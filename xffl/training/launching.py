@@ -11,7 +11,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from xffl.cluster.cells import Federation, parse_federation
+from xffl.checks import integer_fields
+from xffl.cluster.cells import Federation, read_federation
 from xffl.cluster.environment import detect_environment, request_federation, requested_federation, sources_named
 from xffl.errors import ConfigError
 from xffl.topology import Topology
@@ -37,12 +38,11 @@ class LaunchConfig:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("processes", "hsdp", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"launch.{name} {value} is not above 0; give such a number, or leave it out")
-        if isinstance(self.federated, str):
-            object.__setattr__(self, "federated", parse_federation(self.federated, "launch.federated"))
+        hint = "give such a number, or leave it out"
+        integer_fields(self, "processes", "hsdp", prefix="launch.", hint=hint, may_be_none=True)
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"launch.timeout_s {self.timeout_s} is not above 0; {hint}")
+        object.__setattr__(self, "federated", read_federation(self.federated, "launch.federated"))
 
 
 def find_trainer(name: str | None, folder: str) -> type:

@@ -50,7 +50,8 @@ def iid(
     :raises ConfigError: if an argument cannot be meant, or there are too few samples for the minimum.
     """
     count = count_of(samples)
-    wanted = checked_shares(shares, checked_cells(cells, count, minimum))
+    cells = checked_cells(cells, count, minimum)
+    wanted = checked_shares(shares, cells)
     sizes = _lift(_apportion(count, wanted), minimum)
     return _of_owners(_deal(sizes, seed), cells, f"iid({told(cells, seed, minimum, shares=shares)})")
 
@@ -78,7 +79,8 @@ def quantity(
     Li et al., 2021, arXiv 2102.02079 (section "quantity skew").
     """
     count = count_of(samples)
-    wanted = checked_shares(shares, checked_cells(cells, count, minimum))
+    cells = checked_cells(cells, count, minimum)
+    wanted = checked_shares(shares, cells)
     drawn = portions(Draws(seed, PROPORTIONS).log_gamma(checked_alpha(alpha) * cells * wanted))
     sizes = _lift(_apportion(count, drawn), minimum)
     return _of_owners(_deal(sizes, seed), cells, f"quantity({told(cells, seed, minimum, alpha=alpha, shares=shares)})")
@@ -113,7 +115,8 @@ def dirichlet(
     :func:`inner_dirichlet`; for as many samples of each class, its alpha is the one here times the number of classes.
     """
     codes, classes = label_codes(labels, "labels")
-    wanted = checked_shares(shares, checked_cells(cells, len(codes), minimum))
+    cells = checked_cells(cells, len(codes), minimum)
+    wanted = checked_shares(shares, cells)
     draws = Draws(seed, PROPORTIONS)
     shapes = np.tile(checked_alpha(alpha) * cells * wanted, (classes, 1))
     edges = np.cumsum(portions(draws.log_gamma(shapes)), axis=1)
@@ -156,7 +159,7 @@ def inner_dirichlet(
     Acar et al., 2021, arXiv 2111.04263.
     """
     codes, classes = label_codes(labels, "labels")
-    checked_cells(cells, len(codes), minimum)
+    cells = checked_cells(cells, len(codes), minimum)
     wanted = _apportion(len(codes), np.full(cells, 1 / cells)) if sizes is None else checked_sizes(sizes, cells)
     if wanted.sum() > len(codes):
         raise ConfigError(
@@ -194,7 +197,7 @@ def shards(
     McMahan et al., 2017, arXiv 1602.05629.
     """
     codes, _ = label_codes(labels, "labels")
-    checked_cells(cells, len(codes), minimum)
+    cells = checked_cells(cells, len(codes), minimum)
     is_list = isinstance(shards_per_cell, (Sequence, np.ndarray))
     wanted = checked_sizes(
         shards_per_cell if is_list else (shards_per_cell,) * cells,  # type: ignore[arg-type]
@@ -230,7 +233,8 @@ def by_key(
     :raises ConfigError: if an argument cannot be meant, or keys are too few or too unequal for the minimum.
     """
     codes, count = label_codes(keys, "keys")
-    wanted = checked_shares(shares, checked_cells(cells, len(codes), minimum))
+    cells = checked_cells(cells, len(codes), minimum)
+    wanted = checked_shares(shares, cells)
     counts = np.bincount(codes, minlength=count)
     order = Draws(seed, ORDER).permutation(count)
     order = order[np.argsort(-counts[order], kind="stable")]

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
+from xffl.checks import integer
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
-from xffl.training.draws import SHUFFLING, Draws, Indices, checked_whole
+from xffl.training.draws import SHUFFLING, Draws, Indices
 from xffl.training.parts import Partition
 
 __all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "even_cut"]
@@ -89,8 +90,8 @@ class CellOrder(Sampler[Drawn]):
         self.cell = topology.cell_of(rank)
         self._indices = _indices_of(part, topology, self.cell)
         self._place, self._places = data_place(topology, rank)
-        self.batch_size = checked_whole("batch_size", batch_size, 1)
-        self._seed = checked_whole("seed", seed, 0)
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self._seed = integer("seed", seed, 0)
         for what, switch in (("is_shuffled", is_shuffled), ("drop_last", drop_last), ("is_padded", is_padded)):
             if not isinstance(switch, bool):
                 raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
@@ -146,7 +147,7 @@ class CellOrder(Sampler[Drawn]):
         :param epoch: From 0. Each has an order of its own.
         :raises ConfigError: if it is no such number.
         """
-        number = checked_whole("epoch", epoch, 0)
+        number = integer("epoch", epoch, 0)
         if number != self._epoch:
             self._epoch, self._position = number, 0
         self._is_drawn = False
@@ -274,7 +275,7 @@ class CellOrder(Sampler[Drawn]):
         """What to change where a step has fewer samples than ranks."""
 
     def _checked_position(self, position: object) -> int:
-        number = checked_whole("batches consumed", position, 0)
+        number = integer("batches consumed", position, 0)
         if number > self.steps:
             raise ConfigError(
                 f"batches consumed {number} are more than the {self.steps} of an epoch; count from set_epoch"

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, default_collate
 
+from xffl.checks import integer
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 from xffl.training.batches import Randomness, identity_of, read
-from xffl.training.draws import AUGMENTING, checked_whole
+from xffl.training.draws import AUGMENTING
 from xffl.training.sampler import data_place
 
 __all__ = ["CellStream"]
@@ -70,7 +71,7 @@ class CellStream(Iterable[Any]):
     ) -> None:
         _check(dataset, part, workers, resume)
         self.dataset, self.cell = dataset, topology.cell_of(rank)
-        self.batch_size = checked_whole("batch_size", batch_size, 1)
+        self.batch_size = integer("batch_size", batch_size, 1)
         place, self._ranks = data_place(topology, rank)
         first, count = (0, self._ranks) if part == "own" else _among_all(topology, self.cell)
         self._steps = _Steps(
@@ -92,7 +93,7 @@ class CellStream(Iterable[Any]):
             "part": part or "all",
             "ranks": count,
             "batch_size": self.batch_size,
-            "seed": seed,
+            "seed": integer("seed", seed, 0),
             "resume": resume,
         }
         self.batches = read(
@@ -140,7 +141,7 @@ class CellStream(Iterable[Any]):
         :param epoch: From 0.
         :raises ConfigError: if it is no such number.
         """
-        number = checked_whole("epoch", epoch, 0)
+        number = integer("epoch", epoch, 0)
         if number != self._epoch:
             self._epoch, self._position, self._state = number, 0, None
 
@@ -168,8 +169,8 @@ class CellStream(Iterable[Any]):
                     f"it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
                 )
         position, samples = (
-            checked_whole("position", state["position"], 0),
-            checked_whole("samples", state["samples"], 0),
+            integer("position", state["position"], 0),
+            integer("samples", state["samples"], 0),
         )
         self.set_epoch(state["epoch"])
         self._position, self._state, self.samples_seen = position, state["stream"], samples
@@ -255,7 +256,7 @@ def _check(dataset: Any, part: object, workers: object, resume: object) -> None:
         )
     if part not in (None, "own"):
         raise ConfigError(f'part {part!r} of a stream is unknown; give "own", or None to deal it out over all cells')
-    if checked_whole("workers", workers, 0) > 1:
+    if integer("workers", workers, 0) > 1:
         raise ConfigError(f"workers {workers} would each read the whole stream; give 0 or 1")
     if resume not in RESUMES:
         raise ConfigError(f"resume {resume!r} is unknown; give one of {', '.join(RESUMES)}")

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
-from xffl.training.draws import Indices, checked_whole
+from xffl.training.draws import Indices
 from xffl.training.tokenizers import Tokenizer, find_tokenizer, vocabulary_size_of
 
 __all__ = ["TokenDataset", "Tokens", "encoded", "open_tokens", "write_tokens"]
@@ -69,12 +70,12 @@ class TokenDataset(Dataset[Any]):
             tokens = open_tokens(self._path)
             vocabulary_size = vocabulary_size or _vocabulary_beside(self._path, len(tokens))
         self._tokens = _checked(np.asanyarray(tokens))
-        self.sequence_length = checked_whole("sequence_length", sequence_length, 1)
-        self.stride = checked_whole("stride", sequence_length if stride is None else stride, 1)
+        self.sequence_length = integer("sequence_length", sequence_length, 1)
+        self.stride = integer("stride", sequence_length if stride is None else stride, 1)
         if form not in FORMS:
             raise ConfigError(f"form {form!r} is unknown; give one of {', '.join(FORMS)}")
-        self.end = None if end is None else checked_whole("end", end, 0)
-        self.vocabulary_size = None if vocabulary_size is None else checked_whole("vocabulary_size", vocabulary_size, 1)
+        self.end = None if end is None else integer("end", end, 0)
+        self.vocabulary_size = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size, 1)
         self.form = form
         self._span = (0, len(self._tokens))
         self._lay()
@@ -100,7 +101,7 @@ class TokenDataset(Dataset[Any]):
         several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         texts = [_read_text(path) for path in several]
         found = find_tokenizer(tokenizer, texts)
-        end = None if options.get("end") is None else checked_whole("end", options["end"], 0)
+        end = None if options.get("end") is None else integer("end", options["end"], 0)
         parts = [np.append(ids, end) if end is not None else ids for ids in encoded(texts, found)]
         options.setdefault("vocabulary_size", vocabulary_size_of(found))
         return cls(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64), **options)
@@ -246,11 +247,11 @@ def write_tokens(
     target = Path(path)
     if target.suffix != ".npy":
         raise ConfigError(f"the file of tokens {target.name!r} does not end in .npy; name it so")
-    size = checked_whole("vocabulary_size", vocabulary_size, 1)
+    size = integer("vocabulary_size", vocabulary_size, 1)
     if size > 1 << 32:
         raise ConfigError(f"vocabulary_size {size} is more than four bytes can count; give the tokenizer's")
     dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
-    tail = [] if end is None else [checked_whole("end", end, 0)]
+    tail = [] if end is None else [integer("end", end, 0)]
     count = 0
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 from xffl.training.batches import Batches, Key, Randomness, check_indexed, read
-from xffl.training.draws import AUGMENTING, checked_whole
+from xffl.training.draws import AUGMENTING
 from xffl.training.sampler import data_place, even_cut
 
 __all__ = ["ValidationLoader", "validation_loader"]
@@ -64,7 +65,7 @@ class ValidationLoader(Iterable[Any]):
     ) -> None:
         check_indexed(dataset)
         self.dataset = dataset
-        self.batch_size = checked_whole("batch_size", batch_size, 1)
+        self.batch_size = integer("batch_size", batch_size, 1)
         self.samples = len(dataset)
         """Samples of all ranks that share them out."""
         if not self.samples:

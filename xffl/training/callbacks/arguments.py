@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import math
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
 
-__all__ = ["check_count", "check_seconds", "find_count"]
-
-
-def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """Return a whole number.
-
-    :param name: The argument, for the message.
-    :param value: What was given.
-    :param least: The smallest that can be meant.
-    :return: The number.
-    :raises ConfigError: if it is none, or too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} {value!r} is no whole number of at least {least}")
-    return value
+__all__ = ["check_seconds", "find_count"]
 
 
 def find_count(name: str, value: object) -> int | None:
@@ -31,7 +18,7 @@ def find_count(name: str, value: object) -> int | None:
     :return: The number.
     :raises ConfigError: if it is something else.
     """
-    return None if value is None else check_count(name, value)
+    return None if value is None else integer(name, value)
 
 
 def check_seconds(name: str, value: object) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xffl.checkpoint import AsyncSaver, CheckpointManager
+from xffl.checks import integer
 from xffl.errors import ConfigError
 from xffl.training.callbacks.arguments import find_count
 from xffl.training.callbacks.base import Callback
@@ -69,9 +70,9 @@ class CheckpointCallback(Callback):
         self.every_rounds = find_count("every_rounds", every_rounds)
         self.save_final = save_final
         self.is_async = is_async
-        self.keep_last_n, self.best, self.mode = keep_last_n, best, mode
+        self.keep_last_n, self.best, self.mode = integer("keep_last_n", keep_last_n), best, mode
         self.watched = None if best is None else WatchedMetric(best, mode)
-        self._manager = CheckpointManager("", keep_last=keep_last_n)  # refuses a wrong number before the run begins
+        self._manager = CheckpointManager("", keep_last=self.keep_last_n)
         self._saver: AsyncSaver | None = None
         self._saved = {"step": 0, "epoch": 0, "round": 0}
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from xffl.checks import integer
 from xffl.distributed.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
-from xffl.training.callbacks.arguments import check_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import check_own_weights, local, spread_like, trained_parameters
 
@@ -49,8 +49,8 @@ class EMACallback(Callback):
         if not 0.0 < decay < 1.0:
             raise ConfigError(f"decay {decay!r} is not between 0 and 1; give such as 0.999")
         self.decay = float(decay)
-        self.every = check_count("every", every)
-        self.start = check_count("start", start, least=0)
+        self.every = integer("every", every)
+        self.start = integer("start", start, 0)
         self.validates = validates
         self.steps = 0
         self._models: list[nn.Module] = []

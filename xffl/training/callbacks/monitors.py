@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xffl.checks import integer
 from xffl.cluster.hardware import resident_bytes
-from xffl.training.callbacks.arguments import check_count, find_count
+from xffl.training.callbacks.arguments import find_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.pauses import TrainingClock
 
@@ -75,8 +76,8 @@ class ThroughputCallback(Callback):
     """
 
     def __init__(self, *, window: int = 50, skip: int = 1, tokens: str | None = "input_ids") -> None:
-        self.window = check_count("window", window)
-        self.skip = check_count("skip", skip, least=0)
+        self.window = integer("window", window)
+        self.skip = integer("skip", skip, 0)
         self.tokens = tokens
         self._clock = self.make_clock()
         self._left = 0

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl.checks import integer
 from xffl.distributed.sharding import sharded_parameters
-from xffl.training.callbacks.arguments import check_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import (
     check_own_weights,
@@ -45,8 +45,8 @@ class GradientNormCallback(Callback):
     """
 
     def __init__(self, *, every: int = 1, depth: int = 0) -> None:
-        self.every = check_count("every", every)
-        self.depth = check_count("depth", depth, least=0)
+        self.every = integer("every", every)
+        self.depth = integer("depth", depth, 0)
         self._parts: dict[str, dict[str, list[nn.Parameter]]] = {}
         self._measured: dict[str, int] = {}
         self._handles: list[RemovableHandle] = []
@@ -123,7 +123,7 @@ class UpdateNormCallback(Callback):
     """
 
     def __init__(self, *, every: int = 10, relative: bool = False) -> None:
-        self.every = check_count("every", every)
+        self.every = integer("every", every)
         self.relative = relative
         self._parameters: dict[str, nn.Parameter] = {}
         self._before: dict[str, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from xffl.training.callbacks.arguments import check_count
+from xffl.checks import integer
 from xffl.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class ProfilerCallback(Callback):
         with_shapes: bool = False,
         with_stack: bool = False,
     ) -> None:
-        self.wait = check_count("wait", wait, least=0)
-        self.warmup = check_count("warmup", warmup, least=0)
-        self.active = check_count("active", active)
-        self.repeat = check_count("repeat", repeat, least=0)
+        self.wait = integer("wait", wait, 0)
+        self.warmup = integer("warmup", warmup, 0)
+        self.active = integer("active", active)
+        self.repeat = integer("repeat", repeat, 0)
         self.with_memory, self.with_shapes, self.with_stack = with_memory, with_shapes, with_stack
         self._profile: profile | None = None
         self._cycles = 0

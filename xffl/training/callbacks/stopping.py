@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from xffl.checks import integer
 from xffl.errors import ConfigError
-from xffl.training.callbacks.arguments import check_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.watching import WatchedMetric
 
@@ -58,7 +58,7 @@ class EarlyStoppingCallback(Callback):
             raise ConfigError(f"over {over!r} is none of {', '.join(OVER)}")
         self.metric, self.mode, self.min_delta = metric, mode, min_delta
         self.watched = WatchedMetric(metric, mode, min_delta)
-        self.patience = check_count("patience", patience)
+        self.patience = integer("patience", patience)
         self.over = over
         self.stops_at_nonfinite = stops_at_nonfinite
         self.waited = 0

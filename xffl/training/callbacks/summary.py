@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.entries import tensors_of
-from xffl.training.callbacks.arguments import check_count
+from xffl.checks import integer
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import local
 
@@ -82,7 +82,7 @@ class ModelSummaryCallback(Callback):
     """
 
     def __init__(self, *, depth: int = 2, shows: bool = True) -> None:
-        self.depth = check_count("depth", depth)
+        self.depth = integer("depth", depth)
         self.shows = shows
 
     def make_console(self) -> Console:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.recipe import check_plan
 from xffl.aggregation.scaling import FederatedScaling
+from xffl.checks import index_of
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
@@ -48,6 +49,9 @@ class FederationConfig:
 
     def __post_init__(self) -> None:
         check_name("federation.weight", self.weight, WEIGHTS)
+        for name in ("every", "delay"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
         plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
         if self.has_rounds:
             check_plan(every=self.every, algorithm=self.algorithm, **plan)

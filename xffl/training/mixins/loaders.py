@@ -10,8 +10,8 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
 from xffl.aggregation.registry import make
+from xffl.checks import integer_fields
 from xffl.errors import ConfigError
-from xffl.training.draws import checked_whole
 from xffl.training.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.mixins.base import TrainerMixin
 from xffl.training.parts import Partition
@@ -38,10 +38,9 @@ class DataConfig:
     validation_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        checked_whole("data.workers", self.workers, 0)
-        checked_whole("data.prefetch_factor", self.prefetch_factor, 1)
-        if self.validation_batch_size is not None:
-            checked_whole("data.validation_batch_size", self.validation_batch_size, 1)
+        integer_fields(self, "workers", minimum=0, prefix="data.")
+        integer_fields(self, "prefetch_factor", prefix="data.")
+        integer_fields(self, "validation_batch_size", prefix="data.", may_be_none=True)
 
 
 class DataLoaderSetupMixin(TrainerMixin):

@@ -16,6 +16,7 @@ from torch import nn
 
 from xffl.aggregation.entries import tensors_of
 from xffl.checkpoint.steps import check_path, this_cell, together
+from xffl.checks import integer
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
@@ -62,8 +63,7 @@ def add_lora(
     peft = package("peft")
     if not isinstance(model, package("transformers").PreTrainedModel):
         raise ConfigError(f"add_lora takes a model of transformers without adapters, not a {type(model).__name__}")
-    if not (isinstance(rank, int) and rank >= 1):
-        raise ConfigError(f"rank {rank!r} of adapters must be a whole number of at least 1")
+    rank = integer("rank of adapters", rank)
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout {dropout!r} of adapters must be at least 0 and below 1")
     layers = target_modules if target_modules is None or isinstance(target_modules, str) else list(target_modules)
