@@ -55,7 +55,7 @@ endif
 lint: $(INSTALLED) ## check style, types, imports and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pydoclint --config=pydoclint.toml xffl
 
