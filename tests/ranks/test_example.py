@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.worlds import run_script
+
 np = pytest.importorskip("numpy")
 pytest.importorskip("sklearn")
 
@@ -191,12 +193,12 @@ def test_the_demo_draws_and_tells(demo: tuple[Path, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_is_determined_by_its_seed(demo: tuple[Path, str], tmp_path: Path) -> None:
-    """A federation trained again, in a job of its own, gives the same numbers to the last digit."""
+    """A federation trained again, in another job and for fewer epochs, gives the same numbers to the last digit."""
     again = tmp_path / "again.jsonl"
-    job = ["-m", "xffl", "exec", "--processes", "4", "--federated", "2,2", str(EXAMPLE / "train.py")]
-    run_example(*job, "--setting", "noniid", "--out", str(again), timeout_s=240)
+    words = [str(EXAMPLE / "train.py"), "--setting", "noniid", "--epochs", "3", "--out", str(again)]
+    run_script(4, words, tmp_path, XFFL_FEDERATED="2,2")
     first = [r for r in read_records(demo[0] / "metrics.jsonl") if (r["run"], r["setting"]) == ("federated", "noniid")]
-    second = read_records(again)
+    second = read_records(again)[:-1]  # the last round comes after the last step, wherever that is
     for record in (*first, *second):
         del record["seconds"]
-    assert first == second
+    assert first[: len(second)] == second and len(second) > 4

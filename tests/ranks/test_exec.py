@@ -215,7 +215,7 @@ def test_a_second_ctrl_c_kills_what_is_left(xffl: Start) -> None:
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(3.0)  # batch systems may say it twice
+        process.wait(1.0)  # batch systems may say it twice
     process.send_signal(signal.SIGINT)
     assert finish(process) == (143, "", "xffl: stopped all ranks after SIGTERM\n")
 
@@ -392,8 +392,8 @@ def test_a_rank_that_fails_leaves_no_children(xffl: Start, tmp_path: Path, end: 
 
 
 def test_the_time_limit(xffl: Start) -> None:
-    code, _, err = finish(xffl("--processes 2 --timeout 4", "import signal\nsignal.pause()\n"))
-    assert (code, err) == (124, "xffl: stopped all ranks after 4.0 s, as --timeout says\n")
+    code, _, err = finish(xffl("--processes 2 --timeout 1", "import signal\nsignal.pause()\n"))
+    assert (code, err) == (124, "xffl: stopped all ranks after 1.0 s, as --timeout says\n")
 
 
 def test_logs_and_the_merged_stream(xffl: Start, tmp_path: Path) -> None:
@@ -451,17 +451,17 @@ with xffl.session(device="cpu") as state:
 )
 def test_a_rank_that_dies_in_a_session_is_the_one_that_is_told(xffl: Start, way: str, code: int, words: str) -> None:
     # The others fail too, in an all-reduce, within the time in which the launcher looks at the ranks once.
-    ended, _, err = finish(xffl("--processes 4 --federated 2,2", SESSION, way))
+    ended, _, err = finish(xffl("--processes 3 --federated 2,1", SESSION, way))
     assert ended == code
     assert err.count("Traceback") == (1 if way == "raise" else 0)
     assert err.endswith(f"xffl: rank 2 (cell 1) {words}; all other ranks were stopped\n")
 
 
 def test_a_rank_that_leaves_with_0_while_others_wait_is_told(xffl: Start) -> None:
-    ended, _, err = finish(xffl("--processes 4 --federated 2,2", SESSION, "leave"))
+    ended, _, err = finish(xffl("--processes 3 --federated 2,1", SESSION, "leave"))
     assert ended == 1
     assert re.fullmatch(
-        r"xffl: rank [013] \(cell [01]\) failed with .*; rank 2 left with code 0.*; all other ranks were stopped",
+        r"xffl: rank [01] \(cell 0\) failed with .*; rank 2 left with code 0.*; all other ranks were stopped",
         err.splitlines()[-1],
     )
 
