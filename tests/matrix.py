@@ -64,7 +64,7 @@ def chroot() -> list[str]:
     if not (root / "complete").exists():
         if os.getuid() or not shutil.which("debootstrap"):
             raise SystemExit("Python 3.13: give PYTHON313=/path/to/python3.13, or be root: apt-get install debootstrap")
-        packages = "ca-certificates,git,procps,python3,python3-venv"
+        packages = "ca-certificates,git,python3,python3-venv"
         subprocess.run(["debootstrap", "--variant=minbase", f"--include={packages}", "trixie", str(root)], check=True)
         (root / "complete").touch()
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
