@@ -555,7 +555,7 @@ WRONG_ROUNDS = [
     ("--federation.algorithm fedavg", "federation: every must be a positive integer, got None; give the local steps"),
     (
         "--federation.algorithm fedavg --federation.every 3 --federation.delay 3",
-        "from 0 to below every=3; give the loc",
+        "delay must be an integer from 0 to 2, got 3; give loc",
     ),
     ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 merges late results, but delay is 0; give a delay, too"),
     (

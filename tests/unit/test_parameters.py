@@ -143,7 +143,7 @@ def test_strategies_by_name() -> None:
         ({"distributed": {"wrap": int}}, "options of distributed cannot be read"),
         ({"distributed": {"wrap": ["Block"]}}, "names no layer classes"),
         ({"distributed": {"ddp": SimpleNamespace(communication_hook="fp61")}}, "did you mean 'fp16'"),
-        ({"distributed": {"ddp": {"powersgd_rank": "2"}}}, "options of distributed.ddp cannot be read"),
+        ({"distributed": {"ddp": {"powersgd_rank": "2"}}}, "powersgd_rank must be a positive integer, got '2'"),
         ({"distributed": {"device_parameters": {"comm": {"timeout": 3}}}}, "comm option 'timeout'"),
         (
             {"distributed": {"strategy": "fsdp", "device_parameters": {"dp_shard": 2, "compile": True}}},
@@ -157,8 +157,11 @@ def test_strategies_by_name() -> None:
             "static_graph=True does not accumulate",
         ),
         ({"distributed": {"zero_stage": 4}}, "zero_stage 4 is none of 0, 1, 2, 3"),
-        ({"distributed": {}, "training": {"batch_size": 0}}, "training.batch_size 0"),
-        ({"distributed": {}, "training": {"gradient_accumulation": 2.0}}, "training.gradient_accumulation 2.0"),
+        ({"distributed": {}, "training": {"batch_size": 0}}, "training.batch_size must be a positive integer, got 0"),
+        (
+            {"distributed": {}, "training": {"gradient_accumulation": 2.0}},
+            "training.gradient_accumulation must be a positive integer, got 2.0",
+        ),
         ({"distributed": {}, "training": {"mixed_precision": "fp8"}}, "mixed_precision 'fp8' is none of no, bf16"),
         ({"distributed": {}, "training": {"max_grad_norm": -1.0}}, "max_grad_norm -1.0 is no norm"),
         (

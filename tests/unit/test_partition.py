@@ -409,7 +409,10 @@ def test_the_table_counts() -> None:
         (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(2, 1)), r"sizes \(2, 1\) sum to 3"),
         (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(2, 0)), "below the minimum 1"),
         (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(1,)), "1 entries for 2 cells"),
-        (lambda: partition.shards([0] * 10, 2, shards_per_cell=0), "shards_per_cell: entry 0"),
+        (
+            lambda: partition.shards([0] * 10, 2, shards_per_cell=0),
+            "shards_per_cell: entry must be a positive integer, got 0",
+        ),
         (lambda: partition.shards([0] * 10, 2, shards_per_cell=(1, 2, 3)), "3 entries for 2 cells"),
         (lambda: partition.shards([0] * 3, 3, shards_per_cell=(1, 9, 9)), "below the minimum 1"),
         (lambda: partition.by_key(["a"] * 10, 2), "1 keys of 10 samples leave cell 1 of 2 with 0"),

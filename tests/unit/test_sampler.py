@@ -339,7 +339,7 @@ def test_other_ranks_may_go_on_with_the_same_steps(kind: Any) -> None:
         ({"data": "0"}, "data '0'"),
         ({"kind": "CellSampler"}, "kind 'CellSampler'"),
         ({"position": 20}, "20 are more than the 19"),
-        ({"position": -1}, "batches consumed -1"),
+        ({"position": -1}, "batches consumed must be an integer of 0 or more, got -1"),
         ({"epoch": -1}, "epoch must be an integer of 0 or more, got -1"),
     ],
 )
