@@ -88,7 +88,7 @@ def digest_of(model: nn.Module) -> list[int]:
 
 def _sum_of_bits(values: torch.Tensor, start: int) -> torch.Tensor:
     """Return the sum over the elements of a row of what each one's bits and place come to, modulo 2^64."""
-    bits = values.contiguous().view(BITS[values.itemsize]).long()
+    bits = values.contiguous().view(BITS[values.itemsize]).to(torch.int64, copy=True)
     factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
     bits.add_(PRIME).mul_(factors)
     # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
