@@ -112,9 +112,9 @@ def test_places_over_two_hosts(ranks: tuple[int, ...], mpi: Mpi, two_hosts: Host
 
 
 def test_training_over_two_hosts(mpi: Mpi, two_hosts: Hosts, run: Run, tmp_path: Path, on_this_machine: Any) -> None:
-    command, environ = ranks_over_ssh(mpi, two_hosts, (2, 1), XFFL_FEDERATED="2,1")
+    command, environ = ranks_over_ssh(mpi, two_hosts, (2, 2), XFFL_FEDERATED="2,2")
     out = tmp_path / "metrics.jsonl"
-    check_training(run, two_hosts, command, environ, out, on_this_machine((2, 1)))
+    check_training(run, two_hosts, command, environ, out, on_this_machine((2, 2)))
 
 
 def test_training_in_an_allocation_of_two_hosts(
