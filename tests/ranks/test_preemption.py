@@ -578,7 +578,6 @@ def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
         )
         told = out.splitlines()[-1]
         assert told.startswith(f"leaving  {ending}2 cells  ") and "records in run; xffl report run makes" in told, told
-        if how in ("itself", "exec"):
         if how == "exec":
             assert found is not None and int(found.name.removeprefix("step_")) > last, found
             last = int(found.name.removeprefix("step_"))
