@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from xffl.distributed.distributed_state import DistributedState
 
-__all__ = ["ALONE", "Own"]
+__all__ = ["ALONE", "Extra", "Own"]
 
 ALONE = DistributedState(rank=0, world_size=1)
+
+
+class Extra(nn.Linear):
+    """A layer with an extra state; it refuses one of ``refused``."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+        self.refused: Any = "refused"
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, type(self.refused)) and state == self.refused:
+            raise ValueError("a state of another version")
+        self.extra = state
 
 
 class Own:

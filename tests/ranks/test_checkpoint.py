@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
-from tests.kept import Own
+from tests.kept import Extra, Own
 from tests.worlds import run_world
 from xffl.checkpoint import (
     AsyncSaver,
@@ -57,7 +57,7 @@ class Odd(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.clock += 1
-        self.seen = {"texts": (*self.seen["texts"][-2:], int(self.clock))}
+        self.seen = {"texts": (*self.seen["texts"][-2:], int(self.clock)), "last": self.clock.clone()}
         scale = self.norm(torch.arange(32.0).view(2, 16)).sum() + self.short(torch.ones(1)).sum()
         return self.decoder(tokens) * scale
 
@@ -610,6 +610,50 @@ class Views(nn.Module):
         return self.linear(inputs) + self.column.sum() + self.one  # type: ignore[no-any-return]
 
 
+class Extras(nn.Module):
+    """Extra states with tensors of many sizes, one of which each rank has for itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wide = nn.Linear(4, 4)
+        self.table = Extra({"t": torch.arange(6.0).view(2, 3)[:, ::2]} if seed == 0 else None)
+        self.bytes = Extra(torch.arange(9 if seed == 0 else 0, dtype=torch.uint8))
+        self.mine = Extra({"t": torch.zeros(2)} if seed == 0 else {})
+        self.number = Extra((1, "x", None) if seed == 0 else 2)
+        self.extras = [self.table, self.bytes, self.mine, self.number]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.wide(inputs)  # type: ignore[no-any-return]
+
+
+def extras(rank: int, world_size: int, folder: str) -> None:
+    """Extra states come back in every layout, and in another one as the cell's first rank had them."""
+    states = {layout: make_state(rank, layout, (1, 1)) for layout in ("cells", "ddp", "fsdp")}
+    for layout, other in (("cells", "cells"), ("ddp", "fsdp"), ("fsdp", "ddp")):
+        model = xffl.shard(Extras(0), states[layout])
+        inner = getattr(model, "module", model)
+        inner.mine.extra["t"].fill_(rank + 1.0)
+        save_checkpoint(f"{folder}/extras_{layout}", {"model": model}, states[layout])
+        with AsyncSaver(states[layout]) as saver:
+            saver.save(f"{folder}/extras_later_{layout}", {"model": model})
+        for name, there in ((layout, layout), (f"later_{layout}", layout), (layout, other)):
+            again = xffl.shard(Extras(1), states[there])
+            load_checkpoint(f"{folder}/extras_{name}", {"model": again}, states[there])
+            found = getattr(again, "module", again)
+            mine = {"t": torch.full((2,), rank + 1.0 if there == layout else 1.0)}
+            wanted = [inner.table.extra, inner.bytes.extra, mine, inner.number.extra]
+            assert repr([extra.extra for extra in found.extras]) == repr(wanted), (name, there)
+            assert torch.equal(whole({"w": found.wide.weight})["w"], whole({"w": inner.wide.weight})["w"])
+        again = xffl.shard(Extras(1), states[layout])
+        found = getattr(again, "module", again)
+        found.number.refused = (1, "x", None) if rank == 1 else ()
+        before = [whole({"w": found.wide.weight.detach().clone()}), *(extra.extra for extra in found.extras)]
+        with pytest.raises(xffl.CheckpointError, match=r"of another version; nothing was loaded.*\(rank 1 of 2\)"):
+            load_checkpoint(f"{folder}/extras_{layout}", {"model": again}, states[layout])
+        assert_same([whole({"w": found.wide.weight.detach()}), *(extra.extra for extra in found.extras)], before)
+
+
 def views(rank: int, world_size: int, folder: str) -> None:
     """Tensors of any memory layout start from rank 0's, take part in rounds, and come back from a checkpoint."""
 
@@ -693,4 +737,5 @@ def several(rank: int, world_size: int, folder: str) -> None:
     stages(rank, world_size, folder)
     factors(rank, world_size, folder)
     views(rank, world_size, folder)
+    extras(rank, world_size, folder)
     rotates(rank, world_size, folder)

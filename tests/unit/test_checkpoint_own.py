@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import random
 import shutil
@@ -20,7 +22,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import xffl
-from tests.kept import ALONE, Own
+from tests.kept import ALONE, Extra, Own
 from tests.unit.test_checkpoint import seal, stepped
 from xffl.checkpoint import (
     AsyncSaver,
@@ -339,6 +341,93 @@ def test_tensors_of_an_extra_state_are_no_weights(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "it", {"model": Remembering(2, 2)}, ALONE)
     consolidate_checkpoint(tmp_path / "it", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"weight", "bias"}
+
+
+TABLE = torch.arange(12.0).reshape(3, 4)
+EXTRA_STATES: dict[str, tuple[Any, Any]] = {  # what was saved, and what a fresh model has
+    "a tensor in a dictionary": ({"t": torch.ones(3)}, {}),
+    "the same dictionary": ({"t": torch.ones(3), 1: True}, {"t": torch.zeros(3), 1: False}),
+    "a tensor": (torch.arange(5, dtype=torch.uint8), torch.arange(5, 10, dtype=torch.uint8)),
+    "another size": (torch.arange(5, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)),
+    "no elements": (torch.empty(0, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)),
+    "another dtype": (torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2)),
+    "nothing here": (TABLE.to(torch.complex64).mul(1j).conj(), None),
+    "nothing there": (None, TABLE),
+    "a value here": (TABLE[:, 1:2], {"t": TABLE}),
+    "a tensor here": ({"t": [TABLE.T, (TABLE[:1, 0], math.inf)]}, TABLE),
+    "elements that share memory": ({"t": TABLE[0].expand(3, 4)}, {"t": torch.zeros(1, 4).expand(3, 4)}),
+    "one expanded tensor": (TABLE[0].expand(3, 4), TABLE[1].expand(3, 4)),
+    "numbers and texts": ({"a": {"b": (1, 2.5, None, [True])}, 3: "x"}, 7),
+}
+
+
+@pytest.mark.parametrize("case", EXTRA_STATES)
+def test_extra_states_come_back_whatever_is_there(case: str, tmp_path: Path) -> None:
+    saved, here = EXTRA_STATES[case]
+    model = nn.ModuleDict({"one": Extra(saved), "two": nn.Sequential(Extra(3), nn.Linear(2, 2))})
+    save_checkpoint(tmp_path / "now", {"model": model}, ALONE)
+    with AsyncSaver(ALONE) as saver:
+        saver.save(tmp_path / "later", {"model": model})
+    for name in ("now", "later"):
+        again = nn.ModuleDict({"one": Extra(here), "two": nn.Sequential(Extra(None), nn.Linear(2, 2))})
+        load_checkpoint(tmp_path / name, {"model": again}, ALONE)
+        assert repr(again["one"].extra) == repr(saved) and again["two"][0].extra == 3
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+        assert not isinstance(here, torch.Tensor) or again["one"].extra is not here
+
+
+def test_an_extra_state_that_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    saved = nn.Sequential(Extra({"t": torch.ones(2)}), Extra("refused"), nn.Linear(2, 2))
+    save_checkpoint(tmp_path / "it", {"model": saved, "other": nn.Sequential(Extra(1))}, ALONE)
+    first = torch.zeros(3)
+    model, other = nn.Sequential(Extra({"t": first, "n": 4}), Extra(5), nn.Linear(2, 2)), nn.Sequential(Extra(6))
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(xffl.CheckpointError, match="ValueError: a state of another version; nothing was loaded"):
+        load_checkpoint(tmp_path / "it", {"other": other, "model": torch.compile(model)}, ALONE)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert repr(model[0].extra) == repr({"t": torch.zeros(3), "n": 4}) and (model[1].extra, other[0].extra) == (5, 6)
+
+
+def test_an_object_that_refuses_its_state_tells_that_weights_were_written(tmp_path: Path) -> None:
+    class Refusing(Own):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise xffl.CheckpointError("the state is that of another set-up")
+
+    save_checkpoint(tmp_path / "it", {"model": nn.Linear(2, 2), "part": Own(1)}, ALONE, own={"rounds": Own(1)})
+    for part, own in ((Refusing(1), Own(1)), (Own(1), Refusing(1))):
+        with pytest.raises(xffl.CheckpointError, match="another set-up; models and optimizers may be loaded in part"):
+            load_checkpoint(tmp_path / "it", {"model": nn.Linear(2, 2), "part": part}, ALONE, own={"rounds": own})
+
+
+class Classed(torch.Tensor):
+    """What torch writes, and reads only with code."""
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    def holding(buffer: torch.Tensor) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("kept", buffer)
+        return model
+
+    classed, expanded = TABLE.as_subclass(Classed), TABLE[0].expand(3, 4)
+    for parts, match in (
+        ({"model": Extra(io.BytesIO(b"x"))}, "model/_extra_state is BytesIO"),
+        ({"model": nn.Sequential(Extra({"a": [b"x"]}))}, "model/0._extra_state/a/0 is bytes"),
+        ({"model": Extra({"a": TABLE.to_sparse()})}, "tensor 'model/_extra_state/a' is torch.sparse_coo"),
+        ({"model": Extra({"a": classed})}, "'model/_extra_state/a' is Classed of torch.float32, which"),
+        ({"model": holding(classed)}, "'model/kept' is Classed of torch.float32, which torch.load"),
+        ({"own": Own([classed])}, "'own/value/0' is Classed of torch.float32, which torch.load"),
+        ({"model": holding(expanded)}, "'model/kept' is expanded.*clone"),
+    ):
+        with pytest.raises(xffl.ConfigError, match=match):
+            save_checkpoint(tmp_path / "it", parts, ALONE)
+    with pytest.raises(xffl.ConfigError, match="'kept/value' is Classed of torch.float32, which torch.load"):
+        save_checkpoint(tmp_path / "it", {"model": nn.Linear(1, 1)}, ALONE, own={"kept": Own(classed)})
+    assert not os.listdir(tmp_path)
+    again = Own(torch.zeros(1).expand(3, 4))
+    save_checkpoint(tmp_path / "it", {"own": Own(expanded)}, ALONE)  # which gets a new tensor
+    load_checkpoint(tmp_path / "it", {"own": again}, ALONE)
+    assert torch.equal(again.value, expanded)
 
 
 class Views(nn.Module):

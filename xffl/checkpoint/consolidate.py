@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xffl.checkpoint.contents import model_names
 from xffl.checkpoint.folder import Record, aside, read_record, settle, sync, sync_all, write_text
-from xffl.checkpoint.plain import tensors_named
 from xffl.checkpoint.steps import check_path
 from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
 from xffl.checks import integer
@@ -163,10 +163,10 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one of these"
         )
-    names = [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
+    names = [
+        name for name in model_names(part, index.tensors, index.values) if name in index.tensors.keys() - index.ties
+    ]
     values = [name for name in index.values if name.startswith(f"{part}/group/")]
-    inner = {name for value in index.values.values() for name in tensors_named(value)}
-    names = [name for name in names if name not in inner]
     if part in index.values or values or not names:
         raise CheckpointError(
             f"part {part!r} of checkpoint {folder} is no model; name a model among the parts {sorted(record.parts)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.plain import Plain, to_plain
+from xffl.checkpoint.plain import Plain, tensors_named, to_plain
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 
@@ -21,7 +23,12 @@ __all__ = [
     "Part",
     "buffers_of",
     "check_parts",
+    "check_readable",
     "collect",
+    "is_extra_state",
+    "is_overlapping",
+    "model_names",
+    "modules_with_extra_state",
     "parameter_names",
     "saved_options",
     "trained_names",
@@ -33,6 +40,12 @@ Part = nn.Module | torch.optim.Optimizer | Stateful
 
 UNNAMED = ("params", "param_names")
 """Entries of a parameter group that list its parameters, which are named otherwise here."""
+
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls a module's extra state in a state dict."""
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch calls a module inside its wrappers, which names leave out."""
 
 
 @dataclass
@@ -93,7 +106,76 @@ def collect(parts: Mapping[str, Part]) -> Contents:
             contents.values[name] = to_plain(part.state_dict(), name, contents.tensors)
     for name, tensor in contents.tensors.items():
         _check_tensor(name, tensor)
+    for name in parts:
+        for key in model_names(name, contents.tensors, contents.values) if isinstance(parts[name], nn.Module) else ():
+            if key in contents.tensors and not is_extra_state(key) and is_overlapping(contents.tensors[key]):
+                raise ConfigError(
+                    f"tensor {key!r} is expanded: several of its elements are one in memory, so nothing could be "
+                    "loaded into it; clone() it"
+                )
+    check_readable(contents.tensors)
     return contents
+
+
+def model_names(name: str, tensors: Iterable[str], values: Mapping[str, Plain]) -> list[str]:
+    """Return the names of a model's state dict among those of tensors and values; what a value holds is none; pure."""
+    own = {key: value for key, value in values.items() if key.startswith(f"{name}/")}
+    inner = {key for value in own.values() for key in tensors_named(value)}
+    return [key for key in tensors if key.startswith(f"{name}/") and key not in inner] + list(own)
+
+
+def is_extra_state(key: str) -> bool:
+    """Tell whether an entry of a model's state dict is what ``get_extra_state`` of a module returned; pure."""
+    return key.replace("/", ".").rpartition(".")[2] == EXTRA_STATE
+
+
+def modules_with_extra_state(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a part that have an extra state, by its name among what the part holds; local."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}{EXTRA_STATE}", module
+        for leaf, child in module._modules.items():
+            is_wrapped = leaf in WRAPPED or (leaf == "module" and isinstance(module, DistributedDataParallel))
+            if child is not None:
+                yield from walk(child, prefix if is_wrapped else f"{prefix}{leaf}.")
+
+    yield from walk(model, f"{name}/")
+
+
+def is_overlapping(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is expanded, so that torch does not write to it."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True))
+
+
+def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that torch would write to a file and not read again without running code of it; local.
+
+    Of other classes than torch's own, one of each and of each dtype is written to memory and read.
+
+    :param tensors: Tensors by name.
+    :raises ConfigError: if one cannot be read.
+    """
+    seen: set[tuple[type, torch.dtype]] = set()
+    for name, tensor in tensors.items():
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        kind = (type(local), local.dtype)
+        if kind in seen or (kind[0] is torch.Tensor and not local.is_quantized):
+            continue
+        seen.add(kind)
+        sample = local.cpu()
+        stream = io.BytesIO()
+        try:
+            torch.save(sample, stream)
+            stream.seek(0)
+            torch.empty_like(sample).copy_(torch.load(stream, weights_only=True))
+        except Exception as error:
+            raise ConfigError(
+                f"tensor {name!r} is {type(local).__name__} of {local.dtype}, which torch.load(weights_only=True) does "
+                f"not read ({type(error).__name__}); make it a plain tensor, or give its class to "
+                "torch.serialization.add_safe_globals"
+            ) from error
 
 
 def buffers_of(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:

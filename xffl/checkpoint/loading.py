@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from xffl.checkpoint.contents import (
     Part,
     check_parts,
     collect,
+    is_extra_state,
+    is_overlapping,
+    model_names,
+    modules_with_extra_state,
     parameter_names,
     saved_options,
     trained_names,
@@ -32,9 +37,9 @@ from xffl.checkpoint.folder import Record, read_record, settle
 from xffl.checkpoint.own import check_own, is_same_layout, load_own, read_own, wanted_own
 from xffl.checkpoint.plain import from_plain, tensors_named
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
-from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index
+from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError, ConfigError
+from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["load_checkpoint"]
@@ -52,6 +57,13 @@ class _Plan:
     folder: Path
     index: CellIndex
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
+    devices: dict[str, torch.device] = field(default_factory=dict)
+    """Tensors of the modules' extra states, with where they go"""
+    models: dict[str, list[str]] = field(default_factory=dict)
+    """Names of each model's state dict here"""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What the modules' extra states were, once they are read"""
     problems: list[str] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
 
@@ -88,7 +100,9 @@ def load_checkpoint(
     Collective over the world. The parts may be spread otherwise than they were: another number of ranks in a cell or of
     replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers that the ranks of
     a cell held otherwise come back as each had them, in another layout as the cell's first rank had them. All names,
-    shapes and dtypes are compared before anything is changed. Tensors do not move between ranks.
+    shapes and dtypes are compared before anything is changed. Extra states of modules are taken as they were saved,
+    whatever is there now, and are given to their modules before any weight is written: where one refuses its own, all
+    get back what they had, and nothing was loaded. Tensors do not move between ranks.
 
     The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
     ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between
@@ -135,9 +149,16 @@ def load_checkpoint(
         return read_own(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same)
 
     kept, buffers = together("own state", read_kept, target, UNTOUCHED)
+    together("reading extra states", lambda: _read_values(plan, buffers), target, UNTOUCHED)
+    undo: list[Callable[[], None]] = []
+    try:
+        together("giving extra states", lambda: _try_extra_states(plan, parts, current, undo), target, UNTOUCHED)
+    except XfflError:
+        together("taking extra states back", lambda: [call() for call in reversed(undo)], target, TORN)
+        raise
     together("reading", lambda: _read(plan, cell, buffers), target, TORN)
-    together("applying", lambda: _apply(plan, parts), target, TORN)
-    together("applying own state", lambda: load_own(asked.own, kept), target, TORN)
+    together("applying", lambda: _torn(lambda: _apply(plan, parts)), target, TORN)
+    together("applying own state", lambda: _torn(lambda: load_own(asked.own, kept)), target, TORN)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
@@ -178,7 +199,7 @@ def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Pl
                 plan.targets[key] = _target(index, key, current.tensors.get(key), None)
         else:
             plan.problems.append(f"nothing of part {name!r}")
-    for key in plan.targets.keys() - index.tensors.keys():
+    for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys():
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
         raise CheckpointError(f"checkpoint {home} does not fit: {_first(plan.problems)}; {UNTOUCHED}")
@@ -186,26 +207,27 @@ def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Pl
 
 
 def _want_model(name: str, current: Contents, plan: _Plan) -> None:
-    """Compare a model's tensors and values with those saved."""
+    """Compare a model's tensors and values with those saved; an extra state is taken as it was, whatever is here."""
     index = plan.index
-    wanted = {key: tensor for key, tensor in current.tensors.items() if key.startswith(f"{name}/")}
-    others = {key for key in current.values if key.startswith(f"{name}/")}
-    for key, tensor in wanted.items():
-        saved = index.tensors.get(key)
-        if saved is None:
+    there = set(model_names(name, index.tensors, index.values))
+    plan.models[name] = model_names(name, current.tensors, current.values)
+    for key in plan.models[name]:
+        tensor, saved = current.tensors.get(key), index.tensors.get(key)
+        if key not in there or (not is_extra_state(key) and (tensor is None) != (saved is None)):
             plan.problems.append(f"{key!r} is missing in it")
-        elif saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-            plan.problems.append(
-                f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, but {tuple(tensor.shape)} {tensor.dtype} here"
-            )
-        else:
+        elif key in index.values:
+            for inner in tensors_named(index.values[key]):
+                plan.devices[inner] = _device_of(current.tensors.get(inner))
+        elif is_extra_state(key):
+            plan.devices[key] = _device_of(tensor)
+        elif tensor is not None and saved is not None:
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                plan.problems.append(
+                    f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, but {tuple(tensor.shape)} {tensor.dtype} "
+                    "here"
+                )
             plan.targets[key] = tensor
-    plan.problems += [f"{key!r} is missing in it" for key in sorted(others - index.values.keys())]
-    for key in others & index.values.keys():
-        for inner in tensors_named(index.values[key]):
-            plan.targets[inner] = _target(index, inner, current.tensors.get(inner), None)
-    known = wanted.keys() | others | plan.targets.keys()
-    plan.unused |= {key for key in [*index.tensors, *index.values] if key.startswith(f"{name}/") and key not in known}
+    plan.unused |= there - set(plan.models[name])
 
 
 def _want_optimizer(
@@ -232,7 +254,7 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     saved = index.tensors.get(key)
     if saved is None:
         return torch.empty(0)  # told as a problem
-    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype:
+    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not is_overlapping(now):
         return now
     if parameter is not None and parameter.shape == saved.shape and saved.shape:
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
@@ -243,12 +265,55 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     return DTensor.from_local(whole, parameter.device_mesh, everywhere, run_check=False)
 
 
+def _device_of(tensor: torch.Tensor | None) -> torch.device:
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
 def _check_unused(plan: _Plan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
     nobodys = set.intersection(*gather(plan.unused, cell))
     if nobodys:
         told = _first([f"{key!r} has no place here" for key in sorted(nobodys)])
         raise CheckpointError(f"checkpoint {plan.folder} does not fit: {told}; {UNTOUCHED}")
+
+
+def _torn(act: Callable[[], None]) -> None:
+    """Do something, and tell of its own errors, too, that tensors have been written before."""
+    try:
+        act()
+    except XfflError as error:
+        raise type(error)(f"{error}; {TORN}") from error
+
+
+def _read_values(plan: _Plan, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
+    tensors = {
+        name: (buffers[name] if name in buffers else read_tensor(plan.folder, plan.index, name)).to(device)
+        for name, device in plan.devices.items()
+    }
+    for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
+        saved = plan.index.values
+        plan.values[key] = from_plain(saved[key], tensors) if key in saved else tensors[key]
+
+
+def _try_extra_states(
+    plan: _Plan, parts: Mapping[str, Part], current: Contents, undo: list[Callable[[], None]]
+) -> None:
+    """Give modules their extra states before any weight is written, since a module may refuse one; local.
+
+    ``undo`` gets what gives them back what they had. They are given once more with the weights.
+    """
+    for name, part in parts.items():
+        for key, module in modules_with_extra_state(name, part) if isinstance(part, nn.Module) else ():
+            if key in plan.values:
+                had = {
+                    one: current.tensors[one].clone()
+                    for one in (key, *tensors_named(current.values.get(key)))
+                    if one in current.tensors
+                }
+                before = from_plain(current.values[key], had) if key in current.values else had[key]
+                undo.append(partial(module.set_extra_state, before))
+                module.set_extra_state(plan.values[key])
 
 
 def _read(plan: _Plan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -263,7 +328,8 @@ def _read(plan: _Plan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
             process_group=cell.group,
         )
     for name, kept in buffers.items():
-        plan.targets[name].copy_(kept)
+        if name not in plan.devices:
+            plan.targets[name].copy_(kept)
 
 
 def _apply(plan: _Plan, parts: Mapping[str, Part]) -> None:
@@ -271,12 +337,8 @@ def _apply(plan: _Plan, parts: Mapping[str, Part]) -> None:
     values = plan.index.values
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            keys = {key: key.removeprefix(f"{name}/") for key in [*plan.targets, *values] if key.startswith(f"{name}/")}
-            held = {
-                key: from_plain(values[full], plan.targets) if full in values else plan.targets[full]
-                for full, key in keys.items()
-            }
-            set_model_state_dict(part, held)
+            held = plan.targets | plan.values
+            set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
         elif isinstance(part, torch.optim.Optimizer):
             _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
         else:

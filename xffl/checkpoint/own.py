@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.checksums import FileEntry, check_file, entry_of
+from xffl.checkpoint.contents import check_readable
 from xffl.checkpoint.folder import Record
 from xffl.checkpoint.plain import Plain, from_plain, to_plain
 from xffl.distributed.collectives import bytes_of
@@ -93,6 +94,7 @@ def collect_own(own: Mapping[str, Stateful]) -> OwnState:
                 f"own tensor {name!r} is {kind}; a rank keeps dense tensors of its own, give what is spread over ranks "
                 "as a part"
             )
+    check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return OwnState(values, copies)
 
