@@ -122,7 +122,8 @@ def _be_script(
     """Be a rank that runs a script."""
     os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
-    out, code = io.StringIO(), None
+    out = io.StringIO()
+    code: int | str | None = None
     with redirect_stdout(out):
         try:
             if words[0] == "-m":

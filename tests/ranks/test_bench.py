@@ -129,7 +129,12 @@ def test_four_ranks_of_a_launcher_with_replicas_as_json() -> None:
 
 def test_what_is_started_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[Any, list[str]]] = []
-    monkeypatch.setattr(execute, "run", lambda options, script: started.append((options, script)) or 0)
+
+    def note(options: Any, script: list[str]) -> int:
+        started.append((options, script))
+        return 0
+
+    monkeypatch.setattr(execute, "run", note)
     words = "--processes 4 --federated 2,2 --hsdp 1 --backend gloo --device cpu --json"
     assert main(["bench", *words.split(), *TINY]) == 0
     [(options, (script, *passed))] = started
