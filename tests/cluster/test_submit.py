@@ -98,8 +98,8 @@ class SlowTrainer(DigitsTrainer):
         return super().training_step(batch, batch_idx)
 """
 TRAINING = ["xffl", "submit", "config.yaml", "--trainer=slow_train.SlowTrainer", "--launch.federated=auto"]
-TRAINING += ["--slurm.nodes=2", "--slurm.nodelist=a1,b1", "--training.epochs=3", "--slurm.time=10"]
-TRAINING += ["--slurm.signal_s=20"]
+TRAINING += ["--launch.processes=2", "--slurm.nodes=2", "--slurm.nodelist=a1,b1", "--training.epochs=3"]
+TRAINING += ["--slurm.time=10", "--slurm.signal_s=20"]
 
 
 @pytest.fixture(scope="module")
