@@ -25,12 +25,13 @@ SETTINGS = {"iid": "each cell has a random half of the data", "noniid": "each ce
 TOPOLOGY = Topology(4, (2, 2))
 
 
-def start(mode: str, federated: str, metrics: Path, options: argparse.Namespace) -> None:
+def start(mode: str, federated: str | None, metrics: Path, options: argparse.Namespace) -> None:
     """Run ``train.py`` on four processes, in both settings; leave with its exit code if it fails."""
     settings = [] if mode == "centralized" else ["--setting", *SETTINGS]
     script = [str(HERE / "train.py"), "--mode", mode, *settings, "--out", str(metrics)]
     script += ["--epochs", str(options.epochs), "--every", str(options.every), "--seed", str(options.seed)]
-    job = [sys.executable, "-m", "xffl", "exec", "--processes", "4", "--federated", federated, *script]
+    cells = [] if federated is None else ["--federated", federated]
+    job = [sys.executable, "-m", "xffl", "exec", "--processes", "4", *cells, *script]
     if code := subprocess.run(job, check=False).returncode:
         sys.exit(code)
 
@@ -92,7 +93,7 @@ def main() -> None:
     console = Console()
     console.print(topology_text(TOPOLOGY, max(40, console.width)), highlight=False, markup=False)
     console.print()
-    for mode, federated in (("federated", "2,2"), ("alone", "2,2"), ("centralized", "4")):
+    for mode, federated in (("federated", "2,2"), ("alone", "2,2"), ("centralized", None)):
         start(mode, federated, metrics, options)
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     summary = summarize(records)

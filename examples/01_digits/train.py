@@ -198,8 +198,7 @@ def main() -> None:
         is_centralized = options.mode == "centralized"
         if is_centralized and state.topology.cells > 1:
             raise xffl.ConfigError(
-                f"--mode centralized means one cell, but there are {state.topology.cells}; start it with --federated "
-                f"{state.world_size}"
+                f"--mode centralized means one cell, but there are {state.topology.cells}; start it without --federated"
             )
         for setting in [None] if is_centralized else options.setting:
             records = train(state, setting, options)
