@@ -138,11 +138,17 @@ def test_options_beat_the_section_launch(
         assert main(["exec", *given]) == 0, words
         found = launched.pop()
         assert found["command"] == [rank, *given[given.index("config.yaml") :]]
-        assert (found["processes"], found["environ"], found["timeout_s"]) == (processes, environ, timeout_s), words
+        cells = {"XFFL_LAUNCHED_CELLS": "2"} if environ else {}
+        assert (found["processes"], found["environ"], found["timeout_s"]) == (processes, environ | cells, timeout_s), (
+            words
+        )
     monkeypatch.setenv("XFFL_LAUNCH__PROCESSES", "4")
     monkeypatch.setenv("XFFL_FEDERATED", "3,1")
     assert main(["exec", "config.yaml"]) == 0
-    assert (launched[-1]["processes"], launched[-1]["environ"]) == (4, {"XFFL_FEDERATED": "3,1"})
+    assert (launched[-1]["processes"], launched[-1]["environ"]) == (
+        4,
+        {"XFFL_FEDERATED": "3,1", "XFFL_LAUNCHED_CELLS": "2"},
+    )
 
 
 WRONG = [
@@ -155,7 +161,7 @@ WRONG = [
     ("--federated x config.yaml", "ConfigError: --federated is 'x'"),
     ("--hsdp 2 config.yaml", "TopologyError: "),
     ("--processes 0 config.yaml", "TopologyError: world size must be a positive integer, got 0"),
-    ("config.yaml --launch.processes 0", "ConfigError: launch.processes 0 is not above 0"),
+    ("config.yaml --launch.processes 0", "ConfigError: launch.processes must be a positive integer, got 0"),
     ("nowhere.yml", "ConfigError: file nowhere.yml cannot be read: No such file"),
     ("config.yaml --config bad.yaml", "ConfigError: file bad.yaml is no YAML: line 1"),
     ("bad.yaml", "ConfigError: file bad.yaml is no YAML: line 1"),
@@ -239,9 +245,10 @@ def in_place(rank: int, world_size: int, port: int, folder: str) -> list[tuple[i
 
 
 def test_ranks_that_a_launcher_started(project: Path) -> None:
-    for told in run_world(2, in_place, free_port(), str(project), init=False):
+    for rank, told in enumerate(run_world(2, in_place, free_port(), str(project), init=False)):
         right, other, processes, launch, cells, unknown = told
-        assert right == other == (0, "")
+        assert right == (0, "") and other[0] == 0
+        assert ("federated 2 puts all 2 ranks into one cell" in other[1]) == (rank == 0)
         assert processes[0] == 2 and "--processes is 2, but torchrun has started 2 processes already" in processes[1]
         assert (
             launch[0] == 2

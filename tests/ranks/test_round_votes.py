@@ -187,8 +187,8 @@ def wrong_options(rank: int, world_size: int) -> None:
         ({"policies": {**local, "picks": "average"}}, ("'picks'", "int64", "'first' or 'local'")),
         ({"policies": "local"}, ("policies 'local'", "no mapping")),
         ({"policies": local, "server": {"name": "diloco", "device": "cuda:99"}}, ("cuda:99", "not here")),
-        ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes 0",)),
-        ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes '1M'",)),
+        ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes", "got 0")),
+        ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes", "got '1M'")),
         ({"policies": local, "nonfinite": "ignore"}, ("'ignore'", "reject, drop_cell")),
         ({"policies": local, "atomic": "yes"}, ("atomic 'yes'",)),
     ]:
@@ -196,7 +196,7 @@ def wrong_options(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for every in (0, -1, 2.0, True, None):
         told = raised(lambda every=every: xffl.FederatedScaling(model, optimizer, state, every=every))  # type: ignore[misc]
-        check_alike(told, "ConfigError", f"every {every!r}")
+        check_alike(told, "ConfigError", f"every must be a positive integer, got {every!r}")
     told = raised(lambda: xffl.FederatedScaling(model, optimizer, state, every=1, aggregator="int8"))  # type: ignore[arg-type]
     check_alike(told, "ConfigError", "aggregator 'int8' is no mapping")
     aggregator = xffl.Aggregator(model, state, policies=local)

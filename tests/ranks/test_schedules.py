@@ -214,9 +214,12 @@ def wrong(rank: int, world_size: int) -> None:
         ({"every": "divergence:every=2,threshold=1.0", "delay": 1}, "delay is 1; leave one out"),
         ({"every": "divergence:every=2,threshold=1.0", "aggregator": {"fragments": 2}}, "fragments is 2"),
         ({"every": "sometimes"}, "'sometimes' is unknown"),
-        ({"every": "steps:every=0"}, "every 0"),
-        ({"every": None, "algorithm": "fedprox"}, "every None"),
-        ({"every": Stubborn()}, "says 0 local steps for cell"),
+        ({"every": "steps:every=0"}, "every must be a positive integer, got 0"),
+        ({"every": None, "algorithm": "fedprox"}, "every must be a positive integer, got None"),
+        (
+            {"every": Stubborn()},
+            r"steps of schedule Stubborn.* for cell \d after 0 rounds must be a positive integer, got 0",
+        ),
     ):
         with pytest.raises(xffl.ConfigError, match=told):
             xffl.FederatedScaling(model, optimizer, state, **options).__enter__()  # type: ignore[arg-type]
