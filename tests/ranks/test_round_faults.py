@@ -84,7 +84,8 @@ def nobody_waits(rank: int, world_size: int) -> None:
 
     check_alike(raised(train), "RoundError", "ZeroDivisionError", "rank 1")
     scaling = xffl.FederatedScaling
-    check_alike(raised(lambda: scaling(model, optimizer, state, every=1 - rank)), "ConfigError", "every 0", "rank 1")
+    told = raised(lambda: scaling(model, optimizer, state, every=1 - rank))
+    check_alike(told, "ConfigError", "every must be a positive integer, got 0", "rank 1")
     check_alike(raised(lambda: scaling(model, optimizer, state, every=2 + rank)), "ConfigError", "every=2", "every=3")
     wrong: Any = ["0.*"] if rank == 1 else None
     check_alike(raised(lambda: xffl.Aggregator(model, state, policies=wrong)), "ConfigError", "rank 1")
@@ -325,7 +326,7 @@ def wrong_arguments(rank: int, world_size: int) -> None:
         (lambda: xffl.Aggregator([1] if odd else model, state), "list is no model"),  # type: ignore[arg-type]
         (lambda: xffl.FederatedScaling([1] if odd else model, optimizer, state, every=1), "list is no model"),  # type: ignore[arg-type]
         (lambda: xffl.FederatedScaling(model, optimizer, None if odd else state, every=1), "NoneType is no state"),  # type: ignore[arg-type]
-        (lambda: xffl.FederatedScaling(model, None if odd else optimizer, state, every=1), "optimizer None"),  # type: ignore[arg-type]
+        (lambda: xffl.FederatedScaling(model, 5 if odd else optimizer, state, every=1), "optimizer 5"),  # type: ignore[arg-type]
         (lambda: xffl.FederatedScaling(model, optimizer, state, every=1, weight=5 if odd else None), "weight 5"),  # type: ignore[arg-type]
     ):
         check_alike(raised(call), "ConfigError", told, "rank 1 of 2")

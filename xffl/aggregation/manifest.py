@@ -159,7 +159,7 @@ class Manifest:
         raise ConfigError(
             f"parameters {', '.join(map(repr, names[:5]))} ({len(names)} in all) were replaced by other objects since "
             "the Aggregator was made, so an optimizer or DDP may go on training the old ones; load with assign=False, "
-            "or replace parameters before xffl.shard, the optimizer and the Aggregator are made"
+            "or replace parameters before xffl.shard and the optimizer, and make a new Aggregator"
         )
 
     def _look_up_names(self) -> dict[int, str]:
