@@ -113,4 +113,4 @@ def test_other_levels_and_a_wrong_interface_are_told_on_all_ranks() -> None:
     told = open_session("127.0.0.1", 30.0, 40.0)
     assert all("ranks were given different set-ups" in one for one in told)
     told = open_session("127.0.0.1", 30.0, 30.0, XFFL_CONTROL_IFNAME="none9")
-    assert all("set XFFL_CONTROL_IFNAME to one of" in one for one in told)
+    assert all("XFFL_CONTROL_IFNAME: interface 'none9'" in one and "give one of" in one for one in told)
