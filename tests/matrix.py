@@ -109,7 +109,7 @@ def environment(row: str) -> list[str]:
     return inside
 
 
-def tests(python: list[str], name: str, *paths: str) -> tuple[bool, str]:
+def run_tests(python: list[str], name: str, *paths: str) -> tuple[bool, str]:
     """Run tests as ``make test`` does; whether all passed, and the counts."""
     told = MATRIX_DIR / f"{name}.xml"
     told.unlink(missing_ok=True)
@@ -124,7 +124,7 @@ def tests(python: list[str], name: str, *paths: str) -> tuple[bool, str]:
     return code == 0, f"{passed} passed, {failed} failed, {skipped} skipped, {seconds:.0f} s"
 
 
-def demo(python: list[str], name: str) -> tuple[bool, str]:
+def run_demo(python: list[str], name: str) -> tuple[bool, str]:
     out = MATRIX_DIR / f"{name}-demo"
     shutil.rmtree(out, ignore_errors=True)
     began = time.monotonic()
@@ -142,14 +142,12 @@ def try_row(row: str) -> bool:
     began = time.monotonic()
     try:
         python = environment(row)
-        versions = output(
-            [*python, "-c", "import platform, torch; print(platform.python_version(), torch.__version__)"]
-        )
+        versions = output([*python, "-c", VERSIONS])
         began = time.monotonic()
         results = [
-            demo(python, row),
-            tests(python, f"{row}-unit", "tests/unit"),
-            tests(python, f"{row}-ranks", *(f"tests/ranks/test_{name}.py" for name in RANKS)),
+            run_demo(python, row),
+            run_tests(python, f"{row}-unit", "tests/unit"),
+            run_tests(python, f"{row}-ranks", *(f"tests/ranks/test_{name}.py" for name in RANKS)),
         ]
     except (SystemExit, OSError, subprocess.SubprocessError) as error:
         print(error, flush=True)
