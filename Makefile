@@ -39,16 +39,16 @@ demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digi
 noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
 	$(BIN)/python examples/05_noniid/run.py
 
-# Files of tests run side by side; those that measure seconds run alone.
+# Files of tests run side by side, more than there are cores: they mostly wait. Those that measure seconds run alone.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 ifneq ($(CLUSTER),only)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/cluster
 ifneq ($(wildcard /dev/nvidiactl),)
 	$(BIN)/python -m pytest -m gpu -q tests/unit tests/ranks
 endif
 endif
 ifneq ($(CLUSTER),no)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' tests/cluster
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not alone' tests/cluster
 	$(BIN)/python -m pytest -m alone tests/cluster
 endif
 
