@@ -195,6 +195,7 @@ def test_every_pin_is_for_all_versions_of_python_that_it_is_asked_on(settings: c
         for pin in pins
         for python in pythons
         if pin.name.lower() in installed and (pin.marker is None or pin.marker.evaluate({"python_version": python}))
+        if installed[pin.name.lower()].version in pin.specifier  # in a row of make matrix it is another torch
         if f"{python}.9" not in SpecifierSet(installed[pin.name.lower()].metadata.get("Requires-Python", ""))
     ]
     assert refused == []
