@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo noniid test lint format docs matrix bench clean
+.PHONY: help install demo noniid test lint format docs matrix nccl bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -69,6 +69,9 @@ docs: $(DOCS)/.installed ## build docs/_build/html; a warning is an error
 
 matrix: ## try each PyTorch and Python that is promised (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
 	$(PYTHON) tests/matrix.py $(ROWS)
+
+nccl: $(INSTALLED) ## hold all strategies and rounds against NCCL's rules, without a GPU (ten minutes; docs/nccl.rst)
+	NCCL_ALL=1 $(BIN)/python -m pytest -q tests/ranks/test_nccl.py
 
 bench: $(INSTALLED) ## time rounds against raw collectives; writes runs/bench/
 	$(BIN)/xffl bench --processes 2 --federated 1,1 --out runs/bench

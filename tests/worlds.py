@@ -1,7 +1,7 @@
 """Worlds for tests: spawned gloo ranks, and a fake group for thousands of ranks in one process.
 
-This is the only importer of torch's private test code. A rank is forked from a server that has torch and xffl imported,
-so a world of four starts in a fraction of a second.
+This is the only importer of torch's private test code; tests/nccl uses other private parts. A rank is forked from a
+server that has torch and xffl imported, so a world of four starts in a fraction of a second.
 """
 
 from __future__ import annotations

@@ -21,18 +21,19 @@ def train(device: str, name: str, precision: str | None) -> tuple[list[float], d
     strategy_name, mesh, options = ALONE[name]
     config = configure(strategy_name, mesh, {**options, "device": device}, mixed_precision=precision)
     with DistributedStrategy.from_config(config) as strategy:
-        assert dist.get_backend() == ("nccl" if device == "cuda" else "gloo")
+        assert dist.get_backend() == ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         torch.manual_seed(0)
         with torch.device("meta"):
             bare = Decoder()
         model = strategy.wrap_model(bare, loss=loss_of)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        aggregator = xffl.Aggregator(model, strategy.state)
         losses = []
         for tokens, targets in strategy.micro_batches(map(text_batch, range(10)), model):
             losses.append(strategy.forward_backward(model, tokens, target=targets).item())
             assert strategy.clip_grad_norm(model, 0.5).device.type == device
             strategy.step(optimizer)
-            xffl.Aggregator(model, strategy.state).aggregate(1.0)
+            aggregator.aggregate(1.0)
         return losses, {key: values.cpu() for key, values in full_weights(model).items()}
 
 

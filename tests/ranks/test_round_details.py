@@ -449,7 +449,7 @@ def connected(rank: int, world_size: int) -> None:
     seen: list[str] = []
     place = routes.Place(state, state.topology)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes, "communication_device", lambda state: torch.device("meta"))
+        patch.setattr(routes, "transfer_device", lambda state: torch.device("meta"))
         patch.setattr(dist, "all_reduce", lambda values, group: seen.append(group.group_name))
         made = routes.routes_of(place, is_railed=False, is_own=True, holders=[(0,)])
     groups = (*made.across, made.replica, made.cell, made.world, *made.holders.values())

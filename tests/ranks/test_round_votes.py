@@ -273,8 +273,7 @@ def cannot_pack(rank: int, world_size: int) -> None:
 def stuck(rank: int, world_size: int) -> None:
     """A peer that lives but does not move: the exchange times out, the vote outlives it, and all keep their weights."""
     state = DistributedState()
-    cpu = torch.device("cpu")
-    state.set_global(dist.Backend("gloo"), cpu, "", 0, rank, world_size)
+    state.set_global(dist.Backend("gloo"), torch.device("cpu"), "", 0, rank, world_size)
     state._timeouts = Timeouts.within(4.0)  # the groups' timeouts are parts of it; the world's is that of run_world
     state.set_federated_scaling((1, 1))
     model = net()
@@ -305,7 +304,6 @@ def dies(rank: int, world_size: int) -> str:
 
 def everybody(rank: int, world_size: int) -> None:
     """Every ballot reaches every rank, unchanged, whatever the cells."""
-    cpu = torch.device("cpu")
     for sizes, hsdp in (((7,), None), ((1,) * 7, None), ((4, 2, 1), 1), ((5, 2), None), ((2, 4, 1), 1)):
         topology = Topology(7, sizes, hsdp)
         for number in range(3):
@@ -315,7 +313,7 @@ def everybody(rank: int, world_size: int) -> None:
                 )
                 for r in range(7)
             ]
-            assert cast(ballots[rank], cpu, topology) == ballots
+            assert cast(ballots[rank], topology) == ballots
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -15,16 +14,16 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation import vote
 from xffl.aggregation.journal import Journal
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pace import Pace
-from xffl.aggregation.pending import Background
+from xffl.aggregation.pending import Background, apart
+from xffl.aggregation.progress import Progress
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import LaunchError
+from xffl.errors import LaunchError, RoundError
 
 GPU = torch.device("cuda", 3)
 
@@ -73,13 +72,13 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return current
 
 
-def test_a_vote_is_waited_for_by_the_host(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_waited_for_by_the_host(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "left", 3)
-    vote._wait(GPU, 60.0)
+    Progress(GPU, 60.0).drain()
     assert Event.left == 0
     monkeypatch.setattr(Event, "left", math.inf)
-    with pytest.raises(RuntimeError, match="a rank did not answer within 0.01 s"):
-        vote._wait(GPU, 0.01)
+    with pytest.raises(RuntimeError, match=r"a rank did not answer within 0\.0095 s"):
+        Progress(GPU, 0.01).drain()
 
 
 def test_steps_end_without_the_round_behind_them(stream: Stream) -> None:
@@ -103,6 +102,27 @@ def test_a_background_thread_works_on_its_gpu(stream: Stream, monkeypatch: pytes
     other: Any = Stream()
     assert Background(lambda: 7, other).result() == 7
     assert seen == [("device", GPU, False), ("stream", other, False)]
+
+
+def test_the_callers_stream_does_not_wait_for_a_round_that_failed(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round's stream may never end then, and with it the next step, or the checkpoint."""
+    joined: list[object] = []
+    monkeypatch.setattr(stream, "wait_stream", joined.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    other: Any = Stream()
+
+    def fail() -> None:
+        raise RoundError("planted")
+
+    for call in (lambda: Background(fail, other).result(), lambda: apart(fail, other)):
+        with pytest.raises(RoundError, match="planted"):
+            call()
+    assert joined == []
+    assert Background(lambda: 7, other).result() == apart(lambda: 7, other) == 7
+    assert joined == [other, other]
 
 
 @pytest.fixture
@@ -152,39 +172,50 @@ def test_ranks_of_a_node_get_a_gpu_each(asked: Any, four_gpus: list[torch.device
 
 
 @pytest.mark.parametrize(
-    "ranks, backend, synchronize, is_late, expected",
+    "ranks, backend, synchronize, is_late, destroys",
     [
-        (2, "nccl", False, False, []),
-        (2, "cpu:gloo,cuda:nccl", False, False, []),
-        (2, "nccl", True, True, ["barrier"]),
-        (2, "nccl", True, False, ["barrier", "destroy"]),
-        (1, "nccl", False, False, ["destroy"]),
-        (2, "gloo", False, False, ["destroy"]),
-        (2, "gloo", True, True, ["barrier", "destroy"]),
+        (4, "nccl", False, False, False),
+        (4, "cpu:gloo,cuda:nccl", False, False, False),
+        (4, "nccl", True, True, False),
+        (4, "nccl", True, False, True),
+        (1, "nccl", False, False, True),
+        (4, "gloo", False, False, True),
+        (4, "gloo", True, True, True),
     ],
 )
 def test_who_leaves_alone_waits_for_nobody(
-    ranks: int, backend: str, synchronize: bool, is_late: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    ranks: int, backend: str, synchronize: bool, is_late: bool, destroys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
+    """NCCL waits for what a group still carries when it is destroyed: any group, not the world alone."""
+    barriers: list[object] = []
+    destroyed: list[str] = []
+    destroy = dist.destroy_process_group
 
-    def barrier() -> None:
-        calls.append("barrier")
+    def wait(group: object) -> None:
+        barriers.append(group)
         if is_late:
             raise RuntimeError("somebody is missing")
 
-    state: Any = SimpleNamespace(
-        backend=backend, device_type=torch.device("cpu"), rank=0, _forget=lambda: calls.append("left")
-    )
+    def note(group: dist.ProcessGroup | None = None) -> None:
+        destroyed.append("world" if group is None else group.group_desc)
+        destroy(group)
+
     with fake_world(ranks, 0), monkeypatch.context() as patch:
-        patch.setattr(dist, "barrier", barrier)
-        patch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+        state = DistributedState()
+        state.set_global("fake", torch.device("cpu"), "", 0, 0, ranks)
+        if ranks > 1:
+            state.set_federated_scaling((2, 2), 1)
+        state.backend = backend  # as if its groups were NCCL's
+        patch.setattr(process_group, "barrier", lambda: wait(None))
+        patch.setattr(dist, "destroy_process_group", note)
         if is_late:
             with pytest.raises(LaunchError, match=r"rank 0 could not wait .* \(somebody is missing\)"):
                 process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
         else:
             process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
-    assert calls == [*expected, "left"]
+        assert not state.is_federated_scaling_setup() and dist.is_initialized() is not destroys
+    assert len(barriers) == synchronize
+    assert destroyed == (["world"] if destroys else [])
 
 
 class Mark:

@@ -375,6 +375,7 @@ def test_digits_are_learned_as_well(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_with_float8_computes_what_is_emulated() -> None:
+    pytest.importorskip("torchao")
     device = torch.device("cuda")
     if not quantize._has_float8(device):
         pytest.skip("the GPU has no float8")

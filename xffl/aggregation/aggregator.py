@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from xffl.aggregation.combine import Combiner
 from xffl.aggregation.manifest import Manifest, Pattern
 from xffl.aggregation.opening import Contribution, open_round
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
-from xffl.aggregation.pending import Background, PendingRound, overtake
+from xffl.aggregation.pending import Background, PendingRound, apart, overtake
 from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.protocol import AFRESH, Outcome, report_of
 from xffl.aggregation.report import RoundReport
@@ -26,6 +27,7 @@ from xffl.aggregation.secure import SecureSum
 from xffl.aggregation.server import ServerOptimizer
 from xffl.aggregation.torn import TornError, find_tear, tearing, tears_of
 from xffl.aggregation.vote import NO_ALPHA
+from xffl.distributed.backends import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.sharding import reshard
@@ -215,9 +217,11 @@ class Aggregator:
         self._check_free()
         if least_divergence is not None and not self._made.options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
+        self._protocol.reconnect()
         opening = open_round(self._made, self._model, self._rounds + 1, self.next_fragment, given)
         with self._tearing(), self._protocol.owing():
-            outcome = self._protocol.confer(opening, self.next_fragment, least_divergence)
+            confer = partial(self._protocol.confer, opening, self.next_fragment, least_divergence)
+            outcome = apart(confer, self._made.stream)
             return None if outcome is None else self._conclude(outcome, start)
 
     def aggregate_async(
@@ -246,6 +250,7 @@ class Aggregator:
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self._check_free()
+        self._protocol.reconnect()
         start = time.perf_counter()
         fragment = self.next_fragment
         given = Contribution(weight, steps=steps, seconds=seconds, prepare=lambda: check_merge(alpha))
@@ -295,10 +300,10 @@ class Aggregator:
         if not self._made.routes.own:
             return
         self._is_closed = True
-        dist.barrier()  # nobody still listens to a group that another one destroys
+        barrier()  # nobody still listens to a group that another one destroys
         for group in self._made.routes.own:
             destroy_group(group)
-        dist.barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
+        barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     @property
     def is_closed(self) -> bool:

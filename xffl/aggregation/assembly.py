@@ -21,13 +21,15 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import Options
 from xffl.aggregation.placement import Holding, Spread, holding_of, spread_of
 from xffl.aggregation.plan import Item, digest, plan_lanes
+from xffl.aggregation.progress import Progress
 from xffl.aggregation.protocol import Protocol
-from xffl.aggregation.routes import Place, Routes, communication_device, routes_of
+from xffl.aggregation.routes import Place, Routes, routes_of
 from xffl.aggregation.secure import Masker, make_masker
 from xffl.aggregation.starting import agree_start
 from xffl.aggregation.tracks import Track, make_tracks
 from xffl.aggregation.vote import next_number
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, XfflError
 
@@ -177,7 +179,7 @@ def assemble(
         check_given(model, state)
         place = state if isinstance(state, Place) else Place(state, state.topology)
         topology, rank = place.topology, place.rank
-        device = communication_device(place.state)
+        device = transfer_device(place.state)
         check()
         options, manifest = read()
         options.combiner.check(topology.cells)
@@ -264,9 +266,14 @@ def _assemble(
     """Plan a rank's lanes and prepare what walks them; collective over the world."""
     topology, rank = place.topology, place.rank
     holders = () if spread is None else spread.holders
-    routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
+    # FSDP's meshes use the state's groups, which an exchange that fails on a GPU must not take along.
+    is_own = options.overlap or device.type == "cuda"
+    routes = routes_of(place, is_railed=options.rails, is_own=is_own, holders=holders)
     tracks = _tracks(manifest, items, options, place, routes, device)
-    crossing = Crossing(tracks, topology, rank, routes, device, combiner=options.combiner, masker=masker)
+    progress = Progress(device, place.state._timeouts.across_s)
+    crossing = Crossing(
+        tracks, topology, rank, routes, device, combiner=options.combiner, progress=progress, masker=masker
+    )
     at = topology.coordinates(rank)
     reads_late = options.overlap or not options.atomic
     layout = Layout(_entries(manifest, spread), items, axes, at, needs_memory_of_its_own=reads_late)
@@ -280,6 +287,7 @@ def _assemble(
         device=device,
         options=options,
         agreed=GlobalState(tracks, layout, options.server, device) if options.needs_agreed else None,
+        progress=progress,
         masker=masker,
     )
     if exchange.agreed is not None:
@@ -287,7 +295,7 @@ def _assemble(
         agree_start(
             manifest.moving if spread is None else spread.moving, exchange, topology, rank, device, routes.world
         )
-    number = next_number(device, routes.world)
+    number = next_number(routes.world)
     protocol = Protocol(exchange, place, device=device, routes=routes, options=options, number=number)
     return Assembly(
         device,

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.routes import communication_device, start_moves
+from xffl.aggregation.routes import start_moves
 from xffl.checks import integer_fields
 from xffl.cluster.hardware import describe_host
 from xffl.distributed.agreement import agree, ranks_text
+from xffl.distributed.backends import barrier, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.parallel.shard import shard
@@ -132,7 +133,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
         error = ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
     agree("efforts", str(effort), error=error)
     load = os.getloadavg()[0]
-    device = communication_device(state)
+    device = transfer_device(state)
     model = build_model(effort.megabytes)
     tensors, numel = len(list(model.parameters())), sum(parameter.numel() for parameter in model.parameters())
     model = shard(model, state, wrap=(_Block,))
@@ -294,7 +295,7 @@ def _sample(probes: Sequence[_Probe], effort: Effort, device: torch.device) -> l
         for probe, notes in zip(probes, seen, strict=True):
             probe.prepare()
             _settle(device)
-            dist.barrier()
+            barrier()
             start = time.perf_counter()
             for _ in range(probe.calls):
                 result = probe.call()

@@ -18,6 +18,7 @@ from xffl.aggregation.journal import Journal
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned
+from xffl.aggregation.progress import Progress
 from xffl.aggregation.routes import Routes, start_moves
 from xffl.aggregation.secure import Masker
 from xffl.aggregation.tracks import Track, Turnout
@@ -38,6 +39,7 @@ class Crossing:
     :param routes: Its process groups.
     :param device: Where the groups' backend communicates from.
     :param combiner: What makes one value of the cells' values.
+    :param progress: How far the host is ahead of a GPU.
     :param masker: Masks for what is averaged; ``None`` where cells may see each other's values.
     """
 
@@ -50,6 +52,7 @@ class Crossing:
         device: torch.device,
         *,
         combiner: Combiner,
+        progress: Progress,
         masker: Masker | None = None,
     ) -> None:
         self._topology = topology
@@ -58,7 +61,7 @@ class Crossing:
         self._others = [cell for cell in range(topology.cells) if cell != self._cell]
         self._routes = routes
         self._combiner = combiner
-        self._masker = masker
+        self._masker, self._progress = masker, progress
         self.gathered = Gathered(topology.cells, device)
         self.carriers = Carriers(topology, rank, is_railed=routes.is_railed)
         self._needed: dict[tuple[int, ...], int] = {}
@@ -370,6 +373,7 @@ class Crossing:
                 work.wait()
         if works:
             self._journal.arrived()
+            self._progress.note()
 
     def _combine(self, track: Track, values: list[torch.Tensor], out: torch.Tensor, *, is_fused: bool) -> None:
         """Combine the senders' values, in the order of the cells."""

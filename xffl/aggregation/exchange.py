@@ -31,12 +31,14 @@ from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
 from xffl.aggregation.plan import Bucket
 from xffl.aggregation.pool import Pool, aligned
+from xffl.aggregation.progress import Progress
 from xffl.aggregation.protection import Protection
 from xffl.aggregation.routes import Routes
 from xffl.aggregation.secure import Masker
 from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track, Turnout
 from xffl.aggregation.weighing import weighed
+from xffl.distributed.backends import control_device
 from xffl.report.forms import MOST_IN_FLIGHT
 from xffl.topology import Topology
 
@@ -61,6 +63,7 @@ class Exchange:
     :param device: Where buffers live: where the groups' backend communicates from.
     :param options: What the aggregator was asked for.
     :param agreed: The last agreed model, where the options need it.
+    :param progress: How far the host is ahead of a GPU.
     :param masker: The masks of a secure sum.
     """
 
@@ -76,6 +79,7 @@ class Exchange:
         device: torch.device,
         options: Options,
         agreed: GlobalState | None,
+        progress: Progress,
         masker: Masker | None,
     ) -> None:
         self._layout = layout
@@ -88,7 +92,7 @@ class Exchange:
         self._routes = routes
         self.combiner = options.combiner
         self._is_gathering = isinstance(self.combiner, Weighting) and self.combiner.needs_distances
-        self.agreed = agreed
+        self.agreed, self._progress = agreed, progress
         self.has_norms = options.has_norms
         privacy = options.privacy
         self._protection = None if privacy is None else Protection(privacy, routes.first + rank, masker)
@@ -124,6 +128,7 @@ class Exchange:
         :return: What was found.
         """
         self.journal = Journal(self._device)
+        self._progress.forget()
         self.memory.begin()
         self._staging.begin(is_snapshot=is_snapshot or self._protection is not None, keeps_snapshot=keeps_snapshot)
         with self.journal.phase("pack"):
@@ -164,8 +169,8 @@ class Exchange:
     def run(self, turnout: Turnout, fragment: int) -> None:
         """Swap, combine and hand round every bucket of every lane, once :meth:`look` has read them.
 
-        Collective over the world. Afterwards :attr:`journal` tells what this rank sent, how long it took, and what
-        failed here, and :attr:`turnout` what the cells counted for.
+        Collective over the world; a GPU has done its part then. Afterwards :attr:`journal` tells what this rank sent,
+        how long it took, and what failed here, and :attr:`turnout` what the cells counted for.
 
         :param turnout: Whose values count; the same on all ranks.
         :param fragment: As in :meth:`look`.
@@ -222,6 +227,7 @@ class Exchange:
             for bucket in track.buckets:
                 flights.start(start(track, bucket))
         flights.drain()
+        self._progress.drain()
 
     def _compare(self, fragment: int) -> list[list[float]]:
         """Return the squared distances between all cells' models; collective over the world.
@@ -235,8 +241,9 @@ class Exchange:
                 for track, bucket in self._carried(fragment):
                     rows = self._crossing.gathered.rows(track, bucket, self._kept_dtype(track))
                     add_distances(rows, self.turnout.cells, table)
-            if self._routes.cell is not None:
-                dist.all_reduce(table, group=self._routes.cell)
+        table = table.to(control_device(self._routes.world))
+        if self._cell == 0 and self._routes.cell is not None:
+            dist.all_reduce(table, group=self._routes.cell)
         dist.broadcast(table, src=self._routes.first, group=self._routes.world)
         distances: list[list[float]] = table.tolist()
         return distances
@@ -388,3 +395,4 @@ class Exchange:
         yield HOME_LAG
         with self.journal.phase("home"):
             work.wait()
+        self._progress.note()

@@ -23,6 +23,7 @@ from xffl.aggregation.routes import Place, make_place
 from xffl.aggregation.units import Level, read_levels, worlds_of
 from xffl.aggregation.vote import checked_weight
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, StateError, XfflError
@@ -261,13 +262,13 @@ class Levels(Aggregator):
         """
         self._check_free()
         self._is_closed = True
-        dist.barrier()  # nobody still listens to a group that another one destroys
+        barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
-        dist.barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
+        barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     def _destroy(self) -> None:
         own = [*(stage.aggregator._made.routes.own for stage in self._stages), *(place.own for place in self._places)]
-        for group in itertools.chain.from_iterable(own):
+        for group in dict.fromkeys(itertools.chain.from_iterable(own)):
             destroy_group(group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from xffl.aggregation.report import RoundReport
 from xffl.distributed.leaving import leave_after
 from xffl.errors import StateError
 
-__all__ = ["Background", "PendingRound", "overtake"]
+__all__ = ["Background", "PendingRound", "apart", "overtake"]
 
 T = TypeVar("T")
 
@@ -74,10 +74,10 @@ class Background(Generic[T]):
         :raises BaseException: what the call raised.
         """
         self._done.wait()
+        if self._error is not None:  # then the stream may never end, and the caller's must not wait for it
+            raise self._error
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        if self._error is not None:
-            raise self._error
         return self._result[0]
 
     def _run(self) -> None:
@@ -93,6 +93,23 @@ class Background(Generic[T]):
             self._error = error
         finally:
             self._done.set()
+
+
+def apart(call: Callable[[], T], stream: torch.cuda.Stream | None) -> T:
+    """Call something that works on a stream of its own, which the caller's waits for once it has succeeded.
+
+    :param call: What to do.
+    :param stream: As for :class:`Background`; without a GPU the call is made as it is.
+    :return: What it returned.
+    """
+    if stream is None:
+        return call()
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = call()
+    current.wait_stream(stream)
+    return result
 
 
 class PendingRound:

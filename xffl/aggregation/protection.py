@@ -16,6 +16,7 @@ from xffl.aggregation.privacy import Privacy, privatize
 from xffl.aggregation.secure import Masker
 from xffl.aggregation.staging import Staging
 from xffl.aggregation.tracks import Track
+from xffl.distributed.backends import control_device
 
 __all__ = ["Protection"]
 
@@ -75,6 +76,7 @@ class Protection:
             total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
         if home is not None:
             with journal.phase("home"):
+                total = total.to(control_device(home))
                 dist.all_reduce(total, group=home)
         protected = 0
         with journal.noting("protect"):

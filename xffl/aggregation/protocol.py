@@ -27,9 +27,6 @@ __all__ = ["AFRESH", "Opening", "Outcome", "Protocol", "report_of"]
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
 """What helps where messages may be under way that nobody waits for: another aggregator would get them."""
 
-HASTE = 0.95
-"""How much of a timeout a vote over NCCL may take: at the end of it NCCL ends the process."""
-
 
 @dataclass(frozen=True)
 class Opening:
@@ -86,15 +83,19 @@ class Protocol:
         self._exchange = exchange
         self._topology, self._rank = place.topology, place.rank
         self._device, self._number = device, number
-        self._group, self._first = routes.world, routes.first
+        self._routes = routes
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = place.state._timeouts
-        self._opens_within_s, self._closes_within_s = HASTE * limits.session_s, HASTE * limits.across_s
+        self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
         self.is_over = False
         self.is_cut_off = self.is_interrupted = False
         self.is_owed = False
         """Whether all ranks have agreed on new values that this one has not written yet."""
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._routes.world
 
     @property
     def is_out_of_step(self) -> bool:
@@ -220,6 +221,7 @@ class Protocol:
         try:
             ballots = self._cast(ballot, self._opens_within_s)
         except RuntimeError as broken:
+            self._abort()
             self.is_cut_off = True
             raise RoundError(
                 f"round {number} could not be opened, this rank keeps its weights: {broken}; see the other ranks' "
@@ -238,7 +240,7 @@ class Protocol:
     def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
         with self._exchange.journal.phase("vote"):
             ballot = ballot._replace(aggregator=self._number)
-            return cast(ballot, self._device, self._topology, self._group, self._first, within_s)
+            return cast(ballot, self._topology, self._group, self._routes.first, within_s)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
@@ -293,6 +295,7 @@ class Protocol:
             self.is_owed = is_agreed
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:
+            self._abort()
             why = failure or error
             if not isinstance(error, Exception):
                 why = error
@@ -308,12 +311,38 @@ class Protocol:
             ) from why
         if is_agreed:
             return self._settle(turnout, ballots, found.nonfinite)
+        self._abort()
         told = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
         if not self._atomic:
             raise TornError(f"round {number} failed with atomic=False: {told}") from failure
         raise RoundError(f"round {number} was not taken, all ranks keep their weights of before: {told}") from failure
+
+    def _abort(self) -> None:
+        """Let what a GPU was given for the round come to an end, so that the model can be read; local.
+
+        All ranks come here after a round that was refused, so that all can make new groups before the next one.
+        """
+        if self._device.type == "cuda":
+            self._routes.abort()
+            self.is_cut_off |= self._routes.make is None
+
+    def reconnect(self) -> None:
+        """Make new groups after a round that failed on GPUs; collective over the world then.
+
+        :raises RoundError: if not all ranks come.
+        """
+        if not self._routes.is_aborted:
+            return
+        try:
+            self._routes.renew()
+        except Exception as broken:
+            self.is_cut_off = True
+            raise RoundError(
+                f"the ranks could not make new process groups after a failed round, this rank keeps its weights: "
+                f"{broken}; see the other ranks' output"
+            ) from broken
 
     def _settle(self, turnout: Turnout, ballots: list[Ballot], found: list[str]) -> set[int]:
         """Go on with what was found while values were sent, or refuse it; only where no weights have changed yet."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from xffl.distributed.backends import connect, control_device, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
-__all__ = ["Move", "Place", "Routes", "communication_device", "make_place", "routes_of", "start_moves"]
+__all__ = ["Move", "Place", "Routes", "make_place", "routes_of", "start_moves"]
 
 Move: TypeAlias = tuple[torch.Tensor, int]
 """What is sent or received, and the rank of the world at the other end."""
@@ -51,9 +53,12 @@ class Place:
         return handles[0] if handles else dist.group.WORLD
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Routes:
     """The process groups that a rank's rounds use, and who carries what.
+
+    An exchange that fails on GPUs leaves messages under way in them; :meth:`abort` ends those, and :meth:`renew` puts
+    other groups in their place.
 
     :param world: The group of all ranks, which votes.
     :param across: The groups in which carriers swap shards, bucket by bucket in turn: NCCL works off those of a group
@@ -65,6 +70,7 @@ class Routes:
     :param first: The rank of the world that the topology's ranks are counted from.
     :param holders: By the shards that hold the same elements, where they are several but not all, the ranks of the cell
         that hold one of these.
+    :param make: Makes groups like these; collective over the world. ``None`` where others belong to more than this.
     """
 
     world: dist.ProcessGroup | None
@@ -75,14 +81,22 @@ class Routes:
     own: tuple[dist.ProcessGroup, ...] = ()
     first: int = 0
     holders: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    make: Callable[[], Routes] | None = None
+    is_aborted: bool = False
 
+    def abort(self) -> None:
+        """End what was given to the groups that were made for this, so that nothing waits for it; local."""
+        for group in self.own:
+            group.abort()
+        self.is_aborted = True
 
-def communication_device(state: DistributedState) -> torch.device:
-    """Return where tensors must lie for the state's backend."""
-    if "nccl" not in str(state.backend):
-        return torch.device("cpu")
-    device = state.current_device if state.current_device is not None else torch.cuda.current_device()
-    return torch.device("cuda", device) if isinstance(device, int) else device
+    def renew(self) -> None:
+        """Make groups in the place of those that were aborted; collective over the world."""
+        assert self.make is not None, "asked for where there is one"
+        made = self.make()
+        for name in ("world", "across", "replica", "cell", "own", "holders"):
+            setattr(self, name, getattr(made, name))
+        self.is_aborted = False
 
 
 def make_place(state: DistributedState, topology: Topology, first: int) -> Place:
@@ -137,14 +151,13 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
     shared = _holder_groups(_recorded(state, made, place.first), place, holders)
-    device = communication_device(state)
-    # In one order of kinds on all ranks, so that none waits for another in a circle.
-    for group in dict.fromkeys((*across, replica, cell, *shared.values(), world)) if device.type != "cpu" else ():
-        # NCCL connects a group at its first call, in which all its ranks must take part; in a round some may not, and
-        # a round behind local steps would connect its groups beside what these send.
-        if group is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return Routes(world, (world,) if is_railed else across, replica, cell, is_railed, tuple(made), place.first, shared)
+    across = (world,) if is_railed else across
+    votes = () if control_device(world).type == "cpu" else (world,)
+    # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
+    connect((*across, replica, cell, *shared.values(), *votes), transfer_device(state))
+    make = partial(routes_of, place, is_railed=is_railed, is_own=is_own, holders=holders)
+    own = (*made, *place.own)
+    return Routes(world, across, replica, cell, is_railed, own, place.first, shared, None if place.own else make)
 
 
 def _holder_groups(

@@ -56,9 +56,8 @@ def agree_start(
     for item, start, values in exchange.carried_parts():
         mine[item] = (mine[item] + _sum_of_bits(values, start) % RANGE) % RANGE
     dist.all_reduce(sums, group=group)
-    sums %= RANGE
-    for index, entry in enumerate(entries):
-        column = sums[:, index].tolist()
+    by_tensor = (sums % RANGE).t().tolist()
+    for entry, column in zip(entries, by_tensor, strict=True):
         others = [cell for cell, value in enumerate(column) if value != column[0]]
         if others:
             raise ConfigError(

@@ -75,7 +75,8 @@ class Track:
     :param dtype: Data type of its values.
     :param is_two_hop: Whether each cell combines one part of what crosses, instead of all of it.
     :param codec: How values are written on the slow link; ``None`` as they are.
-    :param home: Who gets the result at home; ``None`` where nobody else does.
+    :param routes: The process groups.
+    :param is_part: Whether a rank of the cell holds a part of it, and not all.
     :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
     :param is_late: Whether two cells swap all their values, and each rank combines them where they lie in the model,
         when the round is written: so the values are passed over once less, and looked at when they are sent.
@@ -88,10 +89,18 @@ class Track:
     dtype: torch.dtype
     is_two_hop: bool
     codec: Codec | None
-    home: dist.ProcessGroup | None
+    routes: Routes
+    is_part: bool
     depth: int = IN_FLIGHT
     is_late: bool = False
     combiners: tuple[int | None, ...] = ()
+
+    @property
+    def home(self) -> dist.ProcessGroup | None:
+        """Who gets the result at home; ``None`` where nobody else does."""
+        if self.lane.holders:
+            return self.routes.holders[self.lane.holders]
+        return self.routes.replica if self.is_part else self.routes.cell
 
     @property
     def ahead(self) -> int:
@@ -181,14 +190,14 @@ def make_tracks(
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
         depth = IN_FLIGHT if is_packed else in_flight(largest, len(buckets) / turns, topology.cells, taken)
-        home = routes.replica if lane.held_by_part[cell] else routes.cell
-        if lane.holders:
-            home = routes.holders[lane.holders]
+        is_part = lane.held_by_part[cell]
         is_two_hop = taken == "two_hop"
         takes_turns = is_two_hop and topology.cells == 2 and codec is None and not routes.is_railed
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
         combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
-        tracks.append(Track(number, lane, buckets, dtype, is_two_hop, codec, home, depth * turns, is_late, combiners))
+        tracks.append(
+            Track(number, lane, buckets, dtype, is_two_hop, codec, routes, is_part, depth * turns, is_late, combiners)
+        )
     return tuple(tracks)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.progress import Progress
 from xffl.aggregation.routes import start_moves
+from xffl.distributed.backends import control_device
 from xffl.errors import ConfigError, RoundError
 from xffl.topology import Topology
 
@@ -41,10 +42,6 @@ TAG = 7_001
 
 CLOSING = 0.5
 """What the number of a round is raised by in the vote on its outcome."""
-
-
-POLL_S = 1e-4
-"""How often a GPU is asked whether a vote has come in."""
 
 
 _numbers = [0]
@@ -93,7 +90,6 @@ class Ballot(NamedTuple):
 
 def cast(
     ballot: Ballot,
-    device: torch.device,
     topology: Topology,
     group: dist.ProcessGroup | None = None,
     first: int = 0,
@@ -106,15 +102,14 @@ def cast(
     all-gather over the world would cross it ring step by ring step.
 
     :param ballot: This rank's ballot.
-    :param device: Where the world's backend communicates from.
     :param topology: The federation.
     :param group: A group of all ranks; by default the world.
     :param first: The rank of the world that the topology's ranks are counted from.
-    :param within_s: Seconds that the ballots, and what a GPU was given before, may take over NCCL; gloo has its own.
+    :param within_s: Seconds that the ballots may take where NCCL carries them; gloo has its own.
     :return: The ballots, by rank.
     :raises RuntimeError: if they do not come.
     """
-    rank = dist.get_rank() - first
+    device, rank = control_device(group), dist.get_rank() - first
     cell = topology.cell_of(rank)
     start, stop = topology.offsets[cell], topology.offsets[cell + 1]
     place = rank - start
@@ -136,7 +131,7 @@ def cast(
         _swap({}, {parent: table}, group)
     _swap(dict.fromkeys(children, table), {}, group)
     if device.type == "cuda":
-        _wait(device, within_s)
+        Progress(device, within_s).drain()
     return [_ballot(*row) for row in table.tolist()]
 
 
@@ -157,31 +152,15 @@ def _swap(
         raise RuntimeError(f"{broken}, in a vote with ranks {sorted({*send, *receive})}") from broken
 
 
-def _wait(device: torch.device, within_s: float) -> None:
-    """Wait until a GPU has done what it was given.
-
-    Over NCCL a work's ``wait`` holds only the stream up. Of a rank that does not answer the host would learn from
-    NCCL's watchdog, which ends the process without a word about the round.
-    """
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(device))
-    deadline = time.monotonic() + within_s
-    while not done.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"a rank did not answer within {within_s:g} s")
-        time.sleep(POLL_S)
-
-
-def next_number(device: torch.device, group: dist.ProcessGroup | None) -> int:
+def next_number(group: dist.ProcessGroup | None) -> int:
     """Return a number that tells an aggregator from all others that these ranks have.
 
     Collective over the group: one all-reduce of 8 bytes.
 
-    :param device: Where the group's backend communicates from.
     :param group: The ranks that the aggregator joins; by default the world.
     :return: The number, the same on all of them.
     """
-    highest = torch.tensor(_numbers[0] + 1, dtype=torch.int64, device=device)
+    highest = torch.tensor(_numbers[0] + 1, dtype=torch.int64, device=control_device(group))
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     _numbers[0] = int(highest)
     return _numbers[0]

@@ -18,6 +18,7 @@ from xffl.checkpoint.contents import Part
 from xffl.checkpoint.saving import Kept, begin, write
 from xffl.checkpoint.steps import this_cell
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.errors import ConfigError, StateError, XfflError
@@ -152,11 +153,11 @@ class AsyncSaver:
             atexit.unregister(self._linger)
         if self._groups is not None:
             world, cell = self._groups
-            dist.barrier(world)  # nobody still listens to a group that another one destroys
+            barrier(world)  # nobody still listens to a group that another one destroys
             for group in (world, cell):
                 if group is not None:
                     destroy_group(group)
-            dist.barrier()  # nobody makes a group of the same name while another one still clears this one's keys
+            barrier()  # nobody makes a group of the same name while another one still clears this one's keys
 
     def __enter__(self) -> AsyncSaver:
         """Return the saver."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import errors
+from xffl.distributed.backends import control_device
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 __all__ = ["agree", "agree_on_store", "ranks_text"]
@@ -47,7 +48,7 @@ def agree(
         return
     told = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
     h = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8], "big") >> 1
-    extremes = torch.tensor([h, -h], dtype=torch.int64, device=_device(group))
+    extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
     low, high = extremes.tolist()
     if low == -high:
@@ -109,13 +110,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     text = ", ".join("-".join(map(str, run)) for run in runs)
     return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a tensor must lie for a group: NCCL alone has no CPU side."""
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _difference(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from xffl.distributed.backends import barrier
 from xffl.distributed.standing import Standing
 from xffl.errors import ConfigError
 
@@ -100,7 +101,7 @@ class Collectives(Standing):
 
         :param mesh: As in :meth:`all_reduce`.
         """
-        dist.barrier(group=self._made.group(mesh))
+        barrier(self._made.group(mesh))
 
 
 def _own_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -301,10 +301,13 @@ class DistributedState(ProcessState):
         if self._agreed("states at unset_federated_scaling", check) == "a federation":
             take_off(self)
 
-    def _forget(self) -> None:
-        """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more."""
+    def _forget(self, *, destroys: bool = True) -> None:
+        """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more.
+
+        :param destroys: As for :func:`xffl.distributed.layers.take_off`.
+        """
         while self._layers:
-            take_off(self)
+            take_off(self, destroys=destroys)
 
     # What the parts share ---------------------------------------------------------------------------------------------
 

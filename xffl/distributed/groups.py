@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _random
 
 from xffl.errors import StateError
 from xffl.topology import Topology
@@ -146,12 +147,23 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
     ranks = torch.tensor([topology.shard_group(cell, one) for one in range(topology.replicas(cell))], device="cpu")
     suffix = fresh_suffix(device_type, topology.federation(cell))
     names = tuple(f"{axis}{suffix}" for axis in (("replica", "shard") if topology.is_hsdp else ("shard",)))
-    if not topology.is_hsdp:
+    if topology.is_hsdp:
+        handles = [_members(groups, kind)[0] for kind in ("replica", "shard")]
+        mesh = DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=names)
+    else:
         (federation,) = _members(groups, "federation")
-        return DeviceMesh.from_group(federation, device_type, mesh_dim_names=names)
-    return DeviceMesh.from_group(
-        [_members(groups, "replica")[0], _members(groups, "shard")[0]], device_type, mesh=ranks, mesh_dim_names=names
-    )
+        mesh = DeviceMesh.from_group(federation, device_type, mesh_dim_names=names)
+    _draw_locally(mesh)
+    return mesh
+
+
+def _draw_locally(mesh: DeviceMesh) -> None:
+    """Keep torch from giving all ranks of the world rank 0's random state at the first draw for a DTensor on a GPU.
+
+    Cells come to that draw at different times, or never, and the seeds that were asked for would be lost.
+    """
+    if mesh.device_type == "cuda" and torch.cuda.is_available() and _random._rng_tracker is None:
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def fresh_suffix(*key: object) -> str:

@@ -49,11 +49,9 @@ class Layer:
 
     def destroy(self) -> None:
         """Destroy the groups, newest first. Nothing moves; groups of a world that is gone went with it."""
-        is_alive = self.world is not None and self.world is _world()
-        while self.groups:
-            group = self.groups.pop()
-            if is_alive:
-                destroy_group(group)
+        if self.world is not None and self.world is _world():
+            while self.groups:
+                destroy_group(self.groups.pop())
 
 
 class Layered(Protocol):
@@ -98,15 +96,18 @@ def laid(state: Layered, call: str) -> Iterator[None]:
         raise
 
 
-def take_off(state: Layered) -> None:
+def take_off(state: Layered, *, destroys: bool = True) -> None:
     """Take the newest set-up off: put back the fields of before, and destroy the groups. Nothing moves.
 
     :param state: A state with at least one set-up.
+    :param destroys: Whether the groups are destroyed, for which NCCL waits until all that they carry has ended. Those
+        of a rank that leaves by itself go with its process.
     """
     layer = state._layers.pop()
     for name, value in layer.before.items():
         setattr(state, name, value)
-    layer.destroy()
+    if destroys:
+        layer.destroy()
 
 
 def _world() -> dist.ProcessGroup | None:

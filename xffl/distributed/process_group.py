@@ -29,6 +29,7 @@ from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.distributed import checks
 from xffl.distributed.agreement import agree, agree_on_store
+from xffl.distributed.backends import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
 from xffl.distributed.leaving import stop_threads, wait_for_threads
@@ -37,7 +38,15 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["cleanup_distributed_process_group", "set_up_cells", "setup_distributed_process_group"]
+__all__ = [
+    "cleanup_distributed_process_group",
+    "set_up_cells",
+    "setup_distributed_process_group",
+    "waits_when_destroyed",
+]
+
+
+ON_GPUS = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,8 @@ def setup_distributed_process_group(
     :param group_local_size: Processes on this node.
     :param group_rank: Number of this node.
     :param group_world_size: Number of nodes.
-    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA: NCCL for what lies
+        on GPUs, gloo for the votes of rounds and all else that the host must hear of if a rank is lost.
     :param master_addr: Address where rank 0 listens.
     :param master_port: Port where rank 0 listens.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
@@ -165,6 +175,14 @@ def setup_distributed_process_group(
         raise
 
 
+def waits_when_destroyed(state: DistributedState) -> bool:
+    """Tell whether destroying a group waits for others: NCCL's does, until all that was given to it has ended; local.
+
+    :param state: The state that describes the world.
+    """
+    return "nccl" in str(state.backend) and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def cleanup_distributed_process_group(
     state: DistributedState, del_obj: Collection[Any] = (), *, synchronize: bool = True
 ) -> None:
@@ -194,7 +212,7 @@ def cleanup_distributed_process_group(
                 torch.cuda.synchronize()
             wait_for_threads()
             try:
-                dist.barrier()
+                barrier()
             except RuntimeError as broken:
                 raise LaunchError(
                     f"rank {state.rank} could not wait for the others before it leaves ({broken}); one of them has "
@@ -206,11 +224,10 @@ def cleanup_distributed_process_group(
             stop_threads()
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
-        if dist.is_initialized():
-            is_waiting = "nccl" in str(state.backend) and dist.get_world_size() > 1 and not is_together
-            if not is_waiting:
-                dist.destroy_process_group()
-        state._forget()
+        destroys = is_together or not waits_when_destroyed(state)
+        if destroys and dist.is_initialized():
+            dist.destroy_process_group()
+        state._forget(destroys=destroys)
 
 
 def _checked_timeout(timeout_s: float) -> float:
@@ -301,9 +318,9 @@ def _request(
     if chosen == torch.device("cuda"):  # without an index
         index = pick_gpu(place.node_local_rank, place.node_local_size, torch.cuda.device_count())
         chosen = torch.device("cuda", index)
-    kind = str(checks.check_backend(backend or ("nccl" if chosen.type == "cuda" else "gloo")))
-    if kind == "nccl" and chosen.type == "cpu":
-        raise ConfigError("backend 'nccl' needs a GPU, but the device is the CPU; give backend='gloo'")
+    kind = str(checks.check_backend(backend or (ON_GPUS if chosen.type == "cuda" else "gloo")))
+    if "cpu" not in kind and "nccl" in kind and chosen.type == "cpu":
+        raise ConfigError(f"backend {kind!r} needs a GPU, but the device is the CPU; give backend='gloo'")
     count = checks.check_streams(streams, chosen)
     sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
     hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # a wrong one is told by the setters

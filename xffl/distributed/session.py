@@ -44,7 +44,7 @@ def session(
     :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
         ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation.
     :param hsdp: Size of a replica; by default what ``XFFL_HSDP`` says, else none.
-    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
     :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
     :param timeout_s: Seconds after which a collective over the world gives up.

@@ -6,10 +6,14 @@ parameters by identity, or reads their gradients, asks here.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-__all__ = ["reshard", "sharded_parameters"]
+__all__ = ["reshard", "sharded_parameters", "spread_as"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -17,6 +21,22 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:
+    """Return this rank's elements as a tensor that is spread like another, in the same memory; nothing moves.
+
+    ``DTensor.from_local`` copies what does not lie where the mesh computes, such as shards that FSDP keeps on the CPU.
+
+    :param values: This rank's elements, as many as those of the other.
+    :param like: A spread tensor.
+    :return: The tensor, without gradient.
+    """
+    spread: Any = like.detach()
+    names, made_of = spread.__tensor_flatten__()
+    parts = {name: getattr(spread, name) for name in names} | {"_local_tensor": values.detach()}
+    made: DTensor = spread.__tensor_unflatten__(parts, made_of, like.shape, like.stride())
+    return made
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

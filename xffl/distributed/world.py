@@ -18,6 +18,7 @@ from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.failure import note_failure
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import barrier
 from xffl.distributed.collectives import Collectives
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
@@ -30,6 +31,7 @@ from xffl.distributed.process_group import (
     cleanup_distributed_process_group,
     set_up_cells,
     setup_distributed_process_group,
+    waits_when_destroyed,
 )
 from xffl.distributed.standing import dtype_of
 from xffl.errors import ConfigError, StateError, XfflError
@@ -52,7 +54,7 @@ class DistributedWorld(Collectives):
     :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
         ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation: the world is the
         only cell.
-    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
     :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
     """
@@ -126,13 +128,14 @@ class DistributedWorld(Collectives):
             self._is_joined_here = False
             cleanup_distributed_process_group(state, synchronize=synchronize)
             return
+        destroys = synchronize or not waits_when_destroyed(state)
         if synchronize:
-            dist.barrier()
-        for group in reversed(groups):
+            barrier()
+        for group in reversed(groups) if destroys else ():
             destroy_group(group)
         if self._is_laid_here:
             self._is_laid_here = False
-            state._forget()
+            state._forget(destroys=destroys)
 
     def __enter__(self) -> DistributedWorld:
         if self._state is None:

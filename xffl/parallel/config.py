@@ -73,7 +73,7 @@ class DistributedConfig:
     :param federated: Sizes of the federated groups, or a rule that finds them, as :func:`xffl.session` takes them.
     :param wrap: Layer classes that are gathered, computed again or compiled one at a time.
     :param ddp: What DDP is asked for.
-    :param backend: Communication backend; by default ``nccl`` on CUDA and ``gloo`` elsewhere.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
     :param device: Device of this process, such as ``cpu``; by default the GPU of its local rank where there are GPUs.
     :param zero_stage: What DeepSpeed cuts: 1 the optimizer's state, 2 the gradients, too, 3 the weights, too.
     :param offload: Whether DeepSpeed keeps the optimizer's state in the host's memory.

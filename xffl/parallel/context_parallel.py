@@ -44,7 +44,7 @@ def context_parallel(
     *,
     buffers: Sequence[torch.Tensor] = (),
     buffer_seq_dims: Sequence[int] = (),
-    ring: bool | None = None,
+    ring: bool = False,
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Let attention inside the block see whole sequences, of which each rank has its part.
 
@@ -62,18 +62,19 @@ def context_parallel(
     :param mesh: A mesh of one dimension.
     :param buffers: Tensors of whole sequences: tokens, targets, positions. They stay as they are.
     :param buffer_seq_dims: The dimension of each that is the sequence.
-    :param ring: Whether to use torch's ring of a prototype, which takes CUDA and deals out the sequence in its own
-        balanced order, so that positions must be among the buffers; by default on CUDA. It has not been run here.
+    :param ring: Whether to use torch's prototype of ring attention, which needs CUDA and deals out the sequence in its
+        own balanced order, so that positions must be among the buffers. It has not been run on a GPU here.
     :yield: This rank's parts, in the order of the buffers.
     :raises ConfigError: if the arguments cannot be meant, or the model's attention cannot be spread.
     """
     _check_mesh(mesh)
+    _check_ring(mesh, ring)
     if len(buffers) != len(buffer_seq_dims):
         raise ConfigError(
             f"{len(buffers)} buffers came with {len(buffer_seq_dims)} dimensions; give buffer_seq_dims one for each"
         )
     parts = tuple(_part(tensor, mesh, dim) for tensor, dim in zip(buffers, buffer_seq_dims, strict=True))
-    if _is_ring(mesh, ring):
+    if ring:
         with _ring(mesh, buffers, buffer_seq_dims) as parts:
             yield parts
     else:
@@ -107,7 +108,7 @@ def split_sequence(
 
 
 def give_positions(
-    model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1, ring: bool | None = None
+    model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1, ring: bool = False
 ) -> RemovableHandle:
     """Give a model the positions of its part in the global sequence wherever a call leaves them out.
 
@@ -123,7 +124,7 @@ def give_positions(
     :raises ConfigError: if the model's ``forward`` takes no positions: it would count them from 0 on every rank.
     """
     _check_mesh(mesh)
-    is_ring = _is_ring(mesh, ring)
+    _check_ring(mesh, ring)
     name = find_positions(model)
     if name is None:
         raise ConfigError(
@@ -132,7 +133,7 @@ def give_positions(
         )
 
     def make(first: torch.Tensor) -> torch.Tensor:
-        if is_ring:
+        if ring:
             raise ConfigError(f"{name} was left out; under the ring give it, and have it among the buffers")
         length = first.shape[1] * (activation_parts if first.is_floating_point() else 1)
         start = mesh.get_local_rank() * length
@@ -255,10 +256,9 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _is_ring(mesh: DeviceMesh, ring: bool | None) -> bool:
+def _check_ring(mesh: DeviceMesh, ring: bool) -> None:
     if ring and mesh.device_type != "cuda":
         raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
-    return mesh.device_type == "cuda" if ring is None else ring
 
 
 def _part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:

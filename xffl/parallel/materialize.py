@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from xffl.distributed.backends import control_device
 from xffl.errors import ConfigError
 
 __all__ = ["check_initializers", "is_meta", "materialize"]
@@ -202,7 +203,6 @@ def _share_random_state() -> None:
     """Go on with rank 0's random numbers."""
     if not dist.is_initialized():
         return
-    device = "cpu" if "cpu:" in dist.get_backend_config() else f"cuda:{torch.cuda.current_device()}"
-    state = torch.get_rng_state().to(device)
+    state = torch.get_rng_state().to(control_device())
     dist.broadcast(state, src=0)
     torch.set_rng_state(state.cpu())

@@ -23,14 +23,16 @@ def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T
 
     :param batch: Any object.
     :param device: Where its tensors are to lie.
-    :param non_blocking: Whether copies from pinned memory may go on in the background.
+    :param non_blocking: Whether copies from pinned memory to a GPU may go on in the background. Copies from a GPU never
+        do, since the CPU would read them before they are there.
     :return: An object of the same kind.
     """
     moved: Any = batch
     if isinstance(batch, torch.Tensor):
-        moved = batch.to(device, non_blocking=non_blocking)
+        moved = batch.to(device, non_blocking=non_blocking and device.type == "cuda")
     elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
-        moved = batch.to(device=device, non_blocking=non_blocking)  # type: ignore[call-arg]
+        is_behind = non_blocking and device.type == "cuda"
+        moved = batch.to(device=device, non_blocking=is_behind)  # type: ignore[call-arg]
     elif isinstance(batch, dict):
         moved = _with(batch, dict(batch), device, non_blocking, _put_items)
     elif isinstance(batch, (list, tuple)):

@@ -75,6 +75,7 @@ def spread(
             model, world.get_mesh("tp"), sequence_parallel=is_cut, loss_parallel=options.loss_parallel
         )
     form = _form(state, world, state.topology.cell_of(dist.get_rank()))
+    _normalize_at_home(model, state, world)
     _prepare_layers(model, options)
     if form == "fsdp":
         _cut(model, _fsdp_mesh(state, world), options)
@@ -168,6 +169,14 @@ def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
         if options.compile:
             module.compile()
+
+
+def _normalize_at_home(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
+    """Let SyncBatchNorm compare a cell's batches, where it would take the world: across the slow link in every step."""
+    group = state.federation if world is None else world.get_group("dp_cp")
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.process_group = group
 
 
 def _selective_contexts() -> Any:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl.distributed.backends import connect, transfer_device
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.parallel.checks import named_tensors
@@ -24,7 +25,7 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
 
     Collective over the world.
 
-    :param model: The whole model, on the device that the world's backend communicates from.
+    :param model: The whole model, on any device.
     :param state: The state that says where this rank stands.
     """
     topology, rank = state.topology, dist.get_rank()
@@ -33,8 +34,10 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
     # Outside a federation the world is the only cell.
     home = state.federation if state.federation is not None else dist.group.WORLD
     across = state.federated_group[0] if state.federated_group else None
+    device = transfer_device(state)
+    connect((across, dist.group.WORLD, home), device)
     for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
-        flat = torch.cat([bytes_of(tensor) for tensor in tensors])
+        flat = torch.cat([bytes_of(tensor) for tensor in tensors]).to(device)
         if rank == 0:
             moves = [dist.P2POp(dist.isend, flat, peer, across) for peer in heads[1:]]
         else:

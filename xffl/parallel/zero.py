@@ -41,8 +41,6 @@ NO_ENGINE = (
     "used"
 )
 """What is said where the engine is not made yet."""
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes: adding zeros to them keeps the bits of any number."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ class Masters:
             return
         whole = torch.zeros(numel, dtype=mine.dtype, device=self._device)
         whole[fragment.start : fragment.start + fragment.numel] = mine.to(self._device)
-        dist.all_reduce(whole.view(BITS[whole.itemsize]), group=self._mesh.get_group())
+        dist.all_reduce(whole.view(torch.uint8), group=self._mesh.get_group())  # adding zeros keeps every bit
         into.copy_(whole[slice(*self._chunk(numel))])
 
     @torch.no_grad()

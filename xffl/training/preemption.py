@@ -11,6 +11,7 @@ import torch.distributed as dist
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import note_failure
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError
 from xffl.training.listener import Goal, Listener, own_store
@@ -232,7 +233,7 @@ class Preemption:
         is_orderly = error is None or (isinstance(error, PreemptedExit) and self._reached is not None)
         try:
             if is_orderly and dist.is_initialized():
-                dist.barrier()  # rank 0 decides for all who may still come to a step
+                barrier()  # rank 0 decides for all who may still come to a step
         finally:
             listener.stop(has_failed=not is_orderly)
             if not is_orderly:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from xffl.aggregation.clients.base import Client, add_to_gradient, local, restore
@@ -66,7 +65,7 @@ class Scaffold(Client):
             dtype = torch.promote_types(one.dtype, torch.float32)
             self._anchors[one] = local(one).clone()
             self._corrections[one] = torch.zeros_like(local(one), dtype=dtype)
-            self._variates[one] = _zeros_like(one, dtype)
+            self._variates[one] = nn.Parameter(torch.zeros_like(one, dtype=dtype), requires_grad=False)
             self._reach[one] = 0.0
         self._extra = _nested({name: self._variates[one] for name, one in self._parameters.items()})
 
@@ -150,16 +149,6 @@ class Scaffold(Client):
             "corrections": {name: self._corrections[one] for name, one in named},
             "variates": {name: local(self._variates[one]) for name, one in named},
         }
-
-
-def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return zeros that are sharded like a parameter."""
-    zeros = torch.zeros_like(local(parameter), dtype=dtype)
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, stride = parameter.shape, parameter.stride()
-        zeros = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(zeros, requires_grad=False)
 
 
 def _nested(tensors: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.entries import tensors_of
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import reshard, spread_as
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,16 +84,7 @@ def spread_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     :param parameter: The parameter.
     :return: A tensor in the same memory.
     """
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return spread_as(values, parameter) if isinstance(parameter, DTensor) else values
 
 
 def norm_of(world: DistributedWorld, tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -26,7 +26,7 @@ class DataConfig:
     :param partition: How the samples are dealt out to the cells, by name with options (``dirichlet:alpha=0.3``; see
         ``xffl list algorithms --kind partition``); by default at random, in proportion to the cells' ranks.
     :param workers: Processes of each rank that make batches; 0 makes them in the rank's own.
-    :param pin_memory: Whether batches lie in pinned memory; ``None`` where there is CUDA.
+    :param pin_memory: Whether batches lie in pinned memory; ``None`` where the run is on GPUs.
     :param prefetch_factor: Batches that each worker makes ahead.
     :param validation_batch_size: Samples of each rank in a validation batch; ``None`` for ``training.batch_size``.
     """
@@ -70,9 +70,8 @@ class DataLoaderSetupMixin(TrainerMixin):
         :return: The loader.
         """
         data = self.section("data", DataConfig)
-        options = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed, **options}
-        for name in ("workers", "pin_memory", "prefetch_factor"):
-            options.setdefault(name, getattr(data, name))
+        own = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed}
+        options = own | self._read_options(data) | options
         topology, seed = self.state.topology, options["seed"]
         if part is None:
             part = self._deal(len(dataset), labels, seed)  # type: ignore[arg-type]
@@ -111,10 +110,13 @@ class DataLoaderSetupMixin(TrainerMixin):
         batch_size = data.validation_batch_size
         if batch_size is None:
             batch_size = self.config.training.batch_size
-        options = {"batch_size": batch_size, **options}
-        for name in ("workers", "pin_memory", "prefetch_factor"):
-            options.setdefault(name, getattr(data, name))
+        options = {"batch_size": batch_size, **self._read_options(data), **options}
         return validation_loader(dataset, self.state.topology, self.world.rank, **options)
+
+    def _read_options(self, data: DataConfig) -> dict[str, Any]:
+        """Return how the configuration wants samples read; pinned memory is for a run on GPUs, not for a machine."""
+        pinned = self.world.device.type == "cuda" if data.pin_memory is None else data.pin_memory
+        return {"workers": data.workers, "pin_memory": pinned, "prefetch_factor": data.prefetch_factor}
 
     def setup(self) -> None:
         """Make the loaders; local."""

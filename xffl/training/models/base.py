@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.steps import this_cell
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import control_device
 from xffl.distributed.collectives import bytes_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
@@ -62,8 +63,7 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
     for index, held in enumerate(tensors):
         if _counts(held.tensor, cell.is_first):
             sums[cell.number, index] = _checksum(held.tensor)
-    if "cpu:" not in dist.get_backend_config():
-        sums = sums.to(torch.device("cuda", torch.cuda.current_device()))
+    sums = sums.to(control_device())
     dist.all_reduce(sums)
     by_tensor = (sums % RANGE).t().tolist()
     for held, column in zip(tensors, by_tensor, strict=True):

@@ -1,0 +1,131 @@
+"""What ranks do on pretended GPUs: they set up, share a model, and make rounds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.decoder import Decoder, loss_of, text_batch
+from tests.nccl.gpus import BACKEND, pretended_gpu
+from tests.nccl.traces import Record
+from tests.ports import free_port
+from tests.ranks.test_strategies import CASES, configure
+from tests.worlds import run_world
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
+from xffl.parallel import DistributedStrategy
+
+__all__ = ["rounds", "traces_of", "training"]
+
+
+def traces_of(
+    ranks: int, case: Callable[..., None], *args: Any, timeout_s: float = 120.0, **named: Any
+) -> tuple[list[list[Record]], list[str]]:
+    """Let ranks, each with a GPU, do something, and return what they have asked for.
+
+    :param ranks: Processes, all on one node.
+    :param case: Called on each as ``case(*args, **named)``.
+    :return: The traces, by rank, and the races between streams on any of them.
+    """
+    told = run_world(ranks, _be_rank, free_port(), partial(case, *args, **named), init=False, timeout_s=timeout_s)
+    return [trace for trace, _ in told], [
+        f"rank {rank}: {race}" for rank, (_, found) in enumerate(told) for race in found
+    ]
+
+
+def _be_rank(rank: int, world_size: int, port: int, case: Callable[[], None]) -> tuple[list[Record], list[str]]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    with pretended_gpu(rank, gpus=world_size) as (trace, races):
+        case()
+        return list(trace), list(dict.fromkeys(races))
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "little":
+        return nn.Linear(24, 16)
+    if kind == "buffers":
+        return nn.Sequential(nn.Linear(96, 64), nn.BatchNorm1d(64), nn.Linear(64, 33))
+    return nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 130, bias=False), nn.Linear(130, 33))
+
+
+def rounds(
+    cells: tuple[int, ...],
+    hsdp: int | None = None,
+    *many: dict[str, Any],
+    backend: str = BACKEND,
+    plant: Callable[[], None] | None = None,
+) -> None:
+    """Set up, and make rounds of each kind: of a model of its own, which is shared first.
+
+    :param cells: Sizes of the federated groups; none for a world that is one cell.
+    :param many: Options of aggregators, and of :func:`_make_rounds`; by default plain rounds.
+    :param plant: Puts a fault in before anything is shared.
+    """
+    state = setup_distributed_process_group(backend=backend, device="cuda", federated=cells or None, hsdp=hsdp)
+    if plant is not None:
+        plant()
+    for options in many or ({},):
+        _make_rounds(state, **options)
+    cleanup_distributed_process_group(state)
+    assert not dist.is_initialized()
+
+
+def _make_rounds(
+    state: DistributedState,
+    *,
+    model: str = "plain",
+    count: int = 2,
+    behind: float | bool = False,
+    **options: Any,
+) -> None:
+    """Make rounds.
+
+    :param behind: Whether they take place behind the next steps: merged with this ``alpha``, or without one.
+    """
+    weight = None if "privacy" in options else 1.0
+    shared = xffl.shard(model_of(model), state)
+    aggregator = xffl.Aggregator(shared, state, **{"bucket_bytes": 2**14, "overlap": bool(behind), **options})
+    for _ in range(count):
+        with torch.no_grad():
+            for parameter in shared.parameters():
+                parameter.mul_(0.9)
+        if behind:
+            aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None).merge()
+        else:
+            aggregator.aggregate(weight)
+    aggregator.close()
+
+
+def training(
+    name: str, *, precision: str | None = None, federated: tuple[int, ...] | None = None, steps: int = 1
+) -> None:
+    """Train some steps by a strategy, with a round after each.
+
+    :param name: One of the cases of ``tests/ranks/test_strategies.py``.
+    """
+    _, strategy_name, mesh, options = CASES[name]
+    options = {**options, "backend": BACKEND, "device": "cuda", "federated": federated}
+    with DistributedStrategy.from_config(
+        configure(strategy_name, mesh, options, mixed_precision=precision)
+    ) as strategy:
+        model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        aggregator = xffl.Aggregator(model, strategy.state)
+        for step in range(steps):
+            batch = (part.to(strategy.device) for part in text_batch(step))
+            tokens, targets = strategy.split_sequence(*batch)
+            strategy.forward_backward(model, tokens, target=targets)
+            strategy.clip_grad_norm(model, 0.5)
+            strategy.step(optimizer)
+            aggregator.aggregate(1.0)
+        aggregator.close()

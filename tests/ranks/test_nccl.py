@@ -1,0 +1,404 @@
+"""Rounds, shared models and training steps on pretended GPUs, held against NCCL's rules; docs/nccl.rst says which."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import _random
+
+import xffl
+from tests.nccl.cases import model_of, rounds, traces_of, training
+from tests.nccl.gpus import BACKEND
+from tests.nccl.rules import faults_of
+from tests.nccl.traces import Call, HostWait, Join
+from tests.ranks.test_strategies import CASES, configure
+from tests.worlds import WorldError
+from xffl.aggregation import crossing
+from xffl.aggregation.progress import Progress
+from xffl.distributed import backends
+from xffl.distributed.process_group import setup_distributed_process_group
+from xffl.parallel import DistributedStrategy
+from xffl.report.forms import MOST_IN_FLIGHT
+from xffl.training.callbacks.spread import copies_of, local, spread_like
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None and shutil.which("g++") is None, reason="needs g++: torch for CPUs has no device guard"
+)
+
+ALL = bool(os.environ.get("NCCL_ALL"))
+"""Whether every case is run, as ``make nccl`` does; else those that ask NCCL for something that others do not."""
+
+LITTLE = {"model": "little", "bucket_bytes": 2**10}
+"""Codecs take hundreds of operators for each bucket."""
+
+PRIVATE = {"privacy": {"name": "dp_fedavg", "clip": 1.0, "noise": 1.0}}
+CODED: dict[str, dict[str, Any]] = {
+    "bf16": {"codec": "bf16", "form": "all_gather"},
+    "fp16": {"codec": "fp16", "form": "two_hop"},
+    "int8": {"codec": "int8", "form": "two_hop", **LITTLE},
+    "int4": {"codec": "int4", "form": "all_gather", **LITTLE},
+    "topk": {"codec": "topk:0.1", "form": "all_gather", **LITTLE},
+}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"behind": True, "count": 3},
+    {"behind": 0.5, "model": "buffers"},
+    {"fragments": 2},
+    {"fragments": 2, "behind": True},
+    {"atomic": False},
+    {"nonfinite": "drop_cell", "norms": True},
+    {"server": "fedadam:lr=0.03"},
+    {"server": "torch.optim.AdamW:lr=0.1"},
+    PRIVATE,
+    *(CODED[name] for name in (CODED if ALL else ("fp16", "int8"))),
+)
+"""Kinds of rounds that go with all cells."""
+
+ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
+    "one cell, fsdp": ((), None, ({}, {"behind": True})),
+    "one cell, hsdp": ((), 2, ({},)),
+    "two ranks": ((1, 1), None, ({}, {"model": "buffers"}, CODED["int8"])),
+    "three ranks": ((1, 1, 1), None, ({"form": "two_hop"}, {"secure": True}, {"combine": "median"})),
+    "fsdp": ((2, 2), None, OPTIONS),
+    "unequal fsdp": ((4, 2), None, OPTIONS),
+    "a rank and three": ((3, 1), None, OPTIONS),
+    "ddp": ((2, 2), 1, ({}, {"rails": True}, {"rails": True, "behind": True}, {"model": "buffers", "behind": True})),
+    "unequal hsdp": ((4, 2), 2, ({}, {"rails": True}, {"rails": True, "behind": True}, PRIVATE, CODED["int8"])),
+    "unequal replicas": ((3, 1), 1, ({"rails": True}, {"model": "buffers", "atomic": False})),
+    "a pair between": ((1, 2, 1), None, ({}, {"secure": True}, {"combine": "median"}, *CODED.values())),
+    "eight": ((4, 4), 2, ({"rails": True}, *(OPTIONS if ALL else ()))),
+    "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1"},)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_rounds_keep_nccls_rules(name: str) -> None:
+    """Set-up, shared weights and rounds: nobody hangs, everything fits, no stream runs into another."""
+    cells, hsdp, options = ROUNDS[name]
+    traces, races = traces_of(sum(cells) or 4, rounds, cells, hsdp, *options)
+    assert faults_of(traces) + races == []
+    assert all(any(isinstance(record, Call) for record in trace) for trace in traces)
+
+
+@pytest.mark.parametrize("options", [{}, {"rails": True}, {"atomic": False}, {"fragments": 2, "count": 4}], ids=str)
+def test_a_round_reads_once_of_a_gpu(options: dict[str, Any]) -> None:
+    """Whether all values are finite; and its host learns of its end."""
+    traces, _ = traces_of(4, rounds, (2, 2), 1, {"count": 2, **options})
+    reads = [sum(isinstance(record, HostWait) and record.reads for record in trace) for trace in traces]
+    assert max(reads) == options.get("count", 2)
+
+
+def test_a_server_reads_few_numbers_of_a_gpu() -> None:
+    """What all cells start from is compared tensor by tensor, and read at once."""
+    traces, _ = traces_of(2, rounds, (1, 1), None, {"server": "fedadam:lr=0.03", "count": 1, "model": "buffers"})
+    assert sum(isinstance(record, HostWait) and record.reads for record in traces[0]) <= 3
+
+
+def test_gloo_carries_what_lies_on_gpus() -> None:
+    """Ranks that share a GPU: what moves goes through the memory of the host."""
+    traces, races = traces_of(4, rounds, (3, 1), None, {}, {"behind": True}, backend="gloo")
+    assert races == [] and not any(isinstance(record, Call) for trace in traces for record in trace)
+
+
+TRAINED = (
+    *("single", "ddp, static", "fsdp, layers", "fsdp, offloaded", "hsdp", "tensor, cut loss", "fsdp and tensor"),
+    *("fsdp and context", "pipeline, gpipe", "pipeline and fsdp", "pipeline and ddp", "fsdp, uneven cut"),
+)
+"""Of the strategies' cases those that send something in another way."""
+
+
+@pytest.mark.parametrize("name", CASES if ALL else TRAINED)
+def test_training_keeps_nccls_rules(name: str) -> None:
+    traces, races = traces_of(CASES[name][0], training, name, steps=2 if "static" in name or ALL else 1)
+    assert faults_of(traces) + races == []
+
+
+def test_cells_that_train_apart_keep_nccls_rules() -> None:
+    traces, races = traces_of(6, training, "hsdp", federated=(4, 2), precision="bf16")
+    assert faults_of(traces) + races == []
+
+
+# What was wrong -------------------------------------------------------------------------------------------------------
+
+
+def draws(cells: tuple[int, ...]) -> None:
+    """One cell draws random numbers for a DTensor, and the other never does."""
+    state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells)
+    model = xffl.shard(model_of("plain"), state)
+    if state.federated_rank == 0:
+        with suppress(NotImplementedError):  # a pretended GPU gets as far as to draw
+            torch.nn.init.normal_(next(model.parameters()).detach())
+        assert _random._rng_tracker is not None
+
+
+def test_a_draw_for_a_dtensor_is_nobody_elses_business() -> None:
+    """Torch would give the ranks of all cells rank 0's random state, whenever each of them comes to its first draw."""
+    traces, races = traces_of(4, draws, (2, 2))
+    assert faults_of(traces) + races == []
+
+
+def normalized(cells: tuple[int, ...]) -> None:
+    """The second cell trains a step more than the first, with normalization over the batches of its ranks."""
+    state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells, hsdp=1)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = xffl.shard(nn.SyncBatchNorm.convert_sync_batchnorm(layers), state)
+
+    def statistics(count: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda values, *_: tuple(values.new_zeros(8) for _ in range(count))
+
+    kernels = {  # which torch has for GPUs alone
+        "batch_norm_stats": statistics(2),
+        "batch_norm_gather_stats_with_counts": statistics(2),
+        "batch_norm_elemt": lambda values, *_: values.clone(),
+        "batch_norm_backward_reduce": statistics(4),
+        "batch_norm_backward_elemt": lambda values, *_: values.clone(),
+    }
+    # While a graph is captured no values are asked for.
+    with mock.patch.multiple(torch, **kernels), mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        for _ in range(1 + state.topology.cell_of(dist.get_rank())):
+            model(torch.randn(4, 8, device=state.current_device)).sum().backward()
+
+
+def test_batches_are_normalized_inside_a_cell() -> None:
+    """By itself SyncBatchNorm takes the world, also from inside a DDP group."""
+    traces, races = traces_of(4, normalized, (2, 2))
+    assert faults_of(traces) + races == []
+    own = [record for record in traces[3] if isinstance(record, Call) and record.kind == "allgather_base"]
+    assert own and all(len(record.group[1]) == 2 for record in own)
+
+
+def offloaded() -> None:
+    """What callbacks make beside shards that FSDP keeps on the CPU is in the memory that they were given."""
+    mesh = {"dp_shard": 2, "cpu_offload": True}
+    config = configure("fsdp", mesh, {"backend": BACKEND, "device": "cuda"})
+    with DistributedStrategy.from_config(config) as strategy:
+        model = strategy.wrap_model(model_of("plain"), loss=lambda output, target: output.sum())
+        for parameter in model.parameters():
+            (copy,) = copies_of({"": parameter}).values()
+            made = spread_like(copy, parameter)
+            assert made.shape == parameter.shape and local(made).device == copy.device == torch.device("cpu")
+            assert local(made).data_ptr() == copy.data_ptr()
+
+
+def test_what_lies_beside_offloaded_shards() -> None:
+    traces_of(2, offloaded)
+
+
+def late(cells: tuple[int, ...], late_rank: int) -> None:
+    """A rank's GPU does not come to the end of the first exchange; the second round takes place."""
+    state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells)
+    model = xffl.shard(model_of("plain"), state)
+    aggregator = xffl.Aggregator(model, state, bucket_bytes=2**12)
+    before = aggregator._made.routes.own
+    patch = mock.patch.object(Progress, "note", side_effect=RuntimeError("a rank did not answer within 1 s"))
+    with patch if dist.get_rank() == late_rank else mock.MagicMock(), pytest.raises(xffl.RoundError) as refused:
+        aggregator.aggregate(1.0)
+    assert f"rank {late_rank}" in str(refused.value) and "all ranks keep their weights" in str(refused.value)
+    assert all(group in ABORTED for group in before)
+    assert aggregator.can_go_on and aggregator.aggregate(1.0).round == 1
+    assert not set(before) & set(aggregator._made.routes.own)
+
+
+ABORTED: list[dist.ProcessGroup] = []
+
+
+def after_a_late_gpu(cells: tuple[int, ...], late_rank: int) -> None:
+    def note(group: dist.ProcessGroup) -> None:
+        ABORTED.append(group)
+
+    with mock.patch.object(dist.ProcessGroup, "abort", note):
+        late(cells, late_rank)
+
+
+def test_a_round_that_fails_on_a_gpu_leaves_the_callers_stream_free() -> None:
+    """It waits for the round's only once all have agreed, so that the model can be read if they have not."""
+    traces, _ = traces_of(4, after_a_late_gpu, (2, 2), 1)
+    for trace in traces:
+        calls = [record for record in trace if isinstance(record, Call) and record.at.startswith("aggregation/")]
+        assert calls and all(record.stream != 0 for record in calls)
+        joined = {trace[record.call] for record in trace if isinstance(record, Join) and record.stream == 0}
+        assert not joined & set(calls)
+
+
+def test_a_host_is_a_few_messages_ahead_of_its_gpu() -> None:
+    """NCCL's timeout begins when a message is given, so it must not be one for the whole of an exchange."""
+    traces, _ = traces_of(2, rounds, (1, 1), None, {"bucket_bytes": 2**10, "count": 1})
+    for trace in traces:
+        most = ahead = 0
+        for record in trace:
+            if isinstance(record, Call) and record.kind == "batch":
+                ahead += 1
+            elif isinstance(record, HostWait):
+                ahead = min(ahead, 2 * MOST_IN_FLIGHT)
+            most = max(most, ahead)
+        batches = sum(isinstance(record, Call) and record.kind == "batch" for record in trace)
+        assert batches > 4 * MOST_IN_FLIGHT and most <= 2 * MOST_IN_FLIGHT + 1
+
+
+# Faults that are put in -----------------------------------------------------------------------------------------------
+
+
+def unconnected() -> None:
+    for place in ("xffl.parallel.weights", "xffl.aggregation.routes"):
+        mock.patch(f"{place}.connect").start()
+
+
+def in_another_order() -> None:
+    def backwards(groups: Any, device: torch.device) -> None:
+        connect([*groups][:: -1 if dist.get_rank() % 2 else 1], device)
+
+    connect = backends.connect
+    mock.patch("xffl.aggregation.routes.connect", backwards).start()
+
+
+def one_by_one() -> None:
+    def apart(receive: Any, send: Any, group: Any, tag: int) -> list[Any]:
+        works = [dist.isend(values.view(torch.uint8), peer, group, tag) for values, peer in send]
+        return works + [dist.irecv(values.view(torch.uint8), peer, group, tag) for values, peer in receive]
+
+    mock.patch.object(crossing, "start_moves", apart).start()
+
+
+def first_one_way() -> None:
+    def halves(receive: Any, send: Any, group: Any, tag: int) -> list[Any]:
+        works: list[Any] = []
+        for operation, given in ((dist.irecv, receive), (dist.isend, send)):
+            moves = [dist.P2POp(operation, values.view(torch.uint8), peer, group, tag) for values, peer in given]
+            works += dist.batch_isend_irecv(moves) if moves else []
+        return works
+
+    mock.patch.object(crossing, "start_moves", halves).start()
+
+
+def cut(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8)[: -4 if dist.get_rank() == 1 else None]
+
+
+def of_another_size() -> None:
+    def short(receive: Any, send: Any, group: Any, tag: int) -> Any:
+        return start([(cut(values), peer) for values, peer in receive], send, group, tag)
+
+    start = crossing.start_moves
+    mock.patch.object(crossing, "start_moves", short).start()
+
+
+def another_collective() -> None:
+    def broadcast(values: torch.Tensor, **options: Any) -> Any:
+        return real(cut(values), **options)
+
+    real = dist.broadcast
+    mock.patch.object(dist, "broadcast", broadcast).start()
+
+
+def another_kind() -> None:
+    def connect(groups: Any, device: torch.device) -> None:
+        for group in dict.fromkeys(group for group in groups if group is not None):
+            values = torch.zeros(1, device=device)
+            if dist.get_rank() == 1:
+                dist.all_gather_into_tensor(values.new_empty(group.size()), values, group=group)
+            else:
+                dist.all_reduce(values, group=group)
+
+    mock.patch("xffl.parallel.weights.connect", connect).start()
+
+
+def on_another_gpu() -> None:
+    mock.patch("xffl.parallel.weights.transfer_device", return_value=torch.device("cuda", 0)).start()
+
+
+def strided() -> None:
+    def connect(groups: Any, device: torch.device) -> None:
+        dist.all_reduce(torch.zeros(4, 2, device=device)[:, 0])
+
+    mock.patch("xffl.parallel.weights.connect", connect).start()
+
+
+def of_16_bits() -> None:
+    def connect(groups: Any, device: torch.device) -> None:
+        dist.all_reduce(torch.zeros(4, dtype=torch.int16, device=device))
+
+    mock.patch("xffl.parallel.weights.connect", connect).start()
+
+
+def not_waited_for() -> None:
+    mock.patch.object(crossing.Crossing, "_arrive").start()
+
+
+def the_caller_goes_on() -> None:
+    """Neither the caller's stream nor the host waits for a round's stream."""
+    mock.patch("xffl.aggregation.aggregator.apart", apart_without_waiting).start()
+    mock.patch.object(Progress, "drain").start()
+
+
+def apart_without_waiting(call: Callable[[], Any], stream: Any) -> Any:
+    with torch.cuda.stream(stream):
+        return call()
+
+
+def the_host_waits_alone() -> None:
+    """A rank waits for its part of a collective before the others have begun theirs, and they for it."""
+
+    def connect(groups: Any, device: torch.device) -> None:
+        given = [group for group in groups if group is not None]
+        values = torch.zeros(1, device=device)
+        for group in given:
+            dist.all_reduce(values, group=group)
+        for group in given[:: 1 if dist.get_rank() else -1]:
+            dist.all_reduce(values, group=group)
+            values.item()
+
+    mock.patch("xffl.parallel.weights.connect", connect).start()
+
+
+@pytest.mark.parametrize(
+    ("cells", "plant", "told"),
+    [
+        ((4, 2), unconnected, "is first used by ranks [0, 4] only"),
+        ((2, 1), in_another_order, "hangs in allreduce at distributed/backends.py"),
+        ((1, 1), one_by_one, "is no batch: NCCL connects the two by themselves"),
+        ((1, 1), first_one_way, "never ends"),
+        ((1, 1), of_another_size, "where rank"),
+        ((2, 2), another_collective, "meets broadcast at parallel/weights.py"),
+        ((2, 2), another_kind, "meets allgather_base at parallel/weights.py"),
+        ((2, 2), the_host_waits_alone, "hangs in a wait of the host at item() at parallel/weights.py"),
+        ((1, 1), not_waited_for, "on another stream"),
+        ((1, 1), the_caller_goes_on, "on another stream"),
+    ],
+)
+def test_faults_that_are_put_in_are_found(cells: tuple[int, ...], plant: Callable[[], None], told: str) -> None:
+    hsdp, options = (1, {"rails": True}) if plant is in_another_order else (None, {})
+    traces, races = traces_of(sum(cells), rounds, cells, hsdp, options, plant=plant)
+    faults = faults_of(traces) + races
+    assert any(told in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("plant", "told"),
+    [
+        (on_another_gpu, "a tensor on cuda:0, but this rank works on GPU 1"),
+        (strided, "is not contiguous"),
+        (of_16_bits, "NCCL does not know torch.int16"),
+    ],
+)
+def test_what_nccl_refuses_is_refused(plant: Callable[[], None], told: str) -> None:
+    with pytest.raises(WorldError, match=told):
+        traces_of(2, rounds, (1, 1), plant=plant)
+
+
+def test_gloo_does_not_send_from_gpus() -> None:
+    with pytest.raises(WorldError, match="a tensor on cuda:[01] over cpu:gloo,cuda:gloo"):
+        traces_of(2, rounds, (1, 1), backend="gloo", plant=gpu_to_gloo)
+
+
+def gpu_to_gloo() -> None:
+    here = torch.device("cuda", torch.cuda.current_device())
+    mock.patch("xffl.parallel.weights.transfer_device", return_value=here).start()
