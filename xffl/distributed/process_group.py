@@ -176,9 +176,10 @@ def setup_distributed_process_group(
 
 
 def waits_when_destroyed(state: DistributedState) -> bool:
-    """Tell whether destroying a group waits for others: NCCL's does, until all that was given to it has ended; local.
+    """Tell whether destroying a group waits for others; local.
 
     :param state: The state that describes the world.
+    :return: Whether the world has several ranks over NCCL, which waits until all that was given to it has ended.
     """
     return "nccl" in str(state.backend) and dist.is_initialized() and dist.get_world_size() > 1
 
