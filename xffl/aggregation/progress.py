@@ -9,10 +9,13 @@ import torch
 
 from xffl.report.forms import MOST_IN_FLIGHT
 
-__all__ = ["HASTE", "Progress", "await_event"]
+__all__ = ["Progress"]
 
-HASTE = 0.95
-"""How much of a timeout the host waits for a GPU: at the end of it NCCL ends the process."""
+HASTE = 0.8
+"""How much of a timeout the host waits for a GPU.
+
+At the end of it NCCL ends the process, and counts from when a message is given, before it is noted here.
+"""
 
 POLL_S = 1e-4
 """How often a GPU is asked."""
@@ -32,44 +35,33 @@ class Progress:
 
     def __init__(self, device: torch.device, within_s: float) -> None:
         self._device, self._within_s = device, HASTE * within_s
-        self._marks: deque[torch.cuda.Event] = deque()
+        self._marks: deque[tuple[torch.cuda.Event, float]] = deque()
 
     def note(self) -> None:
         """Note that the current stream waits for a message, and wait for one of those before."""
         if self._device.type == "cuda":
-            self._marks.append(_mark(self._device))
-            if len(self._marks) > MOST_IN_FLIGHT:
-                await_event(self._marks.popleft(), self._within_s)
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record(torch.cuda.current_stream(self._device))
+            self._marks.append((mark, time.monotonic()))
+            self._await(MOST_IN_FLIGHT)
 
     def drain(self) -> None:
         """Wait until the GPU has done all that the current stream was given.
 
         :raises RuntimeError: if it does not in time: then a peer does not answer.
         """
-        if self._device.type == "cuda":
-            self._marks.clear()
-            await_event(_mark(self._device), self._within_s)
+        self.note()
+        self._await(0)
 
     def forget(self) -> None:
         """Begin anew, whatever became of the messages before."""
         self._marks.clear()
 
-
-def await_event(event: torch.cuda.Event, within_s: float) -> None:
-    """Wait until a GPU has come to an event.
-
-    :param event: The event, which was recorded.
-    :param within_s: Seconds that this may take.
-    :raises RuntimeError: if it takes longer.
-    """
-    deadline = time.monotonic() + within_s
-    while not event.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"a rank did not answer within {within_s:g} s")
-        time.sleep(POLL_S)
-
-
-def _mark(device: torch.device) -> torch.cuda.Event:
-    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    mark.record(torch.cuda.current_stream(device))
-    return mark
+    def _await(self, behind: int) -> None:
+        """Wait for all that was noted but the last few."""
+        while len(self._marks) > behind:
+            mark, noted = self._marks.popleft()
+            while not mark.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > noted + self._within_s:
+                    raise RuntimeError(f"a rank did not answer within {self._within_s:g} s")
+                time.sleep(POLL_S)
