@@ -13,7 +13,9 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo noniid test lint format docs matrix nccl bench clean
+GPU_TESTS = tests/ranks/test_gpu.py tests/unit/test_codec.py tests/unit/test_quantize.py tests/unit/test_state_fake.py
+
+.PHONY: help install demo noniid test gpu wheels lint format docs matrix nccl bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -44,7 +46,7 @@ test: $(INSTALLED) ## run the tests; those of real launchers skip where system p
 ifneq ($(CLUSTER),only)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/cluster
 ifneq ($(wildcard /dev/nvidiactl),)
-	$(BIN)/python -m pytest -m gpu -q tests/unit tests/ranks
+	$(BIN)/python -m pytest -m gpu -q $(GPU_TESTS)
 endif
 endif
 ifneq ($(CLUSTER),no)
@@ -69,6 +71,15 @@ docs: $(DOCS)/.installed ## build docs/_build/html; a warning is an error
 
 matrix: ## try each PyTorch and Python that is promised (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
 	$(PYTHON) tests/matrix.py $(ROWS)
+
+# Without .venv, which takes a network: with the Python that has PyTorch, and what `make wheels` has brought along.
+gpu: ## run the tests marked gpu on a machine without a network (docs/install.rst)
+	test -z "$(wildcard wheels/*.whl)" || $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu $(wildcard wheels/*.whl)
+	PYTHONPATH=.gpu $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider $(GPU_TESTS)
+
+wheels: $(INSTALLED) ## gather into wheels/ what a machine with a GPU may lack, to be carried there
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 -c constraints.txt -d wheels \
+	jsonargparse cryptography cffi pycparser
 
 nccl: $(INSTALLED) ## hold all strategies and rounds against NCCL's rules, without a GPU (ten minutes; docs/nccl.rst)
 	NCCL_ALL=1 $(BIN)/python -m pytest -q tests/ranks/test_nccl.py

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -488,6 +489,7 @@ def _cuda(gpus: int) -> dict[str, Any]:
         "default_stream": lambda device=None: _gpu.current[0],
         "synchronize": synchronize,
         "get_device_name": lambda device=None: "pretended",
+        "get_device_properties": lambda device=None: SimpleNamespace(uuid=f"GPU-{_index(device)}"),
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8, device="cpu"),
         "mem_get_info": lambda device=None: (60 * 2**30, 80 * 2**30),

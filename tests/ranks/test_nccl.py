@@ -26,6 +26,7 @@ from xffl.aggregation import crossing
 from xffl.aggregation.progress import Progress
 from xffl.distributed import backends
 from xffl.distributed.process_group import setup_distributed_process_group
+from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
 from xffl.report.forms import MOST_IN_FLIGHT
 from xffl.training.callbacks.spread import copies_of, local, spread_like
@@ -191,6 +192,28 @@ def offloaded() -> None:
 
 def test_what_lies_beside_offloaded_shards() -> None:
     traces_of(2, offloaded)
+
+
+def one_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"ranks 0-1 have the same GPU of .*, which NCCL refuses"):
+        setup_distributed_process_group(backend=BACKEND, device="cuda:0", federated=(1, 1))
+
+
+def test_two_ranks_on_one_gpu_are_told() -> None:
+    traces_of(2, one_gpu)
+
+
+def one_at_a_time() -> None:
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=(1, 1))
+    model = xffl.shard(model_of("little"), state)
+    xffl.Aggregator(model, state).close()
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time"):
+        xffl.Aggregator(model, state, overlap=True)
+
+
+def test_rounds_behind_steps_need_a_gpu_that_does_several_things() -> None:
+    traces_of(2, one_at_a_time)
 
 
 def late(cells: tuple[int, ...], late_rank: int) -> None:

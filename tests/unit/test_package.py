@@ -7,6 +7,7 @@ import configparser
 import importlib
 import importlib.metadata
 import inspect
+import os
 import pkgutil
 import re
 import shlex
@@ -287,6 +288,26 @@ def test_the_shown_script_is_python_and_uses_what_is_exported(page: str) -> None
 
 def on_xffl(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id == "xffl"
+
+
+# The first hour with a GPU --------------------------------------------------------------------------------------------
+
+BARE = "cryptography,datasets,deepspeed,flwr,opacus,mlflow,sqlalchemy,alembic,wandb,torchao,expecttest"
+"""What ``docs/install.rst`` does not ask a machine with a GPU to have."""
+
+
+def test_tests_for_gpus_are_collected_with_what_a_machine_with_a_gpu_has() -> None:
+    marked = re.compile(r"^(?:@|pytestmark = \[?)pytest\.mark\.gpu\b", re.MULTILINE)
+    files = (path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
+    (line,) = re.findall(r"^GPU_TESTS = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(line.split()) == sorted(str(path.relative_to(ROOT)) for path in files)
+    words = ["-m", "pytest", "-p", "tests.hidden", "-m", "gpu", "-q", "-p", "no:cacheprovider", *line.split()]
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=os.environ | {"HIDDEN": BARE}, capture_output=True, text=True
+    )
+    # They run there; without a GPU each of them says so.
+    assert ran.returncode == 0, ran.stdout
+    assert sum(map(int, re.findall(r"(\d+) (?:passed|skipped)", ran.stdout.splitlines()[-1]))) >= 32, ran.stdout
 
 
 # House rules that no linter knows -------------------------------------------------------------------------------------

@@ -293,8 +293,8 @@ class Aggregator:
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
-        Collective over the world, with no round under way. Without ``overlap``, and without parts of the model that
-        several but not all ranks of a replica hold, there is nothing to give back.
+        Collective over the world, with no round under way. Between CPUs there is nothing to give back without
+        ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
         self._check_free()
         if not self._made.routes.own:

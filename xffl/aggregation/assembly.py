@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,6 +193,11 @@ def assemble(
         else:
             holding = holding_of(manifest.entries, manifest.is_used, topology, at, place.first)
         _check_protected(options, manifest)
+        if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ConfigError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
+                "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
+            )
     except XfflError as wrong:
         error = wrong
     except Exception as wrong:  # noqa: BLE001 - told to all ranks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.distributed import checks
-from xffl.distributed.agreement import agree, agree_on_store
+from xffl.distributed.agreement import agree, agree_on_store, ranks_text
 from xffl.distributed.backends import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
@@ -373,6 +375,8 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     """Fill a state by its setters; collective over the world."""
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
+        if "nccl" in request.backend:
+            _check_gpus(request.device)
     state = DistributedState()
     state._timeouts = request.timeouts
     state.set_global(
@@ -391,6 +395,23 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     with sources_named(request.sources):
         set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
     return state
+
+
+def _check_gpus(device: torch.device) -> None:
+    """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    told: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(told, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(told):
+        ranks.setdefault(place, []).append(rank)
+    for (host, _), sharing in ranks.items():
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"{ranks_text(sharing)} have the same GPU of {host}, which NCCL refuses; give each its own "
+                "(device='cuda' counts by the rank on the node), or backend='gloo'"
+            )
 
 
 def set_up_cells(
