@@ -18,6 +18,7 @@ from tests.nccl.traces import Record
 from tests.ports import free_port
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import run_world
+from xffl.aggregation.levels import Level, Levels
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.parallel import DistributedStrategy
@@ -86,15 +87,21 @@ def _make_rounds(
     model: str = "plain",
     count: int = 2,
     behind: float | bool = False,
+    groups: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
     """Make rounds.
 
+    :param groups: Cells of each facility, where rounds climb two levels.
     :param behind: Whether they take place behind the next steps: merged with this ``alpha``, or without one.
     """
     weight = None if "privacy" in options else 1.0
     shared = xffl.shard(model_of(model), state)
-    aggregator = xffl.Aggregator(shared, state, **{"bucket_bytes": 2**14, "overlap": bool(behind), **options})
+    if groups:
+        levels = [Level(), Level(groups=groups, **options)]
+        aggregator: xffl.Aggregator = Levels(shared, state, levels, bucket_bytes=2**14)
+    else:
+        aggregator = xffl.Aggregator(shared, state, **{"bucket_bytes": 2**14, "overlap": bool(behind), **options})
     for _ in range(count):
         with torch.no_grad():
             for parameter in shared.parameters():

@@ -77,6 +77,8 @@ ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     "unequal replicas": ((3, 1), 1, ({"rails": True}, {"model": "buffers", "atomic": False})),
     "a pair between": ((1, 2, 1), None, ({}, {"secure": True}, {"combine": "median"}, *CODED.values())),
     "eight": ((4, 4), 2, ({"rails": True}, *(OPTIONS if ALL else ()))),
+    "levels": ((1,) * 4, None, ({"groups": (2, 2)}, {"groups": (1, 3), "codec": "bf16"})),
+    "levels, hsdp": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
     "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1"},)),
 }
 
