@@ -470,6 +470,10 @@ def _cuda(gpus: int) -> dict[str, Any]:
     def set_device(device: Any) -> None:
         _gpu.index = _index(device)
 
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        with _Mode():  # torch asks for it where none is on
+            return torch.zeros(16, dtype=torch.uint8, device=torch.device("cuda", _gpu.index))
+
     def synchronize(device: Any = None) -> None:
         _gpu.add(HostWait(_line()))
 
@@ -491,7 +495,7 @@ def _cuda(gpus: int) -> dict[str, Any]:
         "get_device_name": lambda device=None: "pretended",
         "get_device_properties": lambda device=None: SimpleNamespace(uuid=f"GPU-{_index(device)}"),
         "get_device_capability": lambda device=None: (9, 0),
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "get_rng_state": get_rng_state,
         "mem_get_info": lambda device=None: (60 * 2**30, 80 * 2**30),
         **dict.fromkeys(
             ("empty_cache", "init", "_lazy_init", "set_rng_state", "manual_seed", "manual_seed_all"), nothing
