@@ -125,7 +125,7 @@ def training(
     with DistributedStrategy.from_config(
         configure(strategy_name, mesh, options, mixed_precision=precision)
     ) as strategy:
-        model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
+        model = strategy.wrap_model(Decoder(layers=mesh.get("pp", 1)), loss=loss_of)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         aggregator = xffl.Aggregator(model, strategy.state)
         for step in range(steps):

@@ -375,7 +375,10 @@ def server(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> 
             model = copy
 
 
-@pytest.mark.parametrize("case", [algorithms, server], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("sizes, shape", [LAYOUTS[1], LAYOUTS[7]], ids=str)
+@pytest.mark.parametrize(
+    "case, sizes, shape",
+    [(algorithms, *LAYOUTS[7]), (server, *LAYOUTS[1])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_algorithms(case: Callable[..., None], sizes: tuple[int, ...], shape: Shape) -> None:
     run_world(sum(sizes), case, sizes, shape)
