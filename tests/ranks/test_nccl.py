@@ -74,7 +74,7 @@ ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     "ddp": ((2, 2), 1, ({}, {"rails": True}, {"rails": True, "behind": True}, {"model": "buffers", "behind": True})),
     "unequal hsdp": ((4, 2), 2, ({}, {"rails": True}, {"rails": True, "behind": True}, PRIVATE, CODED["int8"])),
     "unequal replicas": ((3, 1), 1, ({"rails": True}, {"model": "buffers", "atomic": False})),
-    "a pair between": ((1, 2, 1), None, ({}, {"secure": True}, {"combine": "median"}, *CODED.values())),
+    "a pair between": ((1, 2, 1), None, ({}, {"combine": "median"}, CODED["topk"], CODED["bf16"])),
     "eight": ((4, 4), 2, ({"rails": True}, *(OPTIONS if ALL else ()))),
     "levels": ((1,) * 4, None, ({"groups": (2, 2)}, {"groups": (1, 3), "codec": "bf16"})),
     "levels, hsdp": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
