@@ -272,9 +272,7 @@ def _assemble(
     """Plan a rank's lanes and prepare what walks them; collective over the world."""
     topology, rank = place.topology, place.rank
     holders = () if spread is None else spread.holders
-    # FSDP's meshes use the state's groups, which an exchange that fails on a GPU must not take along.
-    is_own = options.overlap or device.type == "cuda"
-    routes = routes_of(place, is_railed=options.rails, is_own=is_own, holders=holders)
+    routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
     tracks = _tracks(manifest, items, options, place, routes, device)
     progress = Progress(device, place.state._timeouts.across_s)
     crossing = Crossing(

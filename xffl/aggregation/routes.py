@@ -126,7 +126,8 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
     :param place: Where rounds take place.
     :param is_railed: Whether replicas take turns: then any rank may meet any other.
     :param is_own: Make groups that nobody else uses, collectively over the world, instead of taking the state's: for
-        rounds beside which the caller's own collectives go on.
+        rounds beside which the caller's own collectives go on. On GPUs they are always made, since FSDP's meshes use
+        the state's, and an exchange that fails must not take those along.
     :param holders: Shards that hold the same elements, for each of which a group is made; the same on all ranks.
     :return: The groups.
     """
@@ -134,7 +135,8 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
     across: tuple[dist.ProcessGroup | None, ...] = ()
     replica = cell = None
     made: list[dist.ProcessGroup] = []
-    if is_own and groups is None:
+    device = transfer_device(state)
+    if (is_own or device.type == "cuda") and groups is None:
         create = _recorded(state, made, place.first)
         groups = make_round_groups(create, place.topology, place.rank, state._timeouts.session_s, state._handles())
         made += groups["world"] or ()
@@ -154,7 +156,7 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
     across = (world,) if is_railed else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
-    connect((*across, replica, cell, *shared.values(), *votes), transfer_device(state))
+    connect((*across, replica, cell, *shared.values(), *votes), device)
     make = partial(routes_of, place, is_railed=is_railed, is_own=is_own, holders=holders)
     own = (*made, *place.own)
     return Routes(world, across, replica, cell, is_railed, own, place.first, shared, None if place.own else make)
