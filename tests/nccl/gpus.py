@@ -28,12 +28,11 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from tests.nccl.races import Races
+from tests.nccl.races import Races, leaves_of
 from tests.nccl.traces import Call, Group, HostWait, Join, Mark, Move, Record, Wait
 
-__all__ = ["BACKEND", "Broken", "pretended_gpu"]
+__all__ = ["BACKEND", "Broken", "guard", "pretended_gpu"]
 
 BACKEND = "cpu:gloo,cuda:pretended_nccl"
 KNOWN_TYPES = {
@@ -171,7 +170,7 @@ class _Mode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         if any(isinstance(leaf, DTensor) for leaf in leaves):
             return NotImplemented  # it comes again, for its parts
         if not any(
@@ -210,7 +209,7 @@ def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Write a collective down, and give back what the backend would."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     group = dist.ProcessGroup.unbox(named["process_group"])
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     kind = func._schema.name.partition("::")[2].strip("_")
     if kind in ("send", "recv"):
         ranks = dist.get_process_group_ranks(group)
@@ -227,7 +226,7 @@ def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         options += f" from {named['root_rank']}"
     outs = args[0]
     is_source = named.get("root_rank") == group.rank()
-    written = tree_leaves(outs) if not (kind == "broadcast" and is_source) else []
+    written = leaves_of(outs) if not (kind == "broadcast" and is_source) else []
     work = dist.Work.boxed(_note(kind, group, tensors, options=options, result=outs, written=written))
     return work if len(func._schema.returns) == 1 else (outs, work)
 
@@ -240,7 +239,7 @@ def _functional(func: Any, args: Sequence[Any]) -> None:
         return
     groups = [arg for arg in args if isinstance(arg, str) and arg in c10d._world.pg_names.values()]
     if groups:
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor)]
         _note(name, c10d._resolve_process_group(groups[-1]), tensors)
 
 
@@ -372,6 +371,9 @@ def _stream(stream: Stream | None) -> Iterator[None]:
         yield
 
 
+def _nothing(*args: object) -> None: ...
+
+
 def _create(common: Any, options: Any) -> Any:
     make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     return make(common.group_rank, common.group_size, options)
@@ -388,7 +390,9 @@ def pretended_gpu(index: int, gpus: int = 8) -> Iterator[tuple[list[Record], lis
     global _gpu
     if "pretended_nccl" not in dist.Backend.backend_list:
         dist.Backend.register_backend("pretended_nccl", _create, extended_api=True, devices=["cuda"])
-    _load_guard()
+    library = guard()
+    if library is not None:
+        ctypes.CDLL(str(library))
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # FakeTensors cannot be put into a parameter
     Stream.made = Event.made = 0
     _gpu = _Gpu(index)
@@ -398,7 +402,7 @@ def pretended_gpu(index: int, gpus: int = 8) -> Iterator[tuple[list[Record], lis
             torch.Tensor, **{name: _reader(name) for name in READS}, data_ptr=_address(torch.Tensor.data_ptr)
         ),
         mock.patch.object(FakeTensor, "tolist", _reader("tolist", FakeTensor)),
-        mock.patch.object(fake_tensor, "init_gpu_context"),
+        mock.patch.object(fake_tensor, "init_gpu_context", _nothing),
         mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)),
         mock.patch.object(threading, "Thread", _Inline),
         *(mock.patch.object(place, "batch_isend_irecv", _batch) for place in (dist, c10d)),
@@ -415,10 +419,10 @@ def pretended_gpu(index: int, gpus: int = 8) -> Iterator[tuple[list[Record], lis
 
 
 @cache
-def _load_guard() -> None:
-    """Load what a build of torch for CPUs lacks, compiled once for each version."""
+def guard() -> Path | None:
+    """Return what a build of torch for CPUs lacks, compiled once for each version; it takes some seconds."""
     if torch.version.cuda is not None:
-        return
+        return None
     source, home = Path(__file__).with_name("guard.cpp"), Path(torch.__file__).parent
     made_of = f"{torch.__version__} {home}\n{source.read_text()}"
     library = Path(tempfile.gettempdir()) / f"xffl-guard-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
@@ -429,7 +433,7 @@ def _load_guard() -> None:
         command += [f"-I{include / 'torch/csrc/api/include'}", str(source), f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"]
         subprocess.run([*command, f"-Wl,-rpath,{home / 'lib'}", "-o", str(half)], check=True)
         half.rename(library)
-    ctypes.CDLL(str(library))
+    return library
 
 
 READS = {"tolist": list, "item": lambda value: value, "__bool__": bool, "__float__": float, "__int__": int}

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["Races"]
+__all__ = ["Races", "leaves_of"]
 
 FRESH = re.compile(r"aten::(new_.*|empty.*|zeros_like|ones_like|full_like|rand.*like)")
 """Operators that read nothing of the tensors that they are given."""
@@ -60,14 +59,14 @@ class Races:
         given = list(zip(func._schema.arguments, args, strict=False))
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
         for argument, value in given:
-            tensors = [leaf for leaf in tree_leaves(value) if _is_on_gpu(leaf)]
+            tensors = [leaf for leaf in leaves_of(value) if _is_on_gpu(leaf)]
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += tensors
             elif argument.alias_info is None and not FRESH.fullmatch(name):
                 read += tensors
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         if not is_view and not written:
-            written = [leaf for leaf in tree_leaves(result) if _is_on_gpu(leaf)]
+            written = [leaf for leaf in leaves_of(result) if _is_on_gpu(leaf)]
         if read or written:
             self._begin(stream)
             self._use(stream, read, written, stream, f"{name} at {line()}")
@@ -146,6 +145,13 @@ class Races:
             if not (writes and first <= use.first and use.last <= last):
                 kept.append(use)
         self._uses[key] = [*kept[1 - KEPT :], _Use(stream, self._now, first, last, writes, what)]
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return what lies in an operator's arguments or results, in lists, tuples and keywords."""
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in leaves_of(part)]
+    return leaves_of([*value.values()]) if isinstance(value, dict) else [value]
 
 
 def _merge(into: dict[Hashable, int], other: dict[Hashable, int]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations, product
 from typing import Any
 from unittest import mock
 
@@ -22,7 +24,11 @@ from tests.nccl.traces import Call, HostWait, Join
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation import crossing
+from xffl.aggregation.options import Options
+from xffl.aggregation.privacy import Privacy
 from xffl.aggregation.progress import Progress
+from xffl.aggregation.registry import make
+from xffl.aggregation.server import server_of
 from xffl.distributed import backends
 from xffl.distributed.process_group import setup_distributed_process_group
 from xffl.errors import ConfigError
@@ -37,57 +43,119 @@ pytestmark = pytest.mark.skipif(
 ALL = bool(os.environ.get("NCCL_ALL"))
 """Whether every case is run, as ``make nccl`` does; else those that ask NCCL for something that others do not."""
 
-LITTLE = {"model": "little", "bucket_bytes": 2**10}
-"""Codecs take hundreds of operators for each bucket."""
+Layout = tuple[tuple[int, ...], int | None]
 
-PRIVATE = {"privacy": {"name": "dp_fedavg", "clip": 1.0, "noise": 1.0}, "count": 1}
-CODED: dict[str, dict[str, Any]] = {
-    "bf16": {"codec": "bf16", "form": "all_gather", **LITTLE},
-    "fp16": {"codec": "fp16", "form": "two_hop", **LITTLE},
-    "int8": {"codec": "int8", "form": "two_hop", **LITTLE},
-    "int4": {"codec": "int4", "form": "all_gather", **LITTLE},
-    "topk": {"codec": "topk:0.1", "form": "all_gather", **LITTLE},
+LAYOUTS: list[Layout] = [((2, 2), None), ((4, 2), None), ((3, 1), None), ((2, 2), 1), ((4, 2), 2)]
+"""Sizes of cells, and the ranks of a replica; all options are tried on each."""
+
+PRIVATE = Privacy(clip=1.0, noise=1.0)
+CHOICES: dict[str, list[Any]] = {
+    "layout": LAYOUTS + ([((3, 1), 1), ((1, 2, 1), None), ((4, 4), 2)] if ALL else []),
+    "codec": ["none", "bf16", "int8", "topk:0.1"] + (["fp16", "int4"] if ALL else []),
+    "form": ["all_gather", "two_hop"],
+    "behind": [False, True, 0.5],
+    "server": [None, "fedadam:lr=0.03", "torch.optim.AdamW:lr=0.1"],
+    "combine": ["mean", "median"],
+    "fragments": [1, 2],
+    "rails": [False, True],
+    "atomic": [True, False],
+    "nonfinite": ["reject", "drop_cell"],
+    "norms": [False, True],
+    "privacy": [None, PRIVATE],
+    "model": ["little", "buffers"],
 }
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"behind": True},
-    {"behind": 0.5, "model": "buffers"},
-    {"fragments": 2, "behind": True},
-    {"atomic": False, "count": 1},
-    {"nonfinite": "drop_cell", "norms": True, "count": 1},
-    {"server": "fedadam:lr=0.03"},
-    {"server": "torch.optim.AdamW:lr=0.1", "count": 1},
-    PRIVATE,
-    *(CODED[name] for name in (CODED if ALL else ("fp16", "int8"))),
-)
-"""Kinds of rounds that go with all cells."""
+"""What a round may be asked for; the first of each is what is meant where nothing is said."""
 
+
+make_once, server_once = cache(make), cache(server_of)
+
+
+def go_together(
+    *, layout: Layout, behind: object, codec: str, model: str, combine: str, server: str | None, **options: Any
+) -> bool:
+    """Whether an aggregator takes these, by its own check."""
+    if options["privacy"] and model == "buffers":  # which would cross as they are
+        return False
+    made = {"combine": make_once("combine", combine), "server": server_once(server)}
+    try:
+        Options.of(bucket_bytes=2**10, overlap=bool(behind), secure=False, **made, **options)
+    except ConfigError:
+        return False
+    return True
+
+
+def covering(
+    choices: dict[str, list[Any]], allowed: Callable[..., bool], strength: int = 2
+) -> Iterator[dict[str, Any]]:
+    """Yield few rows, each a choice of everything, in which all choices meet that go together.
+
+    :param strength: How many of them at a time: 2 for all pairs.
+    """
+    usual = {name: values[0] for name, values in choices.items()}
+    places = [[(name, place) for place in range(len(values))] for name, values in choices.items()]
+    wanted = {
+        frozenset(chosen)
+        for names in combinations(places, strength)
+        for chosen in product(*names)
+        if allowed(**{**usual, **{name: choices[name][place] for name, place in chosen}})
+    }
+    while wanted:
+        row = dict(min(wanted, key=sorted))
+        for name in [name for name in choices if name not in row]:
+            others = list(combinations(row.items(), strength - 1))
+            met = [sum(frozenset((*some, (name, place))) in wanted for some in others) for place in range(len(choices[name]))]
+            for place in sorted(range(len(met)), key=lambda place: -met[place]):
+                row[name] = place
+                if allowed(**usual | {key: choices[key][value] for key, value in row.items()}):
+                    break
+        wanted -= {frozenset(chosen) for chosen in combinations(row.items(), strength)}
+        yield {name: choices[name][place] for name, place in row.items()}
+
+
+def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
+    """Return what rounds of a layout are asked for: all that is said otherwise than usual."""
+    rows = covering(CHOICES, go_together, 3 if ALL else 2)
+    chosen = [{name: value for name, value in row.items() if name != "layout"} for row in rows if row["layout"] == layout]
+    counts = [row["fragments"] + (row["codec"] != "none") for row in chosen]  # a codec shortens no first round
+    return tuple({**row, "bucket_bytes": 2**11, "count": count} for row, count in zip(chosen, counts, strict=True))
+
+
+CODED = {"model": "little", "bucket_bytes": 2**10}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
     "one cell, fsdp": ((), None, ({}, {"behind": True})),
     "one cell, hsdp": ((), 2, ({},)),
-    "two ranks": ((1, 1), None, ({}, {"model": "buffers"}, CODED["int8"])),
+    "two ranks": ((1, 1), None, ({}, {"model": "buffers"}, {"codec": "int8", **CODED})),
     "three ranks": ((1, 1, 1), None, ({"form": "two_hop"}, {"secure": True}, {"combine": "median"})),
-    "fsdp": ((2, 2), None, OPTIONS),
-    "unequal fsdp": ((4, 2), None, OPTIONS),
-    "a rank and three": ((3, 1), None, OPTIONS),
-    "ddp": ((2, 2), 1, ({}, {"rails": True}, {"rails": True, "behind": True}, {"model": "buffers", "behind": True})),
-    "unequal hsdp": ((4, 2), 2, ({}, {"rails": True}, {"rails": True, "behind": True}, PRIVATE, CODED["int8"])),
-    "unequal replicas": ((3, 1), 1, ({"rails": True}, {"model": "buffers", "atomic": False})),
-    "a pair between": ((1, 2, 1), None, ({}, {"combine": "median"}, CODED["topk"], CODED["bf16"])),
-    "eight": ((4, 4), 2, ({"rails": True}, *(OPTIONS if ALL else ()))),
+    "a pair between": ((1, 2, 1), None, ({}, {"codec": "topk:0.1", "form": "all_gather", **CODED})),
+    "eight": ((4, 4), 2, ({"rails": True, "model": "little"},)),
     "levels": ((1,) * 4, None, ({"groups": (2, 2)}, {"groups": (1, 3), "codec": "bf16"})),
     "levels, hsdp": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
-    "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1"},)),
+    "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1", "model": "little"},)),
+    **{f"pairs of options, {cells}, {hsdp}": (cells, hsdp, ()) for cells, hsdp in CHOICES["layout"]},
 }
 
 
+@pytest.mark.timeout(1800 if ALL else 300)
 @pytest.mark.parametrize("name", ROUNDS)
 def test_rounds_keep_nccls_rules(name: str) -> None:
     """Set-up, shared weights and rounds: nobody hangs, everything fits, no stream runs into another."""
     cells, hsdp, options = ROUNDS[name]
-    traces, races = traces_of(sum(cells) or 4, rounds, cells, hsdp, *options)
+    if not options:
+        options = options_of((cells, hsdp))
+    traces, races = traces_of(sum(cells) or 4, rounds, cells, hsdp, *options, timeout_s=1700 if ALL else 200)
     assert faults_of(traces) + races == []
     assert all(any(isinstance(record, Call) for record in trace) for trace in traces)
+
+
+def test_few_rows_have_all_pairs() -> None:
+    """And none that an aggregator refuses."""
+    rows = list(covering(CHOICES, go_together))
+    assert len(rows) < 60 and all(go_together(**row) for row in rows)
+    for first, second in combinations(CHOICES, 2):
+        met = {(str(row[first]), str(row[second])) for row in rows}
+        for one, other in product(CHOICES[first], CHOICES[second]):
+            usual = {name: values[0] for name, values in CHOICES.items()}
+            assert ((str(one), str(other)) in met) == go_together(**usual | {first: one, second: other})
 
 
 @pytest.mark.parametrize("options", [{}, {"rails": True}, {"atomic": False}, {"fragments": 2, "count": 4}], ids=str)
