@@ -33,7 +33,9 @@ __all__ = ["WorldError", "fake_world", "run_script", "run_world"]
 PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
     *("pytest", "xffl.aggregation.levels", "xffl.aggregation.scaling", "xffl.parallel.shard"),
-    *("sklearn.datasets", "torchmetrics", "xffl.training.trainer"),
+    *("sklearn.datasets", "torchmetrics", "xffl.distributed.session", "xffl.training.trainer"),
+    # What registered names, secure sums and profiles import when they are first asked for.
+    *("docstring_parser", "cryptography.hazmat.primitives.kdf.hkdf", "torch.utils.serialization.config"),
     # Where DeepSpeed is installed: its first engine imports torch's compiler through it, seconds on every rank.
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]

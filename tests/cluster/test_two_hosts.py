@@ -111,17 +111,19 @@ def test_places_over_two_hosts(ranks: tuple[int, ...], mpi: Mpi, two_hosts: Host
     check_places(run([*command, *WHERE], environ), ranks)
 
 
-def test_training_over_two_hosts(mpi: Mpi, two_hosts: Hosts, run: Run, tmp_path: Path, on_this_machine: Any) -> None:
-    command, environ = ranks_over_ssh(mpi, two_hosts, (2, 2), XFFL_FEDERATED="2,2")
+def test_training_over_two_hosts(
+    openmpi: Mpi, two_hosts: Hosts, run: Run, tmp_path: Path, on_this_machine: Any
+) -> None:
+    command, environ = ranks_over_ssh(openmpi, two_hosts, (2, 2), XFFL_FEDERATED="2,2")
     out = tmp_path / "metrics.jsonl"
     check_training(run, two_hosts, command, environ, out, on_this_machine((2, 2)))
 
 
 def test_training_in_an_allocation_of_two_hosts(
-    mpi: Mpi, two_hosts: Hosts, two_hosts_slurm: dict[str, str], run: Run, tmp_path: Path, on_this_machine: Any
+    mpich: Mpi, two_hosts: Hosts, two_hosts_slurm: dict[str, str], run: Run, tmp_path: Path, on_this_machine: Any
 ) -> None:
     """The ranks find the cells as well: what SLURM tells of its network reaches them through mpirun's daemons."""
-    command, environ = ranks_in_allocation(mpi, two_hosts, two_hosts_slurm, (1, 1), XFFL_FEDERATED="auto")
+    command, environ = ranks_in_allocation(mpich, two_hosts, two_hosts_slurm, (1, 1), XFFL_FEDERATED="auto")
     out = tmp_path / "metrics.jsonl"
     check_training(run, two_hosts, command, environ, out, on_this_machine((1, 1)))
 
@@ -136,8 +138,8 @@ def test_places_in_an_allocation_of_two_hosts(
     assert {place["launcher"] for place in found} < {"openmpi", "mpich"}
 
 
-def test_a_killed_rank_ends_the_job(mpi: Mpi, two_hosts: Hosts) -> None:
-    command, environ = ranks_over_ssh(mpi, two_hosts, (1, 1), XFFL_FEDERATED="1,1")
+def test_a_killed_rank_ends_the_job(openmpi: Mpi, two_hosts: Hosts) -> None:
+    command, environ = ranks_over_ssh(openmpi, two_hosts, (1, 1), XFFL_FEDERATED="1,1")
     before, others = sum(two_hosts.crossed()), set(two_hosts.processes("a1", "b1"))
     script = [sys.executable, str(DEMO), "--epochs", "1000000"]
     job = subprocess.Popen(

@@ -175,9 +175,9 @@ def mpi_workflow(mpi: Mpi, hosts: Hosts, environ: dict[str, str]) -> tuple[str, 
 
 
 def test_mpi_over_two_hosts(
-    mpi: Mpi, two_hosts: Hosts, environ: dict[str, str], project: Path, local: dict[str, list[Any]]
+    openmpi: Mpi, two_hosts: Hosts, environ: dict[str, str], project: Path, local: dict[str, list[Any]]
 ) -> None:
-    script, environ = mpi_workflow(mpi, two_hosts, environ)
+    script, environ = mpi_workflow(openmpi, two_hosts, environ)
     name = Path(script).stem
     before = two_hosts.crossed()
     command = two_hosts.command("a1", script, *configuration(project, name))

@@ -23,7 +23,7 @@ Cells = list[Array]
 Memory = dict[str, Any]
 
 ROUNDS = 10
-TWO_CELLS = [((2, 2), None), ((4, 2), 2), ((3, 1), None)]
+TWO_CELLS = [((4, 2), 2), ((3, 1), None)]
 MORE_CELLS = [((2, 1, 1, 1, 1), None), ((2, 1, 1, 1, 1), 1)]
 
 

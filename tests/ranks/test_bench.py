@@ -319,8 +319,8 @@ def test_an_atomic_round_takes_one_copy_and_values_arrive_there(tmp_path: Path) 
     out = tmp_path / "memory.json"
     script = str(ROOT / "benchmarks" / "round.py")
     words = ["--parameters", "25e6", "--memory", "--out", str(out)]
-    ran = xffl("exec", "--processes", "2", "--federated", "1,1", script, *words)
-    assert ran.returncode == 0, ran.stderr
+    ran = run_script(2, [script, *words], tmp_path, XFFL_FEDERATED="1,1")
+    assert [code for code, _ in ran] == [0, 0]
     found = json.loads(out.read_text())["memory"]
     atomic, in_place = (found[kind]["peak_bytes"] for kind in ("atomic", "in-place"))
     assert found["atomic"]["shard_bytes"] == 100_000_000

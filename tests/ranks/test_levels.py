@@ -28,11 +28,9 @@ POLICIES = {"*fixed": "average"}
 NODES: tuple[tuple[int, ...], int | None, Groups] = ((1,) * 8, None, ((2, 2, 2, 2), (2, 2)))
 FACILITIES: list[tuple[tuple[int, ...], int | None, Groups]] = [
     ((2, 2, 2, 2), None, ((2, 2),)),
-    ((1,) * 8, None, ((4, 4),)),
     ((2, 2, 2, 2), None, ((3, 1),)),
     ((4, 4), 2, ((1, 1),)),
     ((4, 2, 2), 2, ((2, 1),)),
-    ((2, 2, 2, 2), 1, ((2, 2),)),
     NODES,
 ]
 

@@ -103,7 +103,10 @@ def covering(
         row = dict(min(wanted, key=sorted))
         for name in [name for name in choices if name not in row]:
             others = list(combinations(row.items(), strength - 1))
-            met = [sum(frozenset((*some, (name, place))) in wanted for some in others) for place in range(len(choices[name]))]
+            met = [
+                sum(frozenset((*some, (name, place))) in wanted for some in others)
+                for place in range(len(choices[name]))
+            ]
             for place in sorted(range(len(met)), key=lambda place: -met[place]):
                 row[name] = place
                 if allowed(**usual | {key: choices[key][value] for key, value in row.items()}):
@@ -115,7 +118,9 @@ def covering(
 def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
     """Return what rounds of a layout are asked for: all that is said otherwise than usual."""
     rows = covering(CHOICES, go_together, 3 if ALL else 2)
-    chosen = [{name: value for name, value in row.items() if name != "layout"} for row in rows if row["layout"] == layout]
+    chosen = [
+        {name: value for name, value in row.items() if name != "layout"} for row in rows if row["layout"] == layout
+    ]
     counts = [row["fragments"] + (row["codec"] != "none") for row in chosen]  # a codec shortens no first round
     return tuple({**row, "bucket_bytes": 2**11, "count": count} for row, count in zip(chosen, counts, strict=True))
 

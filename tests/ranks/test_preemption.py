@@ -50,13 +50,6 @@ CASES: dict[str, Case] = {
         "federation": {"every": 9},
         "batch_size": 8,
     },
-    "int8 with error feedback, diloco with momentum": {
-        "ranks": 2,
-        "federated": (1, 1),
-        "federation": {"algorithm": "diloco", "every": 7, "aggregator": {"codec": "int8"}},
-        "accumulation": 2,
-        "batch_size": 5,
-    },
     "rounds that are always under way": {  # in cell 0, which makes fewer steps than a round takes
         "ranks": 3,
         "federated": (1, 2),
@@ -70,11 +63,6 @@ CASES: dict[str, Case] = {
         "federation": {"every": "per_cell:counts=[2, 2]", "delay": 2, "aggregator": {"overlap": True}},
         "saving": {"save_final": False},
         "is_deaf": True,
-    },
-    "fragments with momentum": {
-        "ranks": 2,
-        "federated": (1, 1),
-        "federation": {"algorithm": "streaming_diloco", "every": 4},
     },
 }
 

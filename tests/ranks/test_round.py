@@ -22,7 +22,6 @@ Layout = tuple[tuple[int, ...], int | None]
 LAYOUTS: list[Layout] = [
     ((1, 1), None),
     ((2, 2), None),
-    ((2, 2), 2),
     ((4, 4), 2),
     ((3, 1), 1),
     ((3, 1), None),

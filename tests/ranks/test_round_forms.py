@@ -30,7 +30,7 @@ from tests.worlds import run_world
 from xffl.aggregation import crossing, late
 from xffl.aggregation.routes import Move, start_moves
 
-LAYOUTS = [((1, 1), None), ((2, 2), 1), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]
+LAYOUTS = [((1, 1), None), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]
 
 
 def every_way(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None) -> int:

@@ -36,7 +36,6 @@ PLAN = {
 }
 
 LAYOUTS: list[tuple[tuple[int, ...], Shape]] = [
-    ((2, 2), {"dp_replicate": -1, "dp_shard": 1, "tp": 2}),
     ((4, 4), {"dp_replicate": 1, "dp_shard": 2, "tp": 2}),
     ((4, 4), {"dp_replicate": 2, "tp": 2}),
     ((4, 2), {"dp_replicate": -1, "dp_shard": 1, "tp": 2}),
@@ -377,7 +376,7 @@ def server(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> 
 
 @pytest.mark.parametrize(
     "case, sizes, shape",
-    [(algorithms, *LAYOUTS[7]), (server, *LAYOUTS[1])],
+    [(algorithms, *LAYOUTS[-1]), (server, *LAYOUTS[0])],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_algorithms(case: Callable[..., None], sizes: tuple[int, ...], shape: Shape) -> None:
