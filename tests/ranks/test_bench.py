@@ -147,7 +147,7 @@ def test_what_is_started_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def measured(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, megabytes: float) -> Any:
-    return measure(make_state(rank, sizes, hsdp), Effort(megabytes, repeats=2, warmup=1))
+    return measure(make_state(rank, sizes, hsdp), Effort(megabytes, repeats=1, warmup=1))
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,11 @@ def measured(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | Non
     [
         ((1, 1, 1), None, ["federated"], []),
         ((4, 4), 2, ["federation", "shard", "replica", "federated"], ["rails"]),
-        ((2, 1), None, ["federation", "federated"], []),
     ],
     ids=str,
 )
 def test_other_layouts(sizes: tuple[int, ...], hsdp: int | None, kinds: list[str], more: list[str]) -> None:
-    first, *others = run_world(sum(sizes), measured, sizes, hsdp, 1.0)
+    first, *others = run_world(sum(sizes), measured, sizes, hsdp, 0.3)
     assert others == [None] * len(others)
     check(json.loads(json.dumps(first)), kinds, [*ROUNDS, *more])
     assert first["rows"][0]["bytes_across"]["total"] == 8 * len(sizes)  # the ring leaves each cell once
