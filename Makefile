@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-GPU_TESTS = tests/ranks/test_gpu.py tests/unit/test_codec.py tests/unit/test_quantize.py tests/unit/test_state_fake.py
+GPU_TESTS = tests/ranks/test_gpu.py tests/ranks/test_shared_gpu.py tests/unit/test_codec.py tests/unit/test_quantize.py tests/unit/test_state_fake.py
 
 .PHONY: help install demo noniid test gpu wheels lint format docs matrix nccl bench clean
 
@@ -41,10 +41,11 @@ demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digi
 noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
 	$(BIN)/python examples/05_noniid/run.py
 
-# Files of tests run side by side, more than there are cores: they mostly wait. Those that measure seconds run alone.
+# Files of tests run side by side, with real launchers more than there are cores: these also wait. Those that measure
+# seconds run alone.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 ifneq ($(CLUSTER),only)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/cluster
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
 ifneq ($(wildcard /dev/nvidiactl),)
 	$(BIN)/python -m pytest -m gpu -q $(GPU_TESTS)
 endif

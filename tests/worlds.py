@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.ports import free_port
 
-__all__ = ["WorldError", "fake_world", "run_script", "run_world"]
+__all__ = ["WorldError", "be_launched", "fake_world", "run_script", "run_world"]
 
 PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
@@ -113,16 +113,23 @@ def run_script(
     :param environ: Further variables, such as ``XFFL_FEDERATED``.
     :return: Exit code and standard output, by rank.
     """
-    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
-    return run_world(world_size, _be_script, words, str(folder), {**place, **environ}, init=False, timeout_s=timeout_s)
+    port = free_port()
+    return run_world(world_size, _be_script, port, words, str(folder), environ, init=False, timeout_s=timeout_s)
+
+
+def be_launched(rank: int, world_size: int, port: int) -> None:
+    """Give this process what a launcher tells a rank: all are on one node, and meet at a port of it."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}})
 
 
 def _be_script(
-    rank: int, world_size: int, words: list[str], folder: str, environ: dict[str, str]
+    rank: int, world_size: int, port: int, words: list[str], folder: str, environ: dict[str, str]
 ) -> tuple[int | str, str]:
     """Be a rank that runs a script."""
-    os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank))
+    be_launched(rank, world_size, port)
+    os.environ.update(environ)
     os.chdir(folder)
     out = io.StringIO()
     code: int | str | None = None

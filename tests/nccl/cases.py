@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from tests.nccl.gpus import BACKEND, guard, pretended_gpu
 from tests.nccl.traces import Record
 from tests.ports import free_port
 from tests.ranks.test_strategies import CASES, configure
-from tests.worlds import run_world
+from tests.worlds import be_launched, run_world
 from xffl.aggregation.levels import Level, Levels
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
@@ -43,9 +42,7 @@ def traces_of(
 
 
 def _be_rank(rank: int, world_size: int, port: int, case: Callable[[], None]) -> tuple[list[Record], list[str]]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    be_launched(rank, world_size, port)
     with pretended_gpu(rank, gpus=world_size) as (trace, races):
         case()
         return list(trace), list(dict.fromkeys(races))

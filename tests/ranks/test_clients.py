@@ -20,7 +20,7 @@ from xffl.aggregation.clients import Client, FedProx, Scaffold
 from xffl.aggregation.schedules import PerCell
 from xffl.distributed.distributed_state import DistributedState
 
-LAYOUTS = [((2, 2), None), ((4, 4), 2), ((4, 2), None), ((2, 1), 1)]
+LAYOUTS = [((2, 2), None), ((4, 2), None), ((2, 1), 1)]
 RATE = 0.1
 ROUNDS = 4
 

@@ -23,7 +23,7 @@ from xffl.errors import ConfigError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
 
-STEPS = 20
+STEPS = 5
 BATCH = 8
 
 

@@ -22,7 +22,7 @@ from xffl.errors import ConfigError, StateError
 from xffl.parallel.pipeline import PipelineModel
 from xffl.parallel.stages import Skip, split_model
 
-STEPS = 20
+STEPS = 8
 TIGHT = 1e-5
 
 

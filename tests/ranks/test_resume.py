@@ -27,10 +27,7 @@ Case = dict[str, Any]
 CASES: dict[str, Case] = {
     "single": {"ranks": 1, "strategy": "single"},
     "saved at epochs' ends": {"ranks": 1, "saving": {"every_epochs": 1}, "interval": "epoch", "batch_size": 40},
-    "fsdp, accumulating": {"ranks": 2, "strategy": "fsdp", "accumulation": 3, "batch_size": 4},
-    "hsdp": {"ranks": 4, "strategy": "hsdp", "mesh": {"dp_shard": 2, "dp_replicate": 2}},
     "ddp, asynchronous": {"ranks": 2, "strategy": "ddp", "is_async": True},
-    "two unequal cells": {"ranks": 3, "strategy": "fsdp", "federated": (2, 1), "federation": {"every": 4}},
     "diloco": {"ranks": 2, "federated": (1, 1), "federation": {"algorithm": "diloco", "every": 3}},
     "error feedback": {
         "ranks": 2,
@@ -38,11 +35,6 @@ CASES: dict[str, Case] = {
         "federation": {"every": 3, "aggregator": {"codec": "int8"}},
         "accumulation": 2,
         "batch_size": 5,
-    },
-    "delayed rounds": {
-        "ranks": 2,
-        "federated": (1, 1),
-        "federation": {"every": 4, "delay": 2, "aggregator": {"overlap": True}},
     },
     "fragments with momentum": {
         "ranks": 3,

@@ -253,19 +253,6 @@ def test_fsdp_and_tensor_parallel_are_a_single_process() -> None:
         )
 
 
-def hsdp(rank: int, world_size: int) -> Told:
-    mesh = mesh_of({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, rank)
-    model = apply_tensor_parallel(make_decoder(), mesh["tp"])
-    under_fsdp(model, mesh["dp_replicate", "dp_shard"])
-    place = rank // 2
-    return train(model, 3, slice(2 * place, 2 * place + 2), dist.group.WORLD)
-
-
-def test_hsdp_and_tensor_parallel_are_a_single_process() -> None:
-    for told in run_world(8, hsdp):
-        same(told, single("decoder", 3))
-
-
 def checked(rank: int, world_size: int) -> None:
     """What is not seen by training."""
     mesh = mesh_of({"tp": 2}, rank)["tp"]

@@ -756,6 +756,20 @@ def test_a_torch_without_gpus_where_none_are_wanted() -> None:
     assert check_torch(told, 4, {"CUDA_VISIBLE_DEVICES": "0"}).status == ERROR
 
 
+@pytest.mark.parametrize(
+    "nccl, environ, told, status",
+    [
+        ([2, 28, 9], {}, "NCCL 2.28.9; ranks that share a GPU need backend='gloo'", OK),
+        ([2, 30, 7], {}, "need backend='gloo' or NCCL_MULTI_RANK_GPU_ENABLE=1", OK),
+        ([2, 30, 7], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "rounds behind local steps are refused", WARNING),
+    ],
+)
+def test_what_gpus_can_do_is_told(nccl: list[int], environ: dict[str, str], told: str, status: str) -> None:
+    here = {"torch": "2.13", "import_s": 2.0, "backends": ["gloo", "nccl"], "gpus": 1, "port": 1, "nccl": nccl}
+    found = check_torch(here, 1, environ)
+    assert found.status == status and found.text.endswith(told)
+
+
 def test_pairs_that_failed_are_named_by_host() -> None:
     good = {"turn": 0, "seconds": 0.5, "mib": 4.0}
     bad = {"turn": 0, "error": "refused"}

@@ -263,6 +263,11 @@ def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert journal.phases == phases and journal.bytes_across == 8
     journal.add("wait", 2.0)
     assert journal.phases == phases | {"wait": 2.0}
+    following = Journal(GPU, journal)
+    for _ in range(5):
+        with following.phase("across"):
+            pass
+    assert len(Mark.made) == 10  # eight of which were the first round's
 
 
 class Calls(TorchFunctionMode):

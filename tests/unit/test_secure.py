@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,8 @@ from xffl.aggregation.crypto import KeyPair, Keystream
 from xffl.aggregation.secure import CHUNK, Masker, SecureSum, make_masker
 from xffl.errors import ConfigError, RoundError, StateError
 from xffl.topology import Topology
+
+x25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.x25519")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PLACE = ("lane", 0, -1)
@@ -380,7 +381,7 @@ def test_both_ends_agree_on_the_secret_of_rfc_7748() -> None:
         ),
         strict=True,
     ):
-        pair._private = X25519PrivateKey.from_private_bytes(bytes.fromhex(private))
+        pair._private = x25519.X25519PrivateKey.from_private_bytes(bytes.fromhex(private))
         pair.public = pair._private.public_key().public_bytes_raw()
     alice, bob = pairs
     info = repr(("xffl pair", *sorted((alice.public, bob.public)), ("run", 1))).encode()

@@ -127,7 +127,7 @@ class Exchange:
         :param keeps_snapshot: Whether that copy is to outlive the round, on every rank.
         :return: What was found.
         """
-        self.journal = Journal(self._device)
+        self.journal = Journal(self._device, self.journal)
         self._progress.forget()
         self.memory.begin()
         self._staging.begin(is_snapshot=is_snapshot or self._protection is not None, keeps_snapshot=keeps_snapshot)

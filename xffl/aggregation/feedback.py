@@ -136,7 +136,7 @@ class Feedback:
         """Return, for each code of this round, the squared norms of what was to be sent and of what was left out."""
         if not self._norms:
             return []
-        whole, left = (torch.stack(column).tolist() for column in zip(*self._norms, strict=True))
+        whole, left = torch.stack([torch.stack(column) for column in zip(*self._norms, strict=True)]).tolist()
         return list(zip(whole, left, strict=True))
 
     def state_dict(self) -> dict[str, torch.Tensor]:

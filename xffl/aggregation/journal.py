@@ -19,10 +19,14 @@ class Journal:
     exception of :meth:`noting`. A GPU's phases are timed on its current stream: the host only hands them over.
 
     :param device: Where values move and are combined.
+    :param before: The journal of the round before, whose marks on the GPU's stream are used again: it must not be asked
+        any more.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: Journal | None = None) -> None:
         self.is_on_gpu = device.type == "cuda"
+        self._marks: list[torch.cuda.Event] = [] if before is None else before._marks
+        self._marked = 0
         self.failure: Exception | None = None
         self.bytes_across = 0
         self.bytes_home = 0
@@ -62,7 +66,7 @@ class Journal:
         :param seconds: How long that took the host.
         :param start: Where it begins on the GPU's current stream.
         """
-        self._handed_over.append((phase, seconds, start, _mark()))
+        self._handed_over.append((phase, seconds, start, self.mark()))
 
     def posted(self, nbytes: int) -> None:
         """Note that something has been given to the slow link, or asked for.
@@ -71,11 +75,20 @@ class Journal:
         """
         self.bytes_across += nbytes
         if self._first_post is None:
-            self._first_post = _mark() if self.is_on_gpu else time.perf_counter()
+            self._first_post = self.mark() if self.is_on_gpu else time.perf_counter()
 
     def arrived(self) -> None:
         """Note that something has come over the slow link."""
-        self._last_arrival = _mark() if self.is_on_gpu else time.perf_counter()
+        self._last_arrival = self.mark() if self.is_on_gpu else time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """Mark where the GPU's current stream is."""
+        if self._marked == len(self._marks):
+            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        mark = self._marks[self._marked]
+        self._marked += 1
+        mark.record()
+        return mark
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
@@ -96,7 +109,7 @@ class _Phase:
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
-        self._from = _mark() if self._journal.is_on_gpu else None
+        self._from = self._journal.mark() if self._journal.is_on_gpu else None
         # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
         self._span: AbstractContextManager[object] | None = None
         if profiler._is_profiler_enabled:
@@ -118,13 +131,6 @@ class _Phase:
             return False
         journal.failure = journal.failure or error  # told to all ranks by the vote
         return True
-
-
-def _mark() -> torch.cuda.Event:
-    """Mark where the GPU's current stream is."""
-    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    mark.record()
-    return mark
 
 
 def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event, otherwise: float) -> float:

@@ -180,6 +180,8 @@ class Layout:
             _copy(memory, self._cut(bucket, into, memory))
         elif into.device == device:
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
+        elif device is not None:  # one copy between two devices, which the host waits for
+            into.copy_(torch.cat(views))
         else:
             for view, values in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
                 values.view(view.shape).copy_(view)
@@ -199,6 +201,8 @@ class Layout:
             increment_version(views)  # so that autograd still finds out about what was saved for a backward pass
         elif values.device == device:
             torch.split_with_sizes_copy(values, [view.numel() for view in views], out=views)
+        elif device is not None:
+            torch.split_with_sizes_copy(values.to(device), [view.numel() for view in views], out=views)
         else:
             for view, new in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
                 view.copy_(new.view(view.shape))

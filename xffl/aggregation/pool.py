@@ -41,7 +41,9 @@ class Pool:
             return self._free.popleft()  # in turn, so that a round uses each for what the round before did
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
         with torch.inference_mode(False):
-            return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            # What lies on a GPU and crosses in the host's memory (gloo) is copied there without a detour.
+            is_pinned = self._device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device, pin_memory=is_pinned)
 
     def give(self, buffer: torch.Tensor | None) -> None:
         """Take a buffer back, if there is one."""

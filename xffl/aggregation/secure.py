@@ -36,6 +36,9 @@ __all__ = ["LEAST_CELLS", "Masker", "SecureSum", "make_masker"]
 LEAST_CELLS = 3
 """Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
 
+DEVICE_CHUNK = 2**22
+"""Values that are masked at a time where they lie on a GPU, to which masks are copied."""
+
 INTEGER_BITS = 62
 """Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""
 
@@ -190,10 +193,12 @@ class Masker:
             if cell != self._cell
         ]
         factor = share * 2.0**self._options.fraction_bits
-        numel = min(CHUNK, values.numel())
+        # A CPU keeps what it works on in its cache; a GPU's host waits for each copy to it.
+        chunk = CHUNK if out.device.type == "cpu" else DEVICE_CHUNK
+        numel = min(chunk, values.numel())
         masks, bits = torch.empty(2, numel, dtype=torch.int64, device="cpu")
         wide = torch.empty(numel, dtype=torch.float64, device=out.device)
-        for value, row in zip(torch.split(values, CHUNK), torch.split(out, CHUNK), strict=True):
+        for value, row in zip(torch.split(values, chunk), torch.split(out, chunk), strict=True):
             mask, fresh, number = (scratch[: value.numel()] for scratch in (masks, bits, wide))
             mask.zero_()
             for stream, sign in streams:
@@ -213,24 +218,24 @@ class Masker:
         """
         if len(rows) != len(self._cells):
             raise StateError(f"{len(rows)} rows came of the cells {self._cells}; give one of each, this cell's too")
-        most = 2**INTEGER_BITS + len(rows)
+        bounds: list[torch.Tensor] = []
         for value, *parts in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *rows)), strict=True):
             total = parts[0].clone()
             for part in parts[1:]:
                 total.add_(part)
-            least, largest = (int(bound) for bound in torch.aminmax(total)) if total.numel() else (0, 0)
-            if max(-least, largest) > most:
-                raise RoundError(
-                    f"the masks of cells {self._cells} do not cancel in attempt {self._attempt}, so the sum is not "
-                    "known; a rank has sent a row of another attempt, or a damaged one"
-                )
+            bounds += torch.aminmax(total) if total.numel() else ()
             mean = total.double().mul_(2.0**-self._options.fraction_bits)
             value.copy_(mean if value.dtype.itemsize >= 4 else mean.float())
+        if bounds and max(abs(bound) for bound in torch.stack(bounds).tolist()) > 2**INTEGER_BITS + len(rows):
+            raise RoundError(
+                f"the masks of cells {self._cells} do not cancel in attempt {self._attempt}, so the sum is not known; "
+                "a rank has sent a row of another attempt, or a damaged one"
+            )
 
     def _check_range(self, values: torch.Tensor) -> None:
         if not values.numel():
             return
-        least, largest = (float(bound) for bound in torch.aminmax(values))
+        least, largest = torch.stack(torch.aminmax(values)).double().tolist()
         if not max(-least, largest) <= self._options.limit:  # NaN, too
             # All ranks are told, so the value itself is not.
             raise RoundError(

@@ -58,8 +58,12 @@ class Contents:
     """Tensors of a model that are another one of it, which comes first"""
 
     def on_host(self) -> Contents:
-        """Return a copy in the memory of the host, that nothing else changes."""
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        """Return a copy in the memory of the host, that nothing else changes; what lies on GPUs comes all together."""
+        copies = {
+            name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in self.tensors.items()
+        }
+        for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return Contents(copies, self.values, self.ties)
 
 

@@ -1,7 +1,7 @@
 """A process of ``xffl doctor`` with torch, started by that command only: tells about torch, then adds with others.
 
-It speaks by lines of JSON. First it tells its version, backends, GPUs and the port of its store. Then each line that it
-reads names a partner; it adds with that one and tells at once how it went.
+It speaks by lines of JSON. First it tells its version, backends, GPUs, NCCL and the port of its store. Then each line
+that it reads names a partner; it adds with that one and tells at once how it went.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main() -> None:
         "import_s": import_s,
         "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()],
         "gpus": torch.cuda.device_count(),
+        "nccl": list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None,  # type: ignore[no-untyped-call]
         "port": store.port,
     }
     _tell(told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from xffl.distributed.meshes import JOINED, Place
 from xffl.distributed.parameters import AXES
 from xffl.errors import ConfigError
 
-__all__ = ["total_norm", "values_of"]
+__all__ = ["alike", "norms_of", "total_norm", "values_of"]
 
 HELD = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
 """Axes that the dimensions of a state's own meshes stand for."""
@@ -38,18 +38,42 @@ def total_norm(
     held = [_whole(gradient) for gradient in gradients]
     local = [values_of(gradient) for gradient in held]
     if math.isinf(norm_type):
-        largest = [part.abs().max().float().to(device) for part in local if part.numel()]
-        found = torch.stack(largest).max() if largest else torch.zeros((), device=device)
+        largest = norms_of([part for part in local if part.numel()], norm_type, device)
+        found = largest.max() if len(largest) else largest.sum()
         # gloo's maximum passes over what is not a number, so that goes beside it.
         both = torch.stack([found.isnan().to(found), found.nan_to_num(0.0, posinf=torch.inf)])
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell)
-        return both[1].where(both[0] == 0, torch.nan)
+        return both[1].where(both[0] == 0, torch.nan).float()
     counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, place)]
-    powers = [torch.linalg.vector_norm(part, norm_type, dtype=_wide(part)).double() ** norm_type for part in counted]
-    total = torch.stack([power.to(device) for power in powers]).sum() if powers else torch.zeros((), device=device)
-    total = total.double()
+    total = (norms_of(counted, norm_type, device) ** norm_type).sum()
     dist.all_reduce(total, group=cell)
     return (total ** (1.0 / norm_type)).float()
+
+
+def norms_of(parts: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm of each tensor by itself; local.
+
+    :param parts: Plain tensors, not empty where the order is infinite.
+    :param norm_type: Order of the norm.
+    :param device: Where the numbers are to be.
+    :return: Numbers in fp64, those of tensors that are alike together. A GPU takes a few kernels for all of them.
+    """
+    found = [torch.stack(torch._foreach_norm(same, norm_type, dtype=_wide(same[0]))) for same in alike(parts)]
+    return torch.cat(
+        [norms.to(device, torch.float64) for norms in found] or [torch.zeros(0, dtype=torch.float64, device=device)]
+    )
+
+
+def alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors of each device and data type, which one kernel can work on; local.
+
+    :param parts: Plain tensors.
+    :yield: Lists, none of them empty.
+    """
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for part in parts:
+        found.setdefault((part.device, part.dtype), []).append(part)
+    yield from found.values()
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from xffl.distributed.norms import values_of
+from xffl.distributed.norms import alike, norms_of, values_of
 from xffl.errors import ConfigError, StateError
 
 __all__ = ["LossScale"]
@@ -65,10 +65,13 @@ class LossScale:
             raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
         found = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
         local = [_local(parameter.grad) for parameter in found if parameter.grad is not None]
-        worst = torch.zeros((), device=self._device)
+        for same in alike(gradient for gradient in local if not gradient.is_sparse):
+            torch._foreach_div_(same, self.scale)
         for gradient in local:
-            gradient.div_(self.scale)
-            worst += values_of(gradient).isfinite().all().logical_not().to(worst)
+            if gradient.is_sparse:
+                gradient.div_(self.scale)
+        held = [values for values in map(values_of, local) if values.numel()]
+        worst = norms_of(held, torch.inf, self._device).isfinite().all().logical_not().float()
         if self._group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
         self._unscaled.update(map(id, found))

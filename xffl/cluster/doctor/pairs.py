@@ -22,6 +22,8 @@ from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, in_words
 __all__ = ["TorchProcess", "check_torch", "child_environ", "compare_pairs"]
 
 _SLOW_IMPORT_S = 30.0
+_SHARED_BY_NCCL = (2, 30)
+"""The first NCCL that takes several ranks on one GPU."""
 
 
 class TorchProcess:
@@ -119,6 +121,14 @@ def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) 
         return Finding("torch", ERROR, f"{text}, but the node has {gpus}", advice)
     if told["gpus"] and "nccl" not in told["backends"]:
         return Finding("torch", WARNING, f"{text}: nccl is missing", "install a build of torch with NCCL or RCCL")
+    if told["gpus"]:
+        text += f", NCCL {'.'.join(map(str, told['nccl']))}; ranks that share a GPU need backend='gloo'"
+        if tuple(told["nccl"]) >= _SHARED_BY_NCCL:
+            text += " or NCCL_MULTI_RANK_GPU_ENABLE=1"
+        if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            advice = "leave CUDA_DEVICE_MAX_CONNECTIONS out, or set 8 or more (docs: Network)"
+            text += "; CUDA_DEVICE_MAX_CONNECTIONS=1: rounds behind local steps are refused"
+            return Finding("torch", WARNING, text, advice)
     if told["import_s"] > _SLOW_IMPORT_S:
         advice = "put the environment on a faster file system, or into a container image"
         return Finding("torch", WARNING, f"{text}; it took {told['import_s']:.0f} s to load", advice)
