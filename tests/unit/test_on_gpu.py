@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
@@ -23,7 +24,9 @@ from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.norms import norms_of
 from xffl.errors import LaunchError, RoundError
+from xffl.parallel.loss_scale import LossScale
 
 GPU = torch.device("cuda", 3)
 
@@ -293,3 +296,23 @@ def test_a_bucket_is_combined_in_few_calls_beside_a_cpu(cells: int, dtype: torch
         with Calls() as calls:
             call()
         assert 0 < calls.number <= 20 * cells  # piece by piece as on a CPU: hundreds
+
+
+def operators(told: profile) -> int:
+    """Return how many operators were called, without those that they have called themselves."""
+    return sum(event.cpu_parent is None for event in told.function_events)
+
+
+def test_a_step_takes_few_operators_for_all_gradients() -> None:
+    """On a GPU each is a kernel or more; tensor by tensor they were six for each to unscale, and four for the norm."""
+    parameters = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(100)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full((8, 8), 1.0 + number)
+    cpu = torch.device("cpu")
+    scale = LossScale(4.0, device=cpu)
+    with profile() as told:
+        assert not scale.unscale(parameters)
+    assert 0 < operators(told) <= 20 and parameters[-1].grad is not None and parameters[-1].grad[0, 0] == 25.0
+    with profile() as told:
+        norms = norms_of([parameter.grad for parameter in parameters if parameter.grad is not None], 2.0, cpu)
+    assert 0 < operators(told) <= 20 and torch.equal(norms, 2.0 * torch.arange(1, 101, dtype=torch.float64))
