@@ -79,7 +79,7 @@ def test_every_stage_trains_like_one_process() -> None:
             assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-5
             assert set(held) == set(weights)
             assert max((held[key] - weights[key]).abs().max().item() for key in held) < 1e-5
-    assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] < losses[0] - 0.1
 
 
 ROUNDS, EVERY = 2, 3
