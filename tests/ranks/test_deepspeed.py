@@ -15,7 +15,7 @@ from torch import nn
 
 import xffl
 from tests.decoder import Decoder, loss_of, text_batch
-from tests.ranks.test_strategies import STEPS, full_weights, joined, train_alone
+from tests.ranks.test_strategies import RATE, STEPS, full_weights, joined, train_alone
 from tests.ranks.test_strategy_steps import ACCUMULATIONS, BATCHES, train_large_batches
 from tests.worlds import run_world
 from xffl.aggregation.torn import Tear, find_tear
@@ -59,7 +59,7 @@ def train(rank: int, world_size: int) -> list[tuple[list[float], dict[str, torch
         strategy.setup(state)
         torch.manual_seed(rank)  # only rank 0's weights count
         model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
-        optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=5e-4))
+        optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=RATE))
         world, losses = strategy.world, []
         for step in range(STEPS):
             tokens, targets = (part.chunk(world.dp_size)[world.dp_rank] for part in text_batch(step, batch=24))
@@ -79,7 +79,7 @@ def test_every_stage_trains_like_one_process() -> None:
             assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-5
             assert set(held) == set(weights)
             assert max((held[key] - weights[key]).abs().max().item() for key in held) < 1e-5
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.2
 
 
 ROUNDS, EVERY = 2, 3
@@ -444,7 +444,7 @@ def offload(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
         strategy.setup(joined(rank, world_size))
         torch.manual_seed(0)
         model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
-        optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=5e-4))
+        optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=RATE))
         for step in range(5):
             tokens, targets = (part.chunk(2)[rank] for part in text_batch(step, batch=24))
             strategy.forward_backward(model, tokens, target=targets)

@@ -489,7 +489,7 @@ def test_what_a_loop_must_not_do() -> None:
 
 
 LEAVER = """
-import os, signal, threading
+import atexit, os, signal, threading
 from pathlib import Path
 
 from tests.tasks import TaskConfig, TaskTrainer
@@ -498,13 +498,15 @@ from xffl.training import Callback, EvalMetricMixin
 
 def hear_nothing():
     Path(f"here_{os.environ['RANK']}").touch()
-    while signal.SIGUSR2 not in signal.sigpending():
+    while signal.SIGUSR2 not in signal.sigpending() and not Path("sent").exists():
         threading.Event().wait(0.01)
     threading.Event().wait(0.5)  # for the launcher to pass it on
 
 
 if "RANK" in os.environ and os.environ["HOW"] == "early":
     hear_nothing()  # while a rank imports what it needs
+if "RANK" in os.environ and os.environ["HOW"] == "late":
+    atexit.register(hear_nothing)
 
 
 class Asker(Callback):
@@ -543,7 +545,7 @@ def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
     environ["PYTHONPATH"] = str(ROOT)
     last = 0
-    for how, code in (("early", 75), ("exec", 75)):
+    for how, code in (("early", 75), ("exec", 75), ("late", 0)):
         for file in tmp_path.glob("here_*"):
             file.unlink()
         command = [sys.executable, "-m", "xffl", "exec", "config.yaml"]
@@ -553,11 +555,15 @@ def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
             while job.poll() is None and len(list(tmp_path.glob("here_*"))) < 2:
                 threading.Event().wait(0.05)
             job.send_signal(signal.SIGTERM if how == "exec" else signal.SIGUSR2)
+            if how == "late":
+                (tmp_path / "sent").touch()
             out, told = job.communicate(timeout=120)
         assert job.returncode == code, (how, job.returncode, out, told)
         assert "Traceback" not in told and "Warning" not in told, told
         found = find_latest_checkpoint(tmp_path / "run")
-        ending = "stopped early  " if how == "early" else f"stopped early, saved as {found and found.name}  "
+        ending = {"early": "stopped early  ", "late": "finished  "}.get(
+            how, f"stopped early, saved as {found and found.name}  "
+        )
         told = out.splitlines()[-1]
         assert told.startswith(f"leaving  {ending}2 cells  ") and "records in run; xffl report run makes" in told, told
         if how == "exec":

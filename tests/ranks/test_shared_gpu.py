@@ -18,6 +18,7 @@ import xffl
 from tests.decoder import Decoder, loss_of, text_batch
 from tests.ports import free_port
 from tests.ranks.test_strategies import configure
+from tests.tasks import whole_weights
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.codec import codec_of
 from xffl.checkpoint import load_checkpoint, save_checkpoint
@@ -63,21 +64,14 @@ def train(
                     optimizer.zero_grad()
             parts = {"model": model, "optimizer": optimizer}
             save_checkpoint(folder / name, parts, state)
-            found[name] = weights_of(model)
+            found[name] = {key: values.cpu() for key, values in whole_weights(model).items()}
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
             load_checkpoint(folder / name, parts, state)
-            assert all(torch.equal(values, found[name][key]) for key, values in weights_of(model).items())
+            assert all(torch.equal(values.cpu(), found[name][key]) for key, values in whole_weights(model).items())
             assert {parameter.device.type for parameter in model.parameters()} == {torch.device(device).type}
     return found
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    whole = (
-        (key, getattr(value, "full_tensor", lambda value=value: value)()) for key, value in model.state_dict().items()
-    )
-    return {key.replace("module.", ""): values.detach().cpu().clone() for key, values in whole}
 
 
 OVER_NCCL = pytest.mark.skipif(NCCL < (2, 30), reason="needs NCCL 2.30, see tests/nccl/build_nccl.sh")

@@ -19,6 +19,7 @@ from xffl.parallel import DDPConfig, DistributedConfig, DistributedStrategy, Str
 
 STEPS = 6
 FEW = 3
+RATE = 1e-3
 """Steps of cases that only compute in another way what another case computes."""
 Arguments = dict[str, Any]
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def train_alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train with one process and the whole batch, by hand."""
     torch.manual_seed(0)
     model = Decoder(layers=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     for step in range(steps):
         tokens, targets = text_batch(step, batch=24)
@@ -104,7 +105,7 @@ def train(rank: int, world_size: int, name: str) -> tuple[list[float], dict[str,
     strategy.setup(joined(rank, world_size))
     torch.manual_seed(rank)  # only rank 0's weights count
     model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     world = strategy.world
     for step in range(steps_of(name)):
@@ -126,7 +127,7 @@ def each(rank: int, world_size: int, run: Callable[[int, int, str], T], names: l
 @pytest.mark.parametrize("ranks", sorted({ranks for ranks, *_ in CASES.values()}))
 def test_strategies_train_like_one_process(ranks: int) -> None:
     alone = {steps: train_alone(steps) for steps in (FEW, STEPS)}
-    assert alone[STEPS][0][-1] < alone[STEPS][0][0] - 0.1
+    assert alone[STEPS][0][-1] < alone[STEPS][0][0] - 0.2
     names = [name for name, case in CASES.items() if case[0] == ranks]
     told = run_world(ranks, each, train, names, timeout_s=240)
     for name in names:

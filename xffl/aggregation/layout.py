@@ -181,7 +181,7 @@ class Layout:
         elif into.device == device:
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
         elif device is not None:  # one copy between two devices, which the host waits for
-            into.copy_(torch.cat(views))
+            into.copy_(torch.cat(views) if len(views) > 1 else views[0])
         else:
             for view, values in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
                 values.view(view.shape).copy_(view)

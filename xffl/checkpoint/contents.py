@@ -60,7 +60,8 @@ class Contents:
     def on_host(self) -> Contents:
         """Return a copy in the memory of the host, that nothing else changes; what lies on GPUs comes all together."""
         copies = {
-            name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in self.tensors.items()
+            name: tensor.detach().to("cpu", copy=True, non_blocking=tensor.is_cuda)
+            for name, tensor in self.tensors.items()
         }
         for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
