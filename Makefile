@@ -82,7 +82,7 @@ wheels: $(INSTALLED) ## gather into wheels/ what a machine with a GPU may lack, 
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 -c constraints.txt -d wheels \
 	jsonargparse cryptography cffi pycparser
 
-nccl: $(INSTALLED) ## hold all strategies and rounds against NCCL's rules, without a GPU (ten minutes; docs/nccl.rst)
+nccl: $(INSTALLED) ## hold all strategies and rounds against NCCL's rules, without a GPU (a quarter of an hour; docs/nccl.rst)
 	NCCL_ALL=1 $(BIN)/python -m pytest -q tests/ranks/test_nccl.py
 
 bench: $(INSTALLED) ## time rounds against raw collectives; writes runs/bench/

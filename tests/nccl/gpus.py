@@ -186,9 +186,10 @@ class _Mode(FakeTensorMode):
         if func in COPIES and not _is_on_gpu(result) and any(map(_is_on_gpu, leaves)):
             if not _is_behind(func, args, kwargs):
                 _gpu.add(HostWait(f"a copy to the CPU at {_line()}", stream=_gpu.current[-1].stream_id, reads=True))
-            if not isinstance(result, FakeTensor):  # memory that nothing was copied to
-                with fake_tensor.unset_fake_temporarily():
-                    result.fill_(1)
+            with fake_tensor.unset_fake_temporarily():  # nothing was copied: all values of a GPU are 1
+                if isinstance(result, FakeTensor):
+                    result = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+                result.fill_(1)
         _gpu.races.run(_gpu.current[-1].stream_id, func, args, kwargs, result, _line)
         return result
 
@@ -407,8 +408,8 @@ def pretended_gpu(index: int, gpus: int = 8) -> Iterator[tuple[list[Record], lis
         mock.patch.object(threading, "Thread", _Inline),
         *(mock.patch.object(place, "batch_isend_irecv", _batch) for place in (dist, c10d)),
         *(
-            mock.patch.object(c10d, name, _plain(getattr(c10d, name)))
-            for name in ("_object_to_tensor", "_tensor_to_object")
+            mock.patch.object(place, name, _plain(getattr(place, name)))
+            for place, name in ((c10d, "_object_to_tensor"), (c10d, "_tensor_to_object"), (torch, "load"))
         ),
     ]
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -253,8 +254,8 @@ def test_batches_are_normalized_inside_a_cell() -> None:
     assert own and all(len(record.group[1]) == 2 for record in own)
 
 
-def offloaded() -> None:
-    """What callbacks make beside shards that FSDP keeps on the CPU is in the memory that they were given."""
+def offloaded(path: str) -> None:
+    """What is made beside shards that FSDP keeps on the CPU, by callbacks and by loading, lies there, too."""
     mesh = {"dp_shard": 2, "cpu_offload": True}
     config = configure("fsdp", mesh, {"backend": BACKEND, "device": "cuda"})
     with DistributedStrategy.from_config(config) as strategy:
@@ -264,10 +265,18 @@ def offloaded() -> None:
             made = spread_like(copy, parameter)
             assert made.shape == parameter.shape and local(made).device == copy.device == torch.device("cpu")
             assert local(made).data_ptr() == copy.data_ptr()
+        optimizer, other = (torch.optim.SGD(model.parameters()) for _ in range(2))
+        for parameter in model.parameters():
+            optimizer.state[parameter]["rows"] = torch.arange(10.0)
+        strategy.save_checkpoint(path, {"model": model, "optimizer": optimizer})
+        strategy.load_checkpoint(path, {"model": model, "optimizer": other})
+        for parameter in model.parameters():
+            rows = local(other.state[parameter]["rows"])
+            assert rows.device == torch.device("cpu") and rows.tolist() == list(range(10))
 
 
-def test_what_lies_beside_offloaded_shards() -> None:
-    traces, races = traces_of(2, offloaded)
+def test_what_lies_beside_offloaded_shards(tmp_path: Path) -> None:
+    traces, races = traces_of(2, offloaded, str(tmp_path / "saved"))
     assert faults_of(traces) + races == []
 
 

@@ -39,6 +39,7 @@ from xffl.checkpoint.plain import from_plain, tensors_named
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import spread_as
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
@@ -261,8 +262,10 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     if not isinstance(parameter, DTensor) or not saved.shape:
         return torch.empty(saved.shape, dtype=saved.dtype)
     whole = torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
-    everywhere = [Replicate()] * parameter.device_mesh.ndim
-    return DTensor.from_local(whole, parameter.device_mesh, everywhere, run_check=False)
+    mesh = parameter.device_mesh
+    # Beside shards that FSDP keeps on the CPU it lies there, too: from_local moves all but meta tensors to the mesh.
+    everywhere = DTensor.from_local(whole.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return spread_as(whole, everywhere)
 
 
 def _device_of(tensor: torch.Tensor | None) -> torch.device:
