@@ -231,7 +231,7 @@ def test_a_job_at_its_time_limit_goes_on_later_with_the_same_result(
         start_s = time.monotonic()
         wait_for((project / "began").exists, "first step")
         # It would train for two minutes more, and has one or two since its start: USR2 comes when 20 to 50 s are left.
-        minutes = 1 if time.monotonic() - start_s < 20 else 2
+        minutes = 1 if time.monotonic() - start_s < 12 else 2
         subprocess.run(["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}"], env=environ, check=True)
         wait_for(lambda: process.poll() is not None or state_of(job, environ)["Restarts"] == "1", "restart")
         (project / "slow").unlink()

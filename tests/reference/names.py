@@ -19,6 +19,10 @@ EXISTS: dict[str, dict[str, str]] = {
         "DeviceParameters": "xffl.distributed:DeviceParameters",
         "FSDP": "xffl.distributed:DeviceParameters.FSDP",
         "init_timeout_seconds": "xffl.distributed:CommParameters.init_timeout_seconds",
+        "FaultTolerantWorld": "xffl.distributed:FaultTolerantWorld",
+        "FaultToleranceParameters": "xffl.distributed:FaultToleranceParameters",
+        "ft_manager": "xffl.distributed:FaultTolerantWorld.ft_manager",
+        **under("xffl.distributed:FaultToleranceParameters", "enable min_replica_size max_consecutive_failures"),
         **under(
             "xffl:DistributedWorld",
             """
@@ -121,15 +125,11 @@ ISSUES: dict[str, dict[int, str]] = {
 TORCH = "torch's own, used as it is: torch.distributed needs no second interface"
 THEIRS = "code of a user, in an example of the document"
 SYNTAX = "part of a path in the document, no name of an interface"
-LATER = "torchft's replicas come in a later issue (DESIGN.md, section 8)"
 PRIVATE = "a private detail of the document's class"
 ANOTHER = "a class that the document shows as what not to do, or to explain Python"
 
 REASONS: dict[str, dict[str, str]] = {
     "distributed_world.md": {
-        LATER: """
-        FaultTolerantWorld FaultToleranceParameters ft_manager enable min_replica_size max_consecutive_failures
-        """,
         THEIRS: "MyTrainer compute_loss",
     },
     "data_parallel_guide.md": {

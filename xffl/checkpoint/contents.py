@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.plain import Plain, tensors_named, to_plain
+from xffl.distributed.plain import Plain, tensors_named, to_plain
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 
@@ -241,7 +241,7 @@ def saved_options(name: str, values: Mapping[str, Plain]) -> dict[str, Plain]:
 
     :param name: The optimizer's part.
     :param values: The values of a checkpoint, or of :func:`collect`.
-    :return: Options, as :func:`xffl.checkpoint.plain.to_plain` wrote them, by parameter.
+    :return: Options, as :func:`xffl.distributed.plain.to_plain` wrote them, by parameter.
     """
     options: dict[str, Plain] = {}
     for key, group in values.items():

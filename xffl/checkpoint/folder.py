@@ -72,7 +72,7 @@ class Record:
     own: tuple[str, ...]
     """Names of what each rank keeps for itself"""
     values: dict[str, Any]
-    """Plain values, as :func:`xffl.checkpoint.plain.to_plain` writes them"""
+    """Plain values, as :func:`xffl.distributed.plain.to_plain` writes them"""
     indexes: dict[str, str]
     """SHA-256 of each cell's index by the cell's folder"""
 

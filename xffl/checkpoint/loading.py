@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,11 @@ from xffl.checkpoint.contents import (
 )
 from xffl.checkpoint.folder import Record, read_record, settle
 from xffl.checkpoint.own import check_own, is_same_layout, load_own, read_own, wanted_own
-from xffl.checkpoint.plain import from_plain, tensors_named
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import spread_as
+from xffl.distributed.plain import from_plain, tensors_named
+from xffl.distributed.sharding import load_optimizer, spread_as
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
@@ -361,18 +361,7 @@ def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[li
         for number, key in enumerate(f"{name}/state/{member}" for members in names for member in members)
         if key in values
     }
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, kept in state.items():
-        # torch casts a state to its parameter's dtype, which would round an fp32 state of bf16 weights.
-        for key, value in _tensors(kept):
-            cast = optimizer.state[parameters[number]][key]
-            if cast.dtype != value.dtype:
-                optimizer.state[parameters[number]][key] = value.to(device=cast.device)
-
-
-def _tensors(kept: Any) -> Iterable[tuple[Any, torch.Tensor]]:
-    return [(key, value) for key, value in kept.items() if isinstance(value, torch.Tensor)]
+    load_optimizer(optimizer, {"state": state, "param_groups": groups})
 
 
 def _first(problems: list[str]) -> str:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from xffl.checkpoint.checksums import FileEntry, check_file, entry_of
 from xffl.checkpoint.contents import check_readable
 from xffl.checkpoint.folder import Record
-from xffl.checkpoint.plain import Plain, from_plain, to_plain
 from xffl.distributed.collectives import bytes_of
+from xffl.distributed.plain import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 

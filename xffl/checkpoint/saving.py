@@ -23,10 +23,10 @@ from xffl.checkpoint.checksums import FileEntry, checksum
 from xffl.checkpoint.contents import Contents, Part, buffers_of, check_parts, collect
 from xffl.checkpoint.folder import INDEX, Record, aside, delete, find_record, publish, settle
 from xffl.checkpoint.own import OwnState, check_own, collect_own, digests_of, unlike, write_own
-from xffl.checkpoint.plain import Plain, to_plain
 from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellWriter
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.plain import Plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 

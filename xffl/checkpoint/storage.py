@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from xffl.checkpoint.checksums import ALGORITHM, FileEntry, check_file, checksum, entry_of
 from xffl.checkpoint.folder import INDEX, sync, write_text
-from xffl.checkpoint.plain import Plain
+from xffl.distributed.plain import Plain
 from xffl.errors import CheckpointError
 
 __all__ = ["CellIndex", "CellReader", "CellWriter", "check_data", "read_index", "read_tensor"]

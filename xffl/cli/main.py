@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": ("doctor", "check a machine before a job is paid for"),
     "env": ("env", "show who started this process, and how that was found out"),
     "init": ("init", "write a project that runs, to begin with"),
+    "lighthouse": ("lighthouse", "let replica groups find each other, as long as it runs"),
     "list": ("listing", "show the algorithms by name, with their papers"),
     "logs": ("logs", "show what ranks printed, with rank and cell before each line"),
     "plan": ("plan", "draw a federation and count the traffic of a round"),

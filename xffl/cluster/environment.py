@@ -331,13 +331,17 @@ _OWN = (
     "XFFL_HOST",
     "XFFL_HSDP",
     "XFFL_IFNAME",
+    "XFFL_ISLAND",
     "XFFL_LAUNCHED_CELLS",
+    "XFFL_LIGHTHOUSE",
     "XFFL_PYTHON",
     "XFFL_REQUIRE_CELLS",
     "XFFL_SCHED",
     "XFFL_SRUN",
     "XFFL_SSH",
     "XFFL_TEMPLATES",
+    "XFFL_TOKEN",
+    "XFFL_TOKEN_FILE",
 )
 """Variables that this package reads; all other ``XFFL_`` ones may be for configurations."""
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
-    from xffl.distributed.parameters import CommParameters, DeviceParameters
+    from xffl.distributed.fault_tolerance import FaultTolerantWorld
+    from xffl.distributed.parameters import CommParameters, DeviceParameters, FaultToleranceParameters
     from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
     from xffl.distributed.world import DistributedWorld
 
@@ -20,6 +21,8 @@ __all__ = [
     "DeviceParameters",
     "DistributedState",
     "DistributedWorld",
+    "FaultToleranceParameters",
+    "FaultTolerantWorld",
     "cleanup_distributed_process_group",
     "setup_distributed_process_group",
 ]
@@ -29,6 +32,8 @@ _HOMES = {
     "DeviceParameters": "xffl.distributed.parameters",
     "DistributedState": "xffl.distributed.distributed_state",
     "DistributedWorld": "xffl.distributed.world",
+    "FaultToleranceParameters": "xffl.distributed.parameters",
+    "FaultTolerantWorld": "xffl.distributed.fault_tolerance",
     "cleanup_distributed_process_group": "xffl.distributed.process_group",
     "setup_distributed_process_group": "xffl.distributed.process_group",
 }

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
-from xffl.checks import integer
+from xffl.checks import integer, integer_fields
 from xffl.errors import ConfigError
 
-__all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "MeshSizes"]
+__all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "FaultToleranceParameters", "MeshSizes"]
 
 AUTO: Literal["auto"] = "auto"
 """As a size: what the others leave of the cell's ranks."""
@@ -61,6 +61,27 @@ class CommParameters:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"comm.{name} {value!r} is no positive number of seconds; give one, such as 600")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultToleranceParameters:
+    """How a job trains as one of several replica groups that may be lost and come back.
+
+    :param enable: Whether it is one of several; else the world is a plain one.
+    :param min_replica_size: Groups that must live for a step to be taken.
+    :param max_consecutive_failures: Steps that may fail one after the other; one more raises. ``None`` means any
+        number.
+    """
+
+    enable: bool = True
+    min_replica_size: int = 1
+    max_consecutive_failures: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable, bool):
+            raise ConfigError(f"fault_tolerance.enable {self.enable!r} is no truth value; give True or False")
+        integer_fields(self, "min_replica_size", prefix="fault_tolerance.")
+        integer_fields(self, "max_consecutive_failures", minimum=0, prefix="fault_tolerance.", may_be_none=True)
 
 
 @dataclass(frozen=True, kw_only=True)

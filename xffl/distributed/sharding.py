@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["reshard", "sharded_parameters", "spread_as"]
+__all__ = ["load_optimizer", "reshard", "sharded_parameters", "spread_as"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -43,3 +43,20 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's parameters by name, tied ones once, as its optimizer holds them; nothing moves."""
     reshard(model)
     return dict(model.named_parameters())
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load an optimizer's state in the data types that it was saved in; nothing moves between ranks.
+
+    :param optimizer: The optimizer.
+    :param state_dict: As :meth:`torch.optim.Optimizer.state_dict` gives it.
+    """
+    optimizer.load_state_dict(state_dict)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, kept in state_dict["state"].items():
+        # torch casts a state to its parameter's dtype, which would round an fp32 state of bf16 weights.
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                cast = optimizer.state[parameters[number]][key]
+                if cast.dtype != value.dtype:
+                    optimizer.state[parameters[number]][key] = value.to(device=cast.device)

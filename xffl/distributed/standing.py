@@ -35,6 +35,11 @@ class Standing:
         return self._meshes
 
     @property
+    def is_set_up(self) -> bool:
+        """Whether ranks and meshes are known."""
+        return self._state is not None
+
+    @property
     def state(self) -> DistributedState:
         """The one source of ranks."""
         if self._state is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -195,6 +196,47 @@ class DistributedWorld(Collectives):
     def pp_mesh(self) -> DeviceMesh:
         """The stages of the pipeline."""
         return self.get_mesh("pp")
+
+    # Steps that several replica groups take together ------------------------------------------------------------------
+
+    def average_gradients(self, model: nn.Module) -> nn.Module:
+        """Return the model to use: the same one, since a plain world is the only one; local.
+
+        :param model: The model, as it is spread.
+        :return: It. :class:`xffl.distributed.FaultTolerantWorld` averages its gradients over all groups.
+        """
+        return model
+
+    def register(self, name: str, part: Any) -> None:
+        """Do nothing: no other group may come and take the part over; local.
+
+        :param name: What it is called.
+        :param part: A model, an optimizer, or what has ``state_dict`` and ``load_state_dict``.
+        """
+
+    def begin_step(self) -> bool:
+        """Begin an optimizer step; nothing moves.
+
+        :return: Whether the state of another group was taken over; never in a plain world.
+        """
+        return False
+
+    def commit_step(self) -> bool:
+        """Tell whether the optimizer is to step; nothing moves.
+
+        :return: Always True in a plain world.
+        """
+        return True
+
+    @property
+    def ft_manager(self) -> Any:
+        """Torchft's manager, where this is one of several replica groups; ``None`` in a plain world."""
+        return None
+
+    @property
+    def replica_group(self) -> tuple[int, int] | None:
+        """This replica group's number and the most groups; ``None`` in a plain world."""
+        return None
 
     # Gradients --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from xffl.distributed.agreement import agree
 from xffl.distributed.parameters import AXES, DeviceParameters
+from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.extras import optional_import
 from xffl.parallel.checks import check_model, named_tensors
@@ -83,6 +84,14 @@ class DeepSpeedStrategy(DistributedStrategy):
     @classmethod
     def _preset(cls) -> DeviceParameters:
         return DeviceParameters.FSDP()
+
+    def use_world(self, world: DistributedWorld) -> None:
+        """Refuse another world: DeepSpeed averages gradients itself, and knows of no other replica groups.
+
+        :param world: The world.
+        :raises ConfigError: always.
+        """
+        raise ConfigError(f"strategy 'deepspeed' takes no {type(world).__name__}; give strategy='fsdp'")
 
     @property
     def _stage(self) -> int:

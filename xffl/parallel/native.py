@@ -222,12 +222,13 @@ class NativeStrategy(DistributedStrategy):
         self._check_window()
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
+        is_taken = self.world.commit_step() and not has_overflowed
         for optimizer in optimizers:
-            if not has_overflowed:
+            if is_taken:
                 optimizer.step()
             optimizer.zero_grad()
         self._scale.update()
-        return not has_overflowed
+        return is_taken
 
     def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
         stages = {name: model.module if isinstance(model, PipelineModel) else model for name, model in models.items()}

@@ -83,7 +83,8 @@ def spread(
         is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else device
         materialize(model, place, options.init_weights, modules=modules)
-    return _replicate(model, state, world, read_ddp(options.ddp)) if form == "ddp" else model
+    spread_model = _replicate(model, state, world, read_ddp(options.ddp)) if form == "ddp" else model
+    return spread_model if world is None else world.average_gradients(spread_model)
 
 
 def _agree_on_model(

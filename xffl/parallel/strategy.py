@@ -64,6 +64,8 @@ class DistributedStrategy(ABC):
             self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
         )
         self._window, self._is_last = 1, True
+        self.has_taken_over = False
+        """Whether the last batches ended because another replica group's state was taken over"""
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
         self._wrapped: WeakKeyDictionary[nn.Module, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
         """What load_checkpoint may be called without: models that are still in use, and their optimizers."""
@@ -121,6 +123,19 @@ class DistributedStrategy(ABC):
         return training.batch_size * training.gradient_accumulation * self.world.dp_size
 
     # Life -------------------------------------------------------------------------------------------------------------
+
+    def use_world(self, world: DistributedWorld) -> None:
+        """Let another world take the place of the one that the configuration asks for; local.
+
+        :param world: A world for the same device parameters that is not set up.
+        :raises StateError: if one of the two is set up already.
+        :raises ConfigError: if it is for other device parameters.
+        """
+        if self.world.is_set_up or world.is_set_up:
+            raise StateError("a world that is set up keeps its place; give another one before fit() or setup()")
+        if world.device_parameters != self.device_parameters:
+            raise ConfigError("the world is for other device parameters; make it of the trainer's own world")
+        self.world = world
 
     def setup(self, state: DistributedState | None = None) -> None:
         """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`.
@@ -192,13 +207,23 @@ class DistributedStrategy(ABC):
         need as many batches. A loop that is left in the middle of a window leaves gradients that are not synchronized,
         and no optimizer steps on them: leave it at a window's end.
 
+        In a :class:`xffl.distributed.FaultTolerantWorld` each window begins a step of all groups. Where this one takes
+        the state of another group over, the batches end and :attr:`has_taken_over` is True: begin anew, where the
+        loader stands now.
+
         :param loader: Batches.
         :param \*models: What :meth:`wrap_model` returned, of all models that train on them.
         :yield: The batches, as :meth:`to_device` gives them.
         """
         batches = iter(loader)
         try:
-            while window := list(itertools.islice(batches, self.config.training.gradient_accumulation)):
+            while True:
+                self.has_taken_over = self.world.begin_step()
+                if self.has_taken_over:
+                    return
+                window = list(itertools.islice(batches, self.config.training.gradient_accumulation))
+                if not window:
+                    return
                 self._window = len(window)
                 for index, batch in enumerate(window):
                     if self._is_last != (index + 1 == len(window)):
@@ -285,14 +310,17 @@ class DistributedStrategy(ABC):
         r"""Step the optimizers and zero their gradients; the ranks of a cell do so together.
 
         :param \*optimizers: All optimizers of the window's gradients.
-        :return: Whether they stepped; False where gradients in float16 have overflowed.
+        :return: Whether they stepped; False where gradients in float16 have overflowed, or another replica group was
+            lost on the way.
         :raises StateError: in the middle of a window, where gradients are not synchronized yet.
         """
         self._check_window()
+        is_taken = self.world.commit_step()
         for optimizer in optimizers:
-            optimizer.step()
+            if is_taken:
+                optimizer.step()
             optimizer.zero_grad()
-        return True
+        return is_taken
 
     def _check_window(self) -> None:
         if self.is_accumulating_gradients:
@@ -374,6 +402,22 @@ class DistributedStrategy(ABC):
             model, optimizer = self._known(optimizer)
         parts = self._all_parts(model, optimizer, others)
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
+
+    def register(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        *,
+        others: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Let replica groups that come back take these parts over; local, and nothing in a plain world.
+
+        :param model: What :meth:`wrap_model` returned, or several by name.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: Other parts by name, as in :meth:`save_checkpoint`.
+        """
+        for name, part in self._all_parts(model, optimizer, others).items():
+            self.world.register(name, part)
 
     # What the strategies say ------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xffl.checks import integer_fields
-from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, TrainingConfig, check_name
 from xffl.training.callbacks.base import Callback
@@ -89,19 +89,30 @@ class BaseTrainerConfig(LoggerConfigMixin):
     :param distributed: How the model is spread inside a cell, and which cells there are.
     :param training: How long and in which rhythm it trains.
     :param callbacks: What is called at the stages of the run, in this order.
+    :param fault_tolerance: Whether the job is one of several replica groups, which may be lost and come back.
+    :param enable_fault_tolerance: The same as ``fault_tolerance: {enable: true}``.
     """
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     training: TrainingParameters = field(default_factory=TrainingParameters)
     callbacks: list[Callback] = field(default_factory=list)
+    fault_tolerance: FaultToleranceParameters = field(default_factory=lambda: FaultToleranceParameters(enable=False))
+    enable_fault_tolerance: bool = False
 
     def __post_init__(self) -> None:
+        if self.enable_fault_tolerance and not self.fault_tolerance.enable:
+            self.fault_tolerance = replace(self.fault_tolerance, enable=True)
         following = getattr(super(), "__post_init__", None)  # of a mixin
         if following is not None:
             following()
         every = self.training.validate_every_rounds
         asked = getattr(self, "federation", None)
+        if self.fault_tolerance.enable and asked is not None and asked.has_rounds:
+            raise ConfigError(
+                "federation asks for rounds between cells, but a job with fault_tolerance is one replica of one model; "
+                "leave one of them out"
+            )
         if every is not None and (asked is None or not asked.has_rounds):
             raise ConfigError(
                 f"training.validate_every_rounds {every} is for rounds, and there are none; give federation.every, or "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from xffl.aggregation.report import RoundReport
 from xffl.checkpoint import auto_resume, find_latest_checkpoint
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
@@ -84,6 +87,8 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             )
         self.config = config
         self.strategy = DistributedStrategy.from_config(config)
+        if config.fault_tolerance.enable:
+            self.world = FaultTolerantWorld(self.strategy.world, config.fault_tolerance)
         self.callbacks = CallbackCollection([*config.callbacks, *callbacks])
         self.last_round: RoundReport | None = None
         self._origins = origins
@@ -221,6 +226,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             raise left
 
     def _fit(self) -> None:
+        self._take_own_folder()
         experiment = self.config.experiment
         self._began_s, self._bytes_across, self.last_validation = time.monotonic(), 0, None
         is_resumed = experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None
@@ -243,6 +249,8 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
         with self.training_rounds():
             if experiment.resume and auto_resume(self.config, self):
                 self.run_folder.confirm()
+            others = {name: part for name, part in self._others().items() if part is not self.world.ft_manager}
+            self.strategy.register(self.named_models(), self.named_optimizers(), others=others)
             self.callbacks.pre_train(self)
             self.watch_signals()
             self._run_epochs()
@@ -255,11 +263,21 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
         self.callbacks.post_fit(self)
         self.tell_ending("finished" if self.stop_reason is None else f"finished, as {self.stop_reason}")
 
+    def _take_own_folder(self) -> None:
+        """Give each replica group a folder of its own in that of the run."""
+        if self.world.replica_group is not None:
+            folder = os.path.join(self.config.experiment.output_dir, f"island_{self.world.replica_group[0]}")
+            self.config = replace(self.config, experiment=replace(self.config.experiment, output_dir=folder))
+
     def _run_epochs(self) -> None:
         while self.current_epoch < self.config.training.epochs and (not self._has_ended or self._owes_epoch_end()):
-            if not self.perform_training_epoch():
+            is_whole = self.perform_training_epoch()
+            if self.strategy.has_taken_over:
+                self.on_resumed()  # and on from where the other replica groups are
+            elif is_whole:
+                self.current_epoch += 1
+            else:
                 break
-            self.current_epoch += 1
 
     def _owes_epoch_end(self) -> bool:
         """Tell whether the last batch of the epoch was trained on and its end has not begun: saved just between."""
@@ -282,7 +300,8 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
     def perform_training_epoch(self) -> bool:
         """Train for an epoch, or for what is left of it after a resume; collective over the cell.
 
-        :return: Whether it came to its end; False where training ends inside it.
+        :return: Whether it came to its end; False where training ends inside it, or goes on elsewhere, since this
+            replica group has taken another one's state over.
         """
         self.train()
         self.callbacks.pre_train_epoch(self)
@@ -298,6 +317,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
                 if self._has_ended and not self.is_accumulating_gradients:
                     is_whole = self._is_last_training_batch
                     break
+        is_whole = is_whole and not self.strategy.has_taken_over
         if is_whole and self.ended_epochs <= self.current_epoch:  # else a checkpoint of its end was loaded
             self.ended_epochs = self.current_epoch + 1
             self.step_schedulers("epoch", *self.named_optimizers().values())

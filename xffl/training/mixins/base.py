@@ -58,8 +58,12 @@ class TrainerMixin:
 
     @property
     def world(self) -> DistributedWorld:
-        """The mesh and the collectives of this rank's cell."""
+        """The mesh and the collectives of this rank's cell; before set-up another one may take its place."""
         return self.strategy.world
+
+    @world.setter
+    def world(self, world: DistributedWorld) -> None:
+        self.strategy.use_world(world)
 
     @property
     def state(self) -> DistributedState:

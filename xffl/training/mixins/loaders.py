@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from xffl.aggregation.registry import make
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError
+from xffl.topology import Topology
 from xffl.training.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.mixins.base import TrainerMixin
 from xffl.training.parts import Partition
@@ -72,17 +73,31 @@ class DataLoaderSetupMixin(TrainerMixin):
         data = self.section("data", DataConfig)
         own = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed}
         options = own | self._read_options(data) | options
-        topology, seed = self.state.topology, options["seed"]
+        (topology, rank), seed = self._data_place(), options["seed"]
         if part is None:
             part = self._deal(len(dataset), labels, seed)  # type: ignore[arg-type]
         if labels is not None and isinstance(part, Partition):
             classes = np.unique(np.asarray(labels))
             self.run_folder.write_partition(classes.tolist(), part.table(labels).tolist())
-        return CellLoader(dataset, topology, self.world.rank, part=part, **options)
+        return CellLoader(dataset, topology, rank, part=part, **options)
+
+    def _data_place(self) -> tuple[Topology, int]:
+        """Return the ranks that training samples are dealt out to, and this rank among them.
+
+        Replica groups count as the replicas of one cell, as many as there may be: what a group that is lost would have
+        trained on is trained on by none.
+        """
+        world, topology = self.world, self.state.topology
+        if world.replica_group is None:
+            return topology, world.rank
+        number, most = world.replica_group
+        ranks = most * world.world_size
+        mesh = replace(world.device_parameters, dp_replicate=most).resolve((ranks,))
+        return Topology(ranks, None, mesh.replica_size, mesh.cell_shape), number * world.world_size + world.rank
 
     def _deal(self, samples: int, labels: npt.ArrayLike | None, seed: int) -> Partition:
         """Deal the samples out to the cells as the configuration says."""
-        topology, spec = self.state.topology, self.section("data", DataConfig).partition
+        (topology, _), spec = self._data_place(), self.section("data", DataConfig).partition
         if spec is None:
             return parts_by_ranks(samples, topology, seed=seed)
         deal = make("partition", spec)
@@ -129,9 +144,8 @@ class DataLoaderSetupMixin(TrainerMixin):
         train, validation = loaders
         if train is None:
             raise ConfigError(f"{type(self).__name__}.configure_dataloaders returned no loader for training")
-        topology, rank = self.state.topology, self.world.rank
         if isinstance(train, DataLoader):
-            train = adopt_loader(train, topology, rank, seed=self.config.experiment.seed)
+            train = adopt_loader(train, *self._data_place(), seed=self.config.experiment.seed)
         if isinstance(validation, DataLoader):
             validation = self.validation_loader(validation.dataset, **options_of(validation))
         self.train_dataloader, self.val_dataloader = train, validation

@@ -143,8 +143,10 @@ class StateMixin(TrainerMixin):
                 loader.load_state_dict(saved)
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Return the counters."""
-        return {**super().checkpoint_parts(), "trainer": _Counters(self)}
+        """Return the counters, and which step of all replica groups this is, where there are several."""
+        manager = self.world.ft_manager
+        groups = {} if manager is None else {"replica_groups": manager}
+        return {**super().checkpoint_parts(), "trainer": _Counters(self), **groups}
 
     def own_parts(self) -> dict[str, Any]:
         """Return this rank's random numbers."""

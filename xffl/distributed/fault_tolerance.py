@@ -1,0 +1,582 @@
+"""A world that is one of several replica groups, each a job of its own, which may be lost and come back.
+
+torchft's manager agrees with the other groups, step by step, who takes part; it averages gradients over them, and lets
+a group that has come back take the state of one that lives. What is sent for that is :mod:`xffl.distributed.transport`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from xffl.cluster.network import list_interfaces
+from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
+from xffl.distributed.agreement import agree
+from xffl.distributed.collectives import bytes_of, from_bytes
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
+from xffl.distributed.sharding import load_optimizer, reshard, spread_as
+from xffl.distributed.transport import ShardTransport
+from xffl.distributed.world import DistributedWorld
+from xffl.errors import ConfigError, RoundError, StateError, XfflError
+from xffl.extras import optional_import
+
+if TYPE_CHECKING:
+    from torchft import Manager
+
+__all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
+
+CONNECT_S = 10.0
+"""How long groups wait for each other to connect, once they have agreed on who lives."""
+OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
+
+
+class FaultTolerantWorld(DistributedWorld):
+    """The ranks of one replica group, and what it does together with the other groups that live.
+
+    .. code-block:: python
+
+       with xffl.FaultTolerantWorld(DeviceParameters.FSDP(), FaultToleranceParameters(min_replica_size=1)) as world:
+           model = world.average_gradients(xffl.shard(build_model(), world.state))
+           optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+           world.register("model", model)
+           world.register("optimizer", optimizer)
+           for inputs, target in batches:
+               optimizer.zero_grad()            # who lives? whoever is behind takes over what the others have
+               loss_of(model(inputs), target).backward()
+               optimizer.step()                 # not taken where a group was lost on the way
+
+    Each group is a job of its own: ``XFFL_LIGHTHOUSE`` tells it where ``xffl lighthouse`` listens, ``XFFL_TOKEN`` or
+    ``XFFL_TOKEN_FILE`` the run's token, and ``XFFL_ISLAND=1/4`` which group it is. All groups have the same number of
+    ranks and cut the model alike. Replicas are other groups, so a group has none inside (``dp_replicate=1``).
+
+    :param device_parameters: What is asked of the ranks of this group; or a world that is not set up, whose place this
+        one takes.
+    :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
+    :param backend: As for :class:`DistributedWorld`.
+    :param device: As for :class:`DistributedWorld`.
+    :raises ConfigError: if an argument cannot be meant.
+    :raises StateError: if the given world is set up.
+    """
+
+    def __init__(
+        self,
+        device_parameters: DeviceParameters | DistributedWorld,
+        ft_params: FaultToleranceParameters | None = None,
+        *,
+        backend: str | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        asked: dict[str, Any] = {"federated": None, "backend": backend, "device": device}
+        if isinstance(device_parameters, DistributedWorld):
+            if device_parameters.is_set_up:
+                raise StateError("the world is set up already; make it a FaultTolerantWorld before setup()")
+            asked = device_parameters._asked | {name: value for name, value in asked.items() if value is not None}
+            device_parameters = device_parameters.device_parameters
+        super().__init__(device_parameters, **asked)
+        ft_params = FaultToleranceParameters() if ft_params is None else ft_params
+        if not isinstance(ft_params, FaultToleranceParameters):
+            raise ConfigError(f"ft_params {ft_params!r} are none; give a FaultToleranceParameters")
+        self.ft_params = ft_params
+        self._manager: Manager | None = None
+        self._store: TCPStore | None = None
+        self._parts: set[str] = set()
+        self._models: list[nn.Module] = []
+        self._group: tuple[int, int] | None = None
+        self._is_in_step = self._has_taken_over = False
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def setup(self, state: DistributedState | None = None) -> DistributedState:
+        """Join the other ranks of this group, and make the manager that talks to the other groups.
+
+        Collective over the group. The other groups are not waited for: that is the first step's.
+
+        :param state: As for :meth:`DistributedWorld.setup`.
+        :return: The state.
+        :raises ConfigError: if torchft is missing, or the group has replicas or cells inside.
+        :raises LaunchError: if lighthouse or token are not told.
+        """
+        made = super().setup(state)
+        if not self.ft_params.enable:
+            return made
+        try:
+            self._connect()
+        except BaseException:
+            self.teardown(synchronize=False)
+            raise
+        return made
+
+    def teardown(self, *, synchronize: bool = True) -> None:
+        """Leave the other groups, which go on, and the ranks of this one.
+
+        :param synchronize: As for :meth:`DistributedWorld.teardown`.
+        """
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.shutdown(wait=False)
+        self._parts.clear()
+        self._models.clear()
+        super().teardown(synchronize=synchronize)
+        self._store = None  # other ranks of this group have left it
+
+    @property
+    def ft_manager(self) -> Manager | None:
+        """Torchft's manager; ``None`` where fault tolerance is not enabled."""
+        if self._state is None:
+            raise StateError("the world is not set up; call setup() first")
+        return self._manager
+
+    @property
+    def replica_group(self) -> tuple[int, int] | None:
+        """This group's number and the most groups, as ``XFFL_ISLAND`` says; ``None`` where it says nothing."""
+        return self._group
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks with data of their own, of all groups that take part in this step."""
+        return super().dp_size * (1 if self._manager is None else max(1, self._manager.num_participants()))
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def average_gradients(self, model: nn.Module) -> nn.Module:
+        """Let a model's gradients be averaged over the groups that live, in its backward pass; nothing moves yet.
+
+        :param model: What :func:`xffl.shard` has returned: FSDP2, or a whole model where the group is one rank.
+        :return: The model to use: the same one, or torchft's DDP around a whole one.
+        :raises ConfigError: if the model is spread in a way that the groups cannot average.
+        """
+        if self._manager is None:
+            return model
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.set_all_reduce_hook(self._average)
+        if units:
+            return model
+        if self.world_size > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                f"the model is whole on each of the {self.world_size} ranks of this group, which would be replicas; "
+                "give dp_shard=auto, or start one rank in each group"
+            )
+        return _data_parallel(self._manager, model)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer to use: ``zero_grad`` begins a step of all groups, ``step`` takes it or does not.
+
+        :param optimizer: The only optimizer of the loop.
+        :return: It, wrapped; the same object where fault tolerance is not enabled.
+        """
+        return optimizer if self._manager is None else CommittedOptimizer(self, optimizer)
+
+    def register(self, name: str, part: Any) -> None:
+        """Let a group that comes back take this part over from one that lives, and the other way round; local.
+
+        :param name: What it is called, the same in all groups.
+        :param part: A model, an optimizer, or what has ``state_dict`` and ``load_state_dict``: schedulers, loaders,
+            callbacks. Of what is cut each rank takes what the rank at its place holds.
+        :raises ConfigError: if the name is taken.
+        """
+        if self._manager is None:
+            return
+        if name in self._parts:
+            raise ConfigError(f"part {name!r} is registered twice; give each a name of its own")
+        part = part.wrapped if isinstance(part, CommittedOptimizer) else part
+
+        def take_over(saved: Any) -> None:
+            _give(name, part, saved)
+            self._has_taken_over = True
+
+        self._parts.add(name)
+        if isinstance(part, nn.Module):
+            self._models.append(part)
+        self._manager.register_state_dict_fn(name, take_over, lambda: _take(part))
+
+    def begin_step(self) -> bool:
+        """Agree with the other groups who takes part in the next step; whoever is behind takes the others' state over.
+
+        Collective over the group. It waits for all groups that live; where the lighthouse does not answer, until it
+        does, up to ``comm.train_timeout_seconds``. A step that has begun and is not committed yet goes on.
+
+        :return: Whether this group has taken another one's state over.
+        :raises RoundError: if no agreement came about in time; the model is as after the last step.
+        """
+        if self._manager is None or self._is_in_step:
+            return False
+        self._has_taken_over = False
+        deadline = time.monotonic() + self.device_parameters.comm.train_timeout_seconds
+        while True:
+            try:
+                self._manager.start_quorum()
+                break
+            except (RuntimeError, TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise RoundError(
+                        f"the replica groups could not agree on a step after {self._manager.current_step()} ({error}); "
+                        "look after the lighthouse; the model is as after that step"
+                    ) from error
+                time.sleep(0.1)
+        self._is_in_step = True
+        if self._manager.current_step() == 0 and self._manager.num_participants() > 1:
+            self._start_alike()
+        return self._has_taken_over
+
+    def commit_step(self) -> bool:
+        """Tell whether the optimizer is to step; collective over the group, which answers as one.
+
+        :return: Whether gradients are those of all groups that take part; always where fault tolerance is not enabled.
+        :raises RoundError: if more steps failed one after the other than ``max_consecutive_failures`` allows.
+        """
+        if self._manager is None:
+            return True
+        self._is_in_step = False
+        try:
+            return bool(self._manager.should_commit())
+        except RuntimeError as error:
+            allowed = self.ft_params.max_consecutive_failures
+            if allowed is None or "consecutive" not in str(error):
+                raise
+            raise RoundError(
+                f"{allowed + 1} steps failed one after the other, more than max_consecutive_failures={allowed}; the "
+                f"model is as after step {self._manager.current_step()}; with fewer than "
+                f"min_replica_size={self.ft_params.min_replica_size} groups no step is taken"
+            ) from error
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
+        """Combine a tensor of each rank; with ``mesh="dp"`` of all groups that take part in this step.
+
+        :param tensor: As for :meth:`DistributedWorld.all_reduce`.
+        :param op: As there; over groups ``sum`` or ``mean``.
+        :param mesh: As there.
+        :return: The same values on all ranks. Where a group was lost meanwhile they mean nothing, and
+            :meth:`commit_step` says so.
+        :raises ConfigError: if the operation cannot be meant.
+        """
+        result = super().all_reduce(tensor, op, mesh)
+        if self._manager is None or mesh != "dp":
+            return result
+        if op not in OVER_GROUPS:
+            raise ConfigError(f"op {op!r} over replica groups is none of {', '.join(OVER_GROUPS)}")
+        self._manager.allreduce(result, reduce_op=OVER_GROUPS[op]).wait()
+        return result
+
+    # What is behind it ------------------------------------------------------------------------------------------------
+
+    def _start_alike(self) -> None:
+        """Let all groups begin with the weights of one.
+
+        torchft's own way (``init_sync``) gives ranks of one group the parts of different groups.
+        """
+        assert self._manager is not None, "only one of several groups comes here"
+        is_source = self._manager.participating_rank() == 0
+        pairs = []
+        for model in self._models:
+            reshard(model)
+            for name, value in model.state_dict().items():
+                if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state":
+                    place = _local(value)
+                    # Bytes of one group and zeros of the others: their sum is exact.
+                    copy = bytes_of(place).clone() if is_source else torch.zeros_like(bytes_of(place))
+                    self._manager.allreduce(copy, reduce_op=dist.ReduceOp.SUM).wait()
+                    pairs.append((place, copy))
+        if self._manager.errored() is None:  # else the step is not taken either
+            with torch.no_grad():
+                for place, copy in pairs:
+                    place.copy_(from_bytes(copy, place.dtype, place.shape))
+
+    def _average(self, gradients: torch.Tensor) -> None:
+        assert self._manager is not None, "the hook is set where there is one"
+        self._manager.allreduce(gradients).wait()
+
+    def _connect(self) -> None:
+        """Make the manager, and with it this rank's servers: all of them listen at one address."""
+        error: XfflError | None = None
+        lighthouse, token, address = "", b"", ""
+        try:
+            self._check()
+            lighthouse, token, self._group = lighthouse_of(), token_of(), replica_group_of()
+            address = bind_address(lighthouse)
+            os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+            with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):
+                import torchft.manager
+        except XfflError as wrong:
+            error = wrong
+        agree("lighthouses or numbers of the replica group", f"{lighthouse} {self._group}", error=error)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
+        logging.getLogger("torchft").setLevel(logging.ERROR)
+        timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
+        host, port, life = self._meet(address)
+        with _bound_to(address):
+            self._manager = torchft.Manager(
+                pg=_group_class(self.device)(timeout=timeout),
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=self.ft_params.min_replica_size,
+                max_retries=self.ft_params.max_consecutive_failures,
+                # The state is taken over before the forward pass, which FSDP gathers weights in and buffers change in.
+                use_async_quorum=False,
+                init_sync=False,
+                timeout=timeout,
+                quorum_timeout=timeout,
+                connect_timeout=timedelta(seconds=CONNECT_S),
+                quorum_retries=1_000_000,
+                rank=self.rank,
+                world_size=self.world_size,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=lighthouse,
+                # Of its last digits torchft makes what it tells the group's members of each other.
+                replica_id=f"island_{'x' if self._group is None else self._group[0]}_{life}",
+                hostname=address,
+                checkpoint_transport=ShardTransport(address, token),
+            )
+
+    def _check(self) -> None:
+        replicas, cells = self.place.size("dp_replicate"), self.state.topology.cells
+        if replicas > 1:
+            raise ConfigError(
+                f"dp_replicate is {replicas} inside this replica group, but replicas are groups of their own; give "
+                "dp_replicate=1, and start more jobs"
+            )
+        if cells > 1:
+            raise ConfigError(
+                f"this job has {cells} federated groups, but it is one of several replica groups of one model; leave "
+                "federated and XFFL_FEDERATED out"
+            )
+
+    def _meet(self, address: str) -> tuple[str, int, int]:
+        """Make a store for ranks at the same place of all groups to meet at, and draw a number for this group's life.
+
+        Collective over the group: both are rank 0's.
+        """
+        place: list[Any] = [None]
+        if self.rank == 0:
+            listener = socket.create_server((address, 0), backlog=1024)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            place = [(address, port, secrets.randbelow(10**12))]
+        if self.world_size > 1:
+            dist.broadcast_object_list(place, src=0)
+        made: tuple[str, int, int] = place[0]
+        return made
+
+
+class CommittedOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps only where all replica groups that take part have each other's gradients.
+
+    :param world: The world.
+    :param wrapped: The optimizer that steps.
+    """
+
+    def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
+        self._world, self.wrapped = world, wrapped  # all else is the other's
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer that steps."""
+        return self.wrapped.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer that steps."""
+        return self.wrapped.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the optimizer that steps."""
+        return self.wrapped.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters.
+
+        :param param_group: As for any optimizer.
+        """
+        self.wrapped.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of the optimizer that steps."""
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the optimizer that steps.
+
+        :param state_dict: What :meth:`state_dict` gave.
+        """
+        self.wrapped.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step of all groups; collective over the group.
+
+        :param set_to_none: As for any optimizer.
+        """
+        self._world.begin_step()
+        self.wrapped.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step, or do nothing where a group was lost on the way; collective over the group.
+
+        :param closure: Refused: a step of several passes would need an agreement for each.
+        :raises ConfigError: if there is a closure.
+        """
+        if closure is not None:
+            raise ConfigError("an optimizer of several replica groups takes no closure; compute the gradients before")
+        if self._world.commit_step():
+            self.wrapped.step()
+
+
+def _take(part: Any) -> Any:
+    """Return a part's state as tensors of this rank and plain values."""
+    if isinstance(part, nn.Module):
+        reshard(part)
+        return {name: _local(value) for name, value in part.state_dict().items()}
+    state = part.state_dict()
+    if not isinstance(part, torch.optim.Optimizer):
+        return state
+    kept = {number: {key: _cut(value) for key, value in values.items()} for number, values in state["state"].items()}
+    return {"state": kept, "param_groups": state["param_groups"]}
+
+
+def _give(name: str, part: Any, saved: Any) -> None:
+    """Give a part another group's state."""
+    if isinstance(part, nn.Module):
+        _give_model(name, part, saved)
+    elif isinstance(part, torch.optim.Optimizer):
+        _give_optimizer(part, saved)
+    else:
+        part.load_state_dict(saved)
+
+
+def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    reshard(model)
+    own = model.state_dict()
+    different = sorted(own.keys() ^ saved.keys())
+    if different:
+        raise ConfigError(f"model {name!r} differs between the replica groups: {different[0]!r} is in one of them only")
+    others: dict[str, Any] = {}
+    with torch.no_grad():
+        for key, value in own.items():
+            place, given = _local(value), saved[key]
+            if not isinstance(place, torch.Tensor) or key.rpartition(".")[2] == "_extra_state":
+                others[key] = given
+            elif place.shape != given.shape or place.dtype != given.dtype:
+                raise ConfigError(
+                    f"{key!r} of model {name!r} is {tuple(given.shape)} {given.dtype} on this rank of another replica "
+                    f"group, but {tuple(place.shape)} {place.dtype} here; give all groups the same number of ranks"
+                )
+            else:
+                place.copy_(given)
+    if others:
+        model.load_state_dict(others, strict=False)
+
+
+def _give_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: {key: _spread(value, parameters[number]) for key, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    load_optimizer(optimizer, {"state": state, "param_groups": saved["param_groups"]})
+
+
+def _local(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def _cut(value: Any) -> Any:
+    """Return a tensor of an optimizer's state with its whole shape, where it is spread."""
+    return {"cut": _local(value), "shape": list(value.shape)} if isinstance(value, DTensor) else value
+
+
+def _spread(value: Any, parameter: torch.Tensor) -> Any:
+    """Make of what :func:`_cut` gave a tensor that goes with a parameter."""
+    if not isinstance(value, dict) or value.keys() != {"cut", "shape"}:
+        return value
+    assert isinstance(parameter, DTensor), "cut alike in all groups, or the model was refused"
+    local = value["cut"].to(parameter.device)
+    if tuple(value["shape"]) == tuple(parameter.shape):
+        return spread_as(local, parameter)
+    mesh = parameter.device_mesh
+    return spread_as(local, DTensor.from_local(local.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False))
+
+
+def _interface_of(address: str) -> str:
+    return next((one.name for one in list_interfaces() if one.address == address), "lo")
+
+
+def _data_parallel(manager: Manager, model: nn.Module) -> nn.Module:
+    """Wrap a whole model with torchft's DDP, whose own hook raises where a group is lost in the middle of a bucket."""
+    from torchft import DistributedDataParallel
+
+    class Averaged(DistributedDataParallel):  # type: ignore[misc]
+        # DDP reads annotations, which are texts in this file
+        _comm_hook = staticmethod(lambda manager, bucket: _average_bucket(manager, bucket))
+
+    averaged: nn.Module = Averaged(manager, model)
+    return averaged
+
+
+def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer()
+    manager.allreduce(gradients).wait()  # what goes wrong is told when the step is to be taken
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[gradients.device] if gradients.is_cuda else None
+    )
+    done.set_result(gradients)
+    return done
+
+
+def _group_class(device: torch.device) -> Any:
+    """Return torchft's class of groups over the ranks at one place of all groups, mended in two ways."""
+    import torchft
+
+    is_gloo = device.type == "cpu"
+    base = torchft.ProcessGroupGloo if is_gloo else torchft.ProcessGroupNCCL
+
+    class Group(base):  # type: ignore[misc, valid-type]
+        def configure(self, store_addr: str, *told: Any) -> None:
+            # A lighthouse that was started again counts from 1 again, and the store keeps what was written for its
+            # earlier numbers. The last of what is told are the lives of the groups, see _meet.
+            super().configure(f"{store_addr}/{hash(tuple(told[-1])) & (1 << 62) - 1}", *told)
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            if not is_gloo:
+                return super()._create_pg(store, rank, world_size)
+            # Who was lost before it has connected is not waited for as long as who computes.
+            usual: timedelta = self._timeout  # type: ignore[has-type]
+            self._timeout = min(usual, timedelta(seconds=CONNECT_S))
+            try:
+                made = super()._create_pg(store, rank, world_size)
+            finally:
+                self._timeout = usual
+            made._get_backend(device)._set_default_timeout(usual)
+            return made
+
+    return Group
+
+
+@contextmanager
+def _bound_to(address: str) -> Iterator[None]:
+    """Let a manager that is made in the block listen at one address: torchft's own choice is all interfaces."""
+    import torchft.manager
+
+    made = torchft.manager.ManagerServer
+    with mock.patch.object(torchft.manager, "ManagerServer", lambda **told: made(**(told | {"bind": f"{address}:0"}))):
+        yield
