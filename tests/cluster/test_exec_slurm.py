@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import textwrap
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.cluster.exec_jobs import (
 )
 from tests.processes import still_there
 
+REPO = Path(__file__).parents[2]
 THREE = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=1"]
 EXEC = [*XFFL, "exec"]
 LIMIT_S = 30
@@ -285,6 +287,23 @@ def test_under_srun_each_process_is_a_rank(slurm: dict[str, str], tmp_path: Path
     code, _, err = finish(start(["srun", "-K", *step[1:], RANK, str(tmp_path), "lost", "2"], slurm, tmp_path))
     assert code != 0 and "Traceback" not in err
     assert "xffl: rank 2 lost another rank: RuntimeError: Connection closed by peer" in err
+
+
+def test_replica_groups_are_steps_of_a_job(slurm: dict[str, str], tmp_path: Path) -> None:
+    """The batch script of docs/fault_tolerance.rst: a group that loses a rank is started again, and catches up."""
+    page = (REPO / "docs/fault_tolerance.rst").read_text()
+    lines = textwrap.dedent(page.partition("#SBATCH")[2].partition("\n\n")[0].partition("\n")[2])
+    rank = REPO / "tests/cluster/group_rank.py"
+    script = lines.replace("xffl exec config.yaml", shlex.join([*EXEC, str(rank), str(tmp_path)]))
+    script = script.replace("xffl lighthouse", shlex.join([*XFFL, "lighthouse"])).replace("$HOME", str(tmp_path))
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{script}\n")
+    options = ["-w", "a1,b1", "-N2", "--ntasks-per-node=2", "-o", "job.log", "--wait"]
+    subprocess.run(["sbatch", "-Q", *options, "job.sh"], env=slurm, cwd=tmp_path, check=True, timeout=200)
+    told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("group_*.json"))]
+    log = (tmp_path / "job.log").read_text()
+    assert (tmp_path / "died").exists() and len(told) == 4, log
+    assert told == told[:1] * 4, (told, log)
+    assert told[0]["step"] >= 120
 
 
 def test_a_reader_that_goes_ends_the_step(slurm: dict[str, str], tmp_path: Path) -> None:

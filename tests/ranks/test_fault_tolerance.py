@@ -36,7 +36,7 @@ from xffl.distributed.fault_tolerance import CommittedOptimizer
 from xffl.distributed.transport import NONCE_BYTES, ShardTransport
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError
 from xffl.parallel import DistributedConfig
-from xffl.training import Callback, ExperimentConfig, TrainingParameters
+from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchft") is None, reason="needs torchft (the extra elastic), which has wheels for x86-64 Linux"
@@ -432,6 +432,27 @@ def plain(rank: int, ranks: int, port: int) -> None:
 
 def test_a_world_that_is_not_enabled_is_a_plain_one() -> None:
     run_world(2, plain, free_port(), init=False)
+
+
+def test_a_trainer_is_asked_by_either_name_and_takes_no_rounds(tmp_path: Path) -> None:
+    experiment = ExperimentConfig(output_dir=str(tmp_path))
+    by_alias = TaskConfig(experiment=experiment, enable_fault_tolerance=True)
+    assert by_alias.fault_tolerance == FaultToleranceParameters()
+    assert isinstance(TaskTrainer(by_alias).world, FaultTolerantWorld)
+    assert not isinstance(TaskTrainer(TaskConfig(experiment=experiment)).world, FaultTolerantWorld)
+    with pytest.raises(ConfigError, match="federation asks for rounds between cells, but a job with fault_tolerance"):
+        TaskConfig(federation=FederationConfig(every=5), enable_fault_tolerance=True)
+    with pytest.raises(ConfigError, match="the world is for other device parameters"):
+        TaskTrainer(by_alias).world = FaultTolerantWorld(DeviceParameters.FSDP())
+    with pytest.raises(ConfigError, match="strategy 'deepspeed' takes no FaultTolerantWorld"):
+        TaskTrainer(TaskConfig(distributed=DistributedConfig(strategy="deepspeed"), enable_fault_tolerance=True))
+    for wrong, told in (
+        ({"min_replica_size": 0}, "fault_tolerance.min_replica_size must be a positive integer, got 0"),
+        ({"max_consecutive_failures": -1}, "fault_tolerance.max_consecutive_failures must be an integer of 0 or more"),
+        ({"enable": "yes"}, "fault_tolerance.enable 'yes' is no truth value"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            FaultToleranceParameters(**wrong)  # type: ignore[arg-type]
 
 
 # The transport --------------------------------------------------------------------------------------------------------

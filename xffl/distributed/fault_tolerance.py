@@ -135,6 +135,10 @@ class FaultTolerantWorld(DistributedWorld):
         super().teardown(synchronize=synchronize)
         self._store = None  # other ranks of this group have left it
 
+    def __enter__(self) -> FaultTolerantWorld:
+        super().__enter__()
+        return self
+
     @property
     def ft_manager(self) -> Manager | None:
         """Torchft's manager; ``None`` where fault tolerance is not enabled."""
