@@ -25,7 +25,8 @@ with FaultTolerantWorld(DeviceParameters.FSDP()) as world:
     world.register("model", model)
     world.register("optimizer", optimizer)
     while not (world.ft_manager.current_step() >= last and world.dp_size == 4):
-        if (group, world.rank, world.ft_manager.current_step()) == (1, 1, 20) and not (folder / "died").exists():
+        is_far = (group, world.rank) == (1, 1) and world.ft_manager.current_step() >= 20
+        if is_far and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import math
 import os
 import pickle
 import random
@@ -20,23 +22,33 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
 
 import xffl
 from tests.ports import free_port
 from tests.tasks import TaskConfig, TaskTrainer, whole_weights
 from tests.worlds import WorldError, be_launched, run_world
-from xffl.distributed import DeviceParameters, DistributedWorld, FaultToleranceParameters, FaultTolerantWorld
+from xffl.distributed import (
+    CommParameters,
+    DeviceParameters,
+    DistributedWorld,
+    FaultToleranceParameters,
+    FaultTolerantWorld,
+)
 from xffl.distributed.fault_tolerance import CommittedOptimizer
 from xffl.distributed.transport import NONCE_BYTES, ShardTransport
-from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError
+from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
-from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
+from xffl.training import Callback, CellLoader, ExperimentConfig, FederationConfig, TrainingParameters
+from xffl.training.mixins.loaders import DataLoaderSetupMixin
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchft") is None, reason="needs torchft (the extra elastic), which has wheels for x86-64 Linux"
@@ -134,10 +146,10 @@ def train(
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
         for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
             world.register(name, part)
-        gap, before, participants = 0.0, time.monotonic(), set()
+        gap, before, participants = 0.0, 0.0, set()
         while not (manager.current_step() >= last and world.dp_size == sizes):
             step = manager.current_step()
-            if step == die_at:
+            if 0 <= die_at <= step:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             inputs = torch.randn(8, 16)
@@ -150,7 +162,7 @@ def train(
                     threading.Timer(die_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
                     die_after_s = None
                 now = time.monotonic()
-                gap, before = max(gap, now - before), now
+                gap, before = max(gap, now - before) if before else gap, now
                 participants.add(world.dp_size)
         whole = {name: one.full_tensor() if form == "fsdp" else one for name, one in model.named_parameters()}
         moments = {
@@ -219,7 +231,7 @@ class Watch(Callback):
     def post_optimizer_step(self, trainer: Any) -> None:
         self.seen += 1
         self.sizes.add(trainer.world.dp_size)
-        if trainer.global_step == self._die_after:
+        if 0 <= self._die_after <= trainer.global_step:
             os.kill(os.getpid(), signal.SIGKILL)
         is_to_wait = trainer.global_step > 200 and trainer.world.dp_size < 4  # the other group is still to come
         time.sleep(0.1 if is_to_wait else 0.02)
@@ -347,6 +359,11 @@ def one_for_all() -> dict[str, Any]:
     with pytest.raises(StateError, match="the world is set up already"):
         FaultTolerantWorld(world)
     assert world.dp_size == 2
+    with pytest.raises(ConfigError, match="a step of all replica groups is one optimizer's"):
+        world.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(StateError, match="over replica groups there is a sum inside a step only"):
+        world.all_reduce(torch.ones(()), "sum", "dp")
+    assert world.seed_for(1, "dp") != DistributedWorld.seed_for(world, 1, "dp") and world.seed_for(1) == 1
     optimizer.zero_grad()
     number = 2.0 * world.replica_group[0] + world.rank
     mine = torch.tensor([number])
@@ -378,6 +395,87 @@ def test_two_groups_are_one_data_parallel_world(lighthouse: Lighthouse) -> None:
     groups = Groups(2, lighthouse)
     both = [groups.start(group, one_for_all) for group in (0, 1)]
     assert [told_by(group) for group in both] == [[{}, {}], [{}, {}]]
+
+
+def odd(case: str, group: int) -> dict[str, Any]:
+    """One of two groups that do not go together."""
+    if case == "island":
+        os.environ["XFFL_ISLAND"] = "1/2"
+    comm = CommParameters(train_timeout_seconds=20)
+    with FaultTolerantWorld(DeviceParameters.SINGLE_DEVICE(comm=comm)) as world:
+        manager = world.ft_manager
+        assert manager is not None
+        model = world.average_gradients(xffl.shard(nn.Linear(4, 1), world.state))
+        if case == "checkpoint":  # of other runs, at one step
+            manager.load_state_dict({"step": 7, "batches_committed": 7})
+            nn.init.constant_(next(model.parameters()), float(group))
+        optimizer = world.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        world.register("model", model)
+        if case == "numpy":
+            world.register("counts", Counted())
+        deadline = time.monotonic() + 30
+        try:
+            while True:
+                assert time.monotonic() < deadline
+                _step(model, optimizer)
+                time.sleep(0.02)
+        except XfflError as error:
+            return {"told": f"{type(error).__name__}: {error}"}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+class Counted:
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": np.zeros(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never given")
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("island", "ConfigError: replica groups ['1/2', '1/2'] (XFFL_ISLAND) do not go together"),
+        ("checkpoint", "RoundError: the replica groups are all at step 7, but hold different 'model'"),
+        ("numpy", "ConfigError: counts/counts is ndarray, which a checkpoint does not keep"),
+    ],
+)
+def test_groups_that_do_not_go_together(case: str, told: str, lighthouse: Lighthouse) -> None:
+    groups = Groups(1, lighthouse)
+    both = [groups.start(group, odd, case, group) for group in (0, 1)]
+    for (one,) in map(told_by, both):
+        assert one["told"].startswith(told), one
+
+
+def deal(rank: int, ranks: int, axes: dict[str, int]) -> list[list[Any]]:
+    """Tell which samples a trainer's ranks of two groups get, without any lighthouse."""
+    world = mock.Mock(world_size=ranks, device_parameters=DeviceParameters(**axes))
+    found = []
+    for group in (0, 1):
+        world.replica_group, world.rank = (group, 2), rank
+        trainer = mock.Mock(world=world)
+        topology, place = DataLoaderSetupMixin._data_place(trainer)
+        loader = CellLoader(TensorDataset(torch.arange(16)), topology, place, batch_size=1, seed=0)
+        found.append([batch[0].tolist() for batch in loader])
+    return found
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2}, {"pp": 2, "dp_shard": 2}])
+def test_samples_are_dealt_out_to_all_groups(axes: dict[str, int]) -> None:
+    """Ranks that share a sample get the same, all others other ones."""
+    ranks = math.prod(axes.values())
+    by_rank = [deal(rank, ranks, axes) for rank in range(ranks)]
+    streams = {str(samples) for both in by_rank for samples in both}
+    assert len(streams) == 2 * axes.get("dp_shard", 1)
+    seen = [sample for text in streams for sample in ast.literal_eval(text)]
+    assert sorted(seen) == [[sample] for sample in range(16)]
+    for rank in range(ranks):  # pp is outside, so its mates stand dp_shard ranks apart
+        assert by_rank[rank] == by_rank[rank % axes.get("dp_shard", 1)]
 
 
 def wrong(rank: int, ranks: int, port: int, case: str) -> str:
@@ -494,7 +592,7 @@ def test_who_does_not_know_the_token_gets_nothing(transports: list[ShardTranspor
     giver, _, stranger = transports
     with ThreadPoolExecutor() as pool:
         sent = pool.submit(giver.send_checkpoint, [1], 7, STATE, timedelta(seconds=2))
-        with pytest.raises(CheckpointError, match="could not be read: ConnectionError: the connection was closed"):
+        with pytest.raises(LaunchError, match="does not know the run's token, or knows another one"):
             stranger.recv_checkpoint(0, giver.metadata(), 7, timedelta(seconds=20))
         sent.result(timeout=10)  # and a group that never comes is not waited for longer
 
@@ -514,22 +612,24 @@ def test_a_giver_without_the_token_and_a_hostile_pickle_are_refused(
     for is_known in (False, True):
         listener = socket.create_server(("127.0.0.1", 0))
 
-        def give(listener: socket.socket = listener, is_known: bool = is_known) -> None:
+        host, port = listener.getsockname()
+
+        def give(listener: socket.socket = listener, is_known: bool = is_known, place: str = f"{host}:{port}") -> None:
             link, _ = listener.accept()
             with link, suppress(OSError):
                 link.sendall(bytes(NONCE_BYTES))
                 got = link.recv(4096)
-                proof = taker._proof(b"giver", bytes(NONCE_BYTES), got[:NONCE_BYTES]) if is_known else bytes(32)
+                asked = place.encode() + got[NONCE_BYTES : NONCE_BYTES + 8]
+                proof = taker._proof(b"giver", bytes(NONCE_BYTES), got[:NONCE_BYTES], asked) if is_known else bytes(32)
                 link.sendall(proof + struct.pack("!Q", len(data)) + data)
                 link.recv(1)
 
         thread = threading.Thread(target=give)
         thread.start()
-        host, port = listener.getsockname()
         told = (
             "could not be read: (JSONDecodeError|UnicodeDecodeError)" if is_known else "does not know the run's token"
         )
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError if is_known else LaunchError, match=told):
             taker.recv_checkpoint(0, f"{host}:{port}", 7, timedelta(seconds=20))
         thread.join()
         listener.close()

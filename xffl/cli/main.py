@@ -19,6 +19,7 @@ from xffl.errors import XfflError
 __all__ = ["COMMANDS", "build_parser", "main"]
 
 COMMANDS = {
+    "aggregate": ("aggregate", "make a round of what cells have exported that no network joins"),
     "exec": ("execute", "start a script in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
     "consolidate": ("consolidate", "write a checkpoint's model as safetensors"),

@@ -6,11 +6,14 @@ a group that has come back take the state of one that lives. What is sent for th
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,13 +30,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from xffl.cluster.network import list_interfaces
 from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
 from xffl.distributed.agreement import agree
+from xffl.distributed.backends import control_device
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
-from xffl.distributed.sharding import load_optimizer, reshard, spread_as
+from xffl.distributed.plain import to_plain
+from xffl.distributed.sharding import load_optimizer, reshard, sharded_parameters, spread_as
 from xffl.distributed.transport import ShardTransport
 from xffl.distributed.world import DistributedWorld
-from xffl.errors import ConfigError, RoundError, StateError, XfflError
+from xffl.errors import ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.extras import optional_import
 
 if TYPE_CHECKING:
@@ -43,6 +48,9 @@ __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
 
 CONNECT_S = 10.0
 """How long groups wait for each other to connect, once they have agreed on who lives."""
+PLACES = 10_000
+"""Replica groups that can be told apart, and one number more for those that have none."""
+NOWHERE = PLACES - 1
 OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
 
 
@@ -56,10 +64,14 @@ class FaultTolerantWorld(DistributedWorld):
            optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
            world.register("model", model)
            world.register("optimizer", optimizer)
-           for inputs, target in batches:
-               optimizer.zero_grad()            # who lives? whoever is behind takes over what the others have
-               loss_of(model(inputs), target).backward()
-               optimizer.step()                 # not taken where a group was lost on the way
+           while steps_are_left():
+               for inputs, target in loader:
+                   if world.begin_step():       # who lives? a group that is behind takes the others' state over,
+                       break                    # that of the loader, too, and begins anew where it stands now
+                   optimizer.zero_grad()
+                   loss_of(model(inputs), target).backward()
+                   if optimizer.step():         # not taken where a group was lost on the way
+                       schedule.step()
 
     Each group is a job of its own: ``XFFL_LIGHTHOUSE`` tells it where ``xffl lighthouse`` listens, ``XFFL_TOKEN`` or
     ``XFFL_TOKEN_FILE`` the run's token, and ``XFFL_ISLAND=1/4`` which group it is. All groups have the same number of
@@ -95,10 +107,15 @@ class FaultTolerantWorld(DistributedWorld):
         self.ft_params = ft_params
         self._manager: Manager | None = None
         self._store: TCPStore | None = None
-        self._parts: set[str] = set()
-        self._models: list[nn.Module] = []
+        self._pg: Any = None
+        self._parts: dict[str, Any] = {}
         self._group: tuple[int, int] | None = None
-        self._is_in_step = self._has_taken_over = False
+        self._optimizer: CommittedOptimizer | None = None
+        self._is_in_step = self._has_taken_over = self._is_checked = False
+        self._is_torn = False
+        """Whether some ranks of this group hold another group's state and others their own"""
+        self._spoiled: str | None = None
+        """The part that could not be taken over"""
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -131,7 +148,7 @@ class FaultTolerantWorld(DistributedWorld):
         if manager is not None:
             manager.shutdown(wait=False)
         self._parts.clear()
-        self._models.clear()
+        self._optimizer, self._pg, self._is_in_step = None, None, False
         super().teardown(synchronize=synchronize)
         self._store = None  # other ranks of this group have left it
 
@@ -155,6 +172,19 @@ class FaultTolerantWorld(DistributedWorld):
     def dp_size(self) -> int:
         """Ranks with data of their own, of all groups that take part in this step."""
         return super().dp_size * (1 if self._manager is None else max(1, self._manager.num_participants()))
+
+    def seed_for(self, seed: int, *axes: str) -> int:
+        r"""Return a seed as :meth:`DistributedWorld.seed_for`, where ranks with data of their own are of all groups.
+
+        :param seed: As there.
+        :param \*axes: As there; along ``dp`` and ``dp_replicate`` groups differ, too.
+        :return: The seed.
+        """
+        own = super().seed_for(seed, *axes)
+        if self._group is None or not {"dp", "dp_replicate"} & set(axes):
+            return own
+        digest = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -185,7 +215,14 @@ class FaultTolerantWorld(DistributedWorld):
         :param optimizer: The only optimizer of the loop.
         :return: It, wrapped; the same object where fault tolerance is not enabled.
         """
-        return optimizer if self._manager is None else CommittedOptimizer(self, optimizer)
+        if self._manager is None:
+            return optimizer
+        if self._optimizer is not None:
+            raise ConfigError(
+                "a step of all replica groups is one optimizer's; call optimizer() once, or use a strategy"
+            )
+        self._optimizer = CommittedOptimizer(self, optimizer)
+        return self._optimizer
 
     def register(self, name: str, part: Any) -> None:
         """Let a group that comes back take this part over from one that lives, and the other way round; local.
@@ -202,12 +239,12 @@ class FaultTolerantWorld(DistributedWorld):
         part = part.wrapped if isinstance(part, CommittedOptimizer) else part
 
         def take_over(saved: Any) -> None:
+            self._spoiled = name
             _give(name, part, saved)
-            self._has_taken_over = True
+            self._spoiled, self._has_taken_over = None, True
 
-        self._parts.add(name)
-        if isinstance(part, nn.Module):
-            self._models.append(part)
+        self._parts[name] = part
+        self._is_checked = False
         self._manager.register_state_dict_fn(name, take_over, lambda: _take(part))
 
     def begin_step(self) -> bool:
@@ -221,23 +258,85 @@ class FaultTolerantWorld(DistributedWorld):
         """
         if self._manager is None or self._is_in_step:
             return False
-        self._has_taken_over = False
+        if not self._is_checked:
+            for name, part in self._parts.items():
+                to_plain(
+                    _take(part), name, {}
+                )  # what cannot be given to others is told now, and not when it is asked for
+            self._is_checked = True
+        self._agree_on_step()
+        self._is_in_step = True
+        has_taken_over = self._agree_at_home()
+        if self._pg.is_new and self._manager.num_participants() > 1 and self._manager.errored() is None:
+            if self._manager.current_step() == 0:
+                self._start_alike()
+            self._compare()
+        return has_taken_over
+
+    def _agree_on_step(self) -> None:
+        """Ask the lighthouse who lives, until it answers; take over what a group that is ahead has."""
+        assert self._manager is not None and self._pg is not None, "only one of several groups comes here"
+        self._has_taken_over, self._spoiled, self._pg.conflict = False, None, None
         deadline = time.monotonic() + self.device_parameters.comm.train_timeout_seconds
         while True:
             try:
                 self._manager.start_quorum()
                 break
-            except (RuntimeError, TimeoutError) as error:
+            except Exception as error:
+                if self._spoiled is not None:
+                    raise RoundError(
+                        f"part {self._spoiled!r} could not be taken over from another replica group ({error}), and "
+                        "those before it were; start this group again"
+                    ) from error
+                if not isinstance(error, (RuntimeError, TimeoutError)):
+                    raise
                 if time.monotonic() > deadline:
                     raise RoundError(
                         f"the replica groups could not agree on a step after {self._manager.current_step()} ({error}); "
                         "look after the lighthouse; the model is as after that step"
                     ) from error
+                self._manager._quorum_future = None  # else torchft raises this error again, and asks for nothing
                 time.sleep(0.1)
-        self._is_in_step = True
-        if self._manager.current_step() == 0 and self._manager.num_participants() > 1:
-            self._start_alike()
-        return self._has_taken_over
+        if self._pg.conflict is not None and self._manager.current_step() == 0:
+            raise ConfigError(self._pg.conflict)
+
+    def _agree_at_home(self) -> bool:
+        """Let the ranks of this group be at one step: what one of them could not do, none has done.
+
+        Collective over the group: five numbers are gathered.
+
+        :return: Whether all have taken another group's state over.
+        """
+        assert self._manager is not None and self._pg is not None, "only one of several groups comes here"
+        failed = self._manager.errored()
+        original = None if failed is None else failed.original_exception
+        is_stranger = isinstance(original, LaunchError)
+        mine = (self._manager.current_step(), failed is not None, self._has_taken_over, is_stranger)
+        told = torch.tensor(mine, dtype=torch.int64, device=control_device())
+        every = [told]
+        if self.world_size > 1:
+            every = [torch.empty_like(told) for _ in range(self.world_size)]
+            dist.all_gather(every, told)
+        table = torch.stack(every)
+        (step, *_), (_, any_failed, any_taken, any_stranger) = table.amin(0).tolist(), table.amax(0).tolist()
+        if any_stranger:
+            raise LaunchError(f"a rank of this replica group was given nothing by another one: {original}")
+        has_taken_over = bool(any_taken)
+        if any_taken and not table[:, 2].all():
+            self._is_torn, has_taken_over = True, False
+        elif any_taken:
+            self._is_torn = False
+        elif self._is_torn and not any_failed:
+            raise RoundError(
+                "some ranks of this replica group have taken another one's state over and others have not, and no "
+                "group is left that could give it; start this group again from a checkpoint"
+            )
+        if any_failed or self._is_torn:
+            self._pg.abort()  # the others are not to wait for this group's gradients
+            self._manager.load_state_dict({**self._manager.state_dict(), "step": step})
+            if failed is None:
+                self._manager.report_error(StateError("another rank of this replica group could not take part"))
+        return has_taken_over
 
     def commit_step(self) -> bool:
         """Tell whether the optimizer is to step; collective over the group, which answers as one.
@@ -270,9 +369,11 @@ class FaultTolerantWorld(DistributedWorld):
             :meth:`commit_step` says so.
         :raises ConfigError: if the operation cannot be meant.
         """
-        result = super().all_reduce(tensor, op, mesh)
         if self._manager is None or mesh != "dp":
-            return result
+            return super().all_reduce(tensor, op, mesh)
+        if not self._is_in_step:
+            raise StateError("over replica groups there is a sum inside a step only; call it after begin_step()")
+        result = super().all_reduce(tensor, op, mesh)
         if op not in OVER_GROUPS:
             raise ConfigError(f"op {op!r} over replica groups is none of {', '.join(OVER_GROUPS)}")
         self._manager.allreduce(result, reduce_op=OVER_GROUPS[op]).wait()
@@ -288,19 +389,54 @@ class FaultTolerantWorld(DistributedWorld):
         assert self._manager is not None, "only one of several groups comes here"
         is_source = self._manager.participating_rank() == 0
         pairs = []
-        for model in self._models:
+        for model in self._parts.values():
+            if not isinstance(model, nn.Module):
+                continue
             reshard(model)
             for name, value in model.state_dict().items():
                 if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state":
                     place = _local(value)
+                    data = bytes_of(place).to(self.device)
                     # Bytes of one group and zeros of the others: their sum is exact.
-                    copy = bytes_of(place).clone() if is_source else torch.zeros_like(bytes_of(place))
+                    copy = data.clone() if is_source else torch.zeros_like(data)
                     self._manager.allreduce(copy, reduce_op=dist.ReduceOp.SUM).wait()
                     pairs.append((place, copy))
-        if self._manager.errored() is None:  # else the step is not taken either
+        if self._has_arrived() and not is_source:  # else the step is not taken either
             with torch.no_grad():
                 for place, copy in pairs:
                     place.copy_(from_bytes(copy, place.dtype, place.shape))
+
+    def _compare(self) -> None:
+        """Refuse to go on where groups are at the same step and hold something else; whenever one has come or gone."""
+        assert self._manager is not None, "only one of several groups comes here"
+        compared = {
+            name: part
+            for name, part in self._parts.items()
+            if isinstance(part, (nn.Module, torch.optim.Optimizer)) or getattr(part, "is_same_everywhere", False)
+        }
+        if not compared:
+            return
+        sums = [_digest(part) for part in compared.values()]
+        told = torch.tensor(sums, dtype=torch.int64, device=self.device)
+        groups = self._manager.num_participants()
+        self._manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
+        if not self._has_arrived():
+            return
+        self._pg.is_new = False
+        # The sum is so many times one's own in all groups only where all have the same.
+        unlike = [name for name, own, sum_ in zip(compared, sums, told.tolist(), strict=True) if sum_ != groups * own]
+        if unlike:
+            raise RoundError(
+                f"the replica groups are all at step {self._manager.current_step()}, but hold different {unlike[0]!r}; "
+                "were they started from other checkpoints, or with other configurations? Start one of them anew"
+            )
+
+    def _has_arrived(self) -> bool:
+        """Tell whether what was sent to the other groups has come there; waits for a GPU."""
+        assert self._manager is not None and self._pg is not None, "only one of several groups comes here"
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self._manager.errored() is None and self._pg.errored() is None
 
     def _average(self, gradients: torch.Tensor) -> None:
         assert self._manager is not None, "the hook is set where there is one"
@@ -324,9 +460,11 @@ class FaultTolerantWorld(DistributedWorld):
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
+        self._pg = _group_class(self.device)(timeout=timeout)
+        self._pg.place = (self._group, self.world_size)
         with _bound_to(address):
             self._manager = torchft.Manager(
-                pg=_group_class(self.device)(timeout=timeout),
+                pg=self._pg,
                 load_state_dict=None,
                 state_dict=None,
                 min_replica_size=self.ft_params.min_replica_size,
@@ -374,7 +512,8 @@ class FaultTolerantWorld(DistributedWorld):
             self._store = TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-            place = [(address, port, secrets.randbelow(10**12))]
+            number, most = self._group or (NOWHERE, NOWHERE)
+            place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]
         if self.world_size > 1:
             dist.broadcast_object_list(place, src=0)
         made: tuple[str, int, int] = place[0]
@@ -432,16 +571,19 @@ class CommittedOptimizer(torch.optim.Optimizer):
         self._world.begin_step()
         self.wrapped.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
         """Step, or do nothing where a group was lost on the way; collective over the group.
 
         :param closure: Refused: a step of several passes would need an agreement for each.
+        :return: Whether it has stepped.
         :raises ConfigError: if there is a closure.
         """
         if closure is not None:
             raise ConfigError("an optimizer of several replica groups takes no closure; compute the gradients before")
-        if self._world.commit_step():
+        is_taken = self._world.commit_step()
+        if is_taken:
             self.wrapped.step()
+        return is_taken
 
 
 def _take(part: Any) -> Any:
@@ -449,11 +591,7 @@ def _take(part: Any) -> Any:
     if isinstance(part, nn.Module):
         reshard(part)
         return {name: _local(value) for name, value in part.state_dict().items()}
-    state = part.state_dict()
-    if not isinstance(part, torch.optim.Optimizer):
-        return state
-    kept = {number: {key: _cut(value) for key, value in values.items()} for number, values in state["state"].items()}
-    return {"state": kept, "param_groups": state["param_groups"]}
+    return _cut(part.state_dict())
 
 
 def _give(name: str, part: Any, saved: Any) -> None:
@@ -463,7 +601,7 @@ def _give(name: str, part: Any, saved: Any) -> None:
     elif isinstance(part, torch.optim.Optimizer):
         _give_optimizer(part, saved)
     else:
-        part.load_state_dict(saved)
+        part.load_state_dict(_spread_like(saved, part.state_dict(), name))
 
 
 def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -505,13 +643,58 @@ def _local(value: Any) -> Any:
 
 
 def _cut(value: Any) -> Any:
-    """Return a tensor of an optimizer's state with its whole shape, where it is spread."""
-    return {"cut": _local(value), "shape": list(value.shape)} if isinstance(value, DTensor) else value
+    """Return a state with this rank's part of what is spread, and its whole shape."""
+    if isinstance(value, DTensor):
+        return {"cut": _local(value), "shape": list(value.shape)}
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
+        return {key: _cut(one) for key, one in value.items()}
+    return type(value)(map(_cut, value)) if type(value) in (list, tuple) else value
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"cut", "shape"}
+
+
+def _spread_like(value: Any, like: Any, where: str) -> Any:
+    """Make of what :func:`_cut` gave what is spread like a state of the same form here."""
+    if _is_cut(value):
+        if not isinstance(like, DTensor) or _local(like).shape != value["cut"].shape:
+            raise ConfigError(f"{where} is spread in another replica group and not alike here; start all alike")
+        return spread_as(value["cut"].to(_local(like).device), like)
+    if isinstance(value, dict):
+        known = like if isinstance(like, Mapping) else {}
+        return {key: _spread_like(one, known.get(key), f"{where}/{key}") for key, one in value.items()}
+    if type(value) in (list, tuple):
+        beside = like if type(like) is type(value) and len(like) == len(value) else [None] * len(value)
+        return type(value)(
+            _spread_like(*pair, f"{where}/{n}") for n, pair in enumerate(zip(value, beside, strict=True))
+        )
+    return value
+
+
+def _digest(part: Any) -> int:
+    """Return a number of 40 bits of what must be the same in all groups of a part: buffers may differ.
+
+    Of each tensor it is a sum of its memory, which is read once, where it lies.
+    """
+    whole = hashlib.blake2b(digest_size=5)
+    tensors: dict[str, torch.Tensor] = {}
+    if isinstance(part, nn.Module):
+        tensors = {name: _local(one) for name, one in sharded_parameters(part).items()}
+    else:
+        whole.update(json.dumps(to_plain(_take(part), "", tensors), sort_keys=True).encode())
+    sums = []
+    for tensor in tensors.values():
+        data = bytes_of(tensor)
+        words = data[: len(data) // 4 * 4].clone() if data.storage_offset() % 4 else data[: len(data) // 4 * 4]
+        sums.append((words.view(torch.int32).sum(dtype=torch.int64) * 257 + data[len(data) // 4 * 4 :].sum()).cpu())
+    whole.update(repr(list(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))).encode())
+    return int.from_bytes(whole.digest(), "little")
 
 
 def _spread(value: Any, parameter: torch.Tensor) -> Any:
     """Make of what :func:`_cut` gave a tensor that goes with a parameter."""
-    if not isinstance(value, dict) or value.keys() != {"cut", "shape"}:
+    if not _is_cut(value):
         return value
     assert isinstance(parameter, DTensor), "cut alike in all groups, or the model was refused"
     local = value["cut"].to(parameter.device)
@@ -555,10 +738,25 @@ def _group_class(device: torch.device) -> Any:
     base = torchft.ProcessGroupGloo if is_gloo else torchft.ProcessGroupNCCL
 
     class Group(base):  # type: ignore[misc, valid-type]
+        place: tuple[tuple[int, int] | None, int] = (None, 1)
+        conflict: str | None = None
+        is_new = True
+        """Whether the groups that it joins are others than before"""
+
         def configure(self, store_addr: str, *told: Any) -> None:
             # A lighthouse that was started again counts from 1 again, and the store keeps what was written for its
             # earlier numbers. The last of what is told are the lives of the groups, see _meet.
-            super().configure(f"{store_addr}/{hash(tuple(told[-1])) & (1 << 62) - 1}", *told)
+            own, ranks = self.place
+            self.is_new = True
+            lives = [rank // ranks for rank in told[-1]]
+            others = [(life // PLACES % PLACES, life % PLACES) for life in lives]
+            if own is not None and (others.count(own) > 1 or any(most != own[1] for _, most in others)):
+                self.conflict = (
+                    f"replica groups {['/'.join(map(str, other)) for other in sorted(others)]} (XFFL_ISLAND) do not go "
+                    "together; give each group a number of its own, and all the same number of groups"
+                )
+                raise RuntimeError(self.conflict)
+            super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *told)
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             if not is_gloo:

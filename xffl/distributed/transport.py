@@ -16,8 +16,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 
 from xffl.distributed.collectives import bytes_of
 from xffl.distributed.plain import from_plain, to_plain
-from xffl.errors import CheckpointError, XfflError
+from xffl.errors import CheckpointError, LaunchError, XfflError
 
 __all__ = ["ShardTransport"]
 
@@ -35,6 +35,12 @@ LONGEST_TEXT = 1 << 30
 """Bytes of the text that says what follows; a longer one is none."""
 START_S = 5.0
 """How long a group waits for another one that it is to give its state to. One that was lost meanwhile never comes."""
+TRANSFER_S = 60.0
+"""How long a connection that has proven itself may stand still."""
+MOST_LINKS = 64
+"""Connections at a time; more are closed."""
+WHOLE = b"\1"
+"""Sent when all was sent before anybody stepped on, and when all has arrived."""
 SHAKE_S = 10.0
 """How long a stranger may take to prove that it is none."""
 DTYPES = {
@@ -68,6 +74,7 @@ class ShardTransport:
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._is_closed = False
+        self._free = threading.Semaphore(MOST_LINKS)
         self._listener = socket.create_server((address, 0), backlog=128)
         self._thread = threading.Thread(target=self._listen, name="xffl-state", daemon=True)
         self._thread.start()
@@ -114,22 +121,29 @@ class ShardTransport:
         :param step: The step that the state must be of.
         :param timeout: How long to wait at most.
         :return: The state; its tensors lie on the CPU.
-        :raises CheckpointError: if the other side does not know the token, or what it gives cannot be trusted.
+        :raises LaunchError: if the other side does not know the token.
+        :raises CheckpointError: if what it gives cannot be read.
         """
         host, _, port = metadata.rpartition(":")
         try:
             with socket.create_connection((host, int(port)), timeout.total_seconds()) as link:
                 theirs, mine = _read(link, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-                link.sendall(mine + self._proof(b"taker", theirs, mine) + struct.pack("!q", step))
-                if not hmac.compare_digest(_read(link, PROOF_BYTES), self._proof(b"giver", theirs, mine)):
-                    raise CheckpointError(f"{metadata} does not know the run's token; nothing was read")
+                asked = metadata.encode() + struct.pack("!q", step)
+                link.sendall(mine + struct.pack("!q", step) + self._proof(b"taker", theirs, mine, asked))
+                if not hmac.compare_digest(_read(link, PROOF_BYTES), self._proof(b"giver", theirs, mine, asked)):
+                    raise LaunchError(
+                        f"{metadata} does not know the run's token, or knows another one; give all replica groups the "
+                        "same (XFFL_TOKEN, XFFL_TOKEN_FILE)"
+                    )
                 (length,) = struct.unpack("!Q", _read(link, 8))
                 if length > LONGEST_TEXT:
                     raise CheckpointError(f"{metadata} announces {length} bytes of text; nothing was read")
                 told = json.loads(_read(link, length))
                 tensors = {name: _read_tensor(link, dtype, shape) for name, dtype, shape in told["tensors"]}
                 state = from_plain(told["plain"], tensors)
-                link.sendall(b"\1")
+                if _read(link, 1) != WHOLE:
+                    raise ValueError("it does not end as it should")
+                link.sendall(WHOLE)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, XfflError):
                 raise
@@ -159,21 +173,30 @@ class ShardTransport:
         while not self._is_closed:
             try:
                 link, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # this was closed, or the system has no more files for the moment
+                time.sleep(0.05)
+                continue
+            if not self._free.acquire(blocking=False):
+                link.close()
+                continue
             threading.Thread(target=self._answer, args=(link,), name="xffl-state-link", daemon=True).start()
 
     def _answer(self, link: socket.socket) -> None:
         """Give one connection what is offered, if it knows the token; whoever goes away or does not is left alone."""
-        with link, suppress(OSError, ValueError):
-            link.settimeout(SHAKE_S)
+        with link, suppress(OSError, ValueError), _released(self._free):
+            deadline = time.monotonic() + SHAKE_S
             mine = secrets.token_bytes(NONCE_BYTES)
+            link.settimeout(SHAKE_S)
             link.sendall(mine)
-            theirs, proof = _read(link, NONCE_BYTES), _read(link, PROOF_BYTES)
-            (step,) = struct.unpack("!q", _read(link, 8))
-            if not hmac.compare_digest(proof, self._proof(b"taker", mine, theirs)):
+            theirs, asked = _read(link, NONCE_BYTES, deadline), _read(link, 8, deadline)
+            proof = _read(link, PROOF_BYTES, deadline)
+            (step,) = struct.unpack("!q", asked)
+            asked = self.metadata().encode() + asked
+            if not hmac.compare_digest(proof, self._proof(b"taker", mine, theirs, asked)):
+                link.sendall(bytes(PROOF_BYTES))
                 return
-            link.sendall(self._proof(b"giver", mine, theirs))
+            link.settimeout(TRANSFER_S)
+            link.sendall(self._proof(b"giver", mine, theirs, asked))
             with self._changed:
                 # Who takes may be told of this rank before this rank is told of it.
                 is_there = self._changed.wait_for(
@@ -182,13 +205,15 @@ class ShardTransport:
                 offer = self._offer
             if not is_there or offer is None:
                 return
-            self._give(link, offer)
+            if not self._give(link, offer):
+                return
             _read(link, 1)
             with self._changed:
                 offer.left -= 1
                 self._changed.notify_all()
 
-    def _give(self, link: socket.socket, offer: _Offer) -> None:
+    def _give(self, link: socket.socket, offer: _Offer) -> bool:
+        """Send a state; tell whether all of it is what was offered."""
         link.sendall(struct.pack("!Q", len(offer.text)) + offer.text)
         for tensor in offer.tensors:
             data = _bytes(bytes_of(tensor.cpu()))
@@ -196,22 +221,37 @@ class ShardTransport:
                 link.sendall(data[start : start + (1 << 22)])
                 with self._changed:
                     if self._offer is not offer:
-                        return  # nobody waits any more: what the tensors hold may change now
+                        return False  # nobody waits any more: what the tensors hold may change now
                     offer.moved = time.monotonic()
+        with self._changed:
+            is_whole = self._offer is offer
+        if is_whole:
+            link.sendall(WHOLE)
+        return is_whole
 
-    def _proof(self, side: bytes, giver: bytes, taker: bytes) -> bytes:
-        """Return what only those who know the token can make of both sides' random bytes."""
-        return hmac.new(self._token, side + giver + taker, hashlib.sha256).digest()
+    def _proof(self, side: bytes, giver: bytes, taker: bytes, asked: bytes) -> bytes:
+        """Return what only those who know the token can make of both sides' random bytes, and of what is asked for."""
+        return hmac.new(self._token, side + giver + taker + asked, hashlib.sha256).digest()
 
 
-def _read(link: socket.socket, count: int) -> bytes:
+@contextmanager
+def _released(free: threading.Semaphore) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        free.release()
+
+
+def _read(link: socket.socket, count: int, deadline: float | None = None) -> bytes:
     data = bytearray(count)
-    _fill(link, memoryview(data))
+    _fill(link, memoryview(data), deadline)
     return bytes(data)
 
 
-def _fill(link: socket.socket, place: memoryview) -> None:
+def _fill(link: socket.socket, place: memoryview, deadline: float | None = None) -> None:
     while place:
+        if deadline is not None:
+            link.settimeout(max(0.001, deadline - time.monotonic()))
         count = link.recv_into(place)
         if not count:
             raise ConnectionError("the connection was closed")

@@ -78,9 +78,14 @@ class LossScale:
         self._has_overflowed |= bool(worst.item())
         return self._has_overflowed
 
-    def update(self) -> None:
-        """Choose the factor for the next step; local, after :meth:`unscale` and the step."""
-        if self._has_overflowed:
+    def update(self, *, is_lost: bool = False) -> None:
+        """Choose the factor for the next step; local, after :meth:`unscale` and the step.
+
+        :param is_lost: Whether the step was not taken for another reason: then the gradients say nothing.
+        """
+        if is_lost:
+            pass
+        elif self._has_overflowed:
             self.scale, self._steps = max(self.scale / 2.0, 1.0), 0
         else:
             self._steps += 1

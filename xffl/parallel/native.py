@@ -222,12 +222,13 @@ class NativeStrategy(DistributedStrategy):
         self._check_window()
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
-        is_taken = self.world.commit_step() and not has_overflowed
+        self.is_step_lost = not self.world.commit_step()
+        is_taken = not (self.is_step_lost or has_overflowed)
         for optimizer in optimizers:
             if is_taken:
                 optimizer.step()
             optimizer.zero_grad()
-        self._scale.update()
+        self._scale.update(is_lost=self.is_step_lost)
         return is_taken
 
     def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:

@@ -83,6 +83,8 @@ def spread(
         is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else device
         materialize(model, place, options.init_weights, modules=modules)
+    if form == "plain" and world is not None and world.ft_manager is not None and read_ddp(options.ddp) != DDPConfig():
+        raise ConfigError("torchft's DDP between replica groups follows no ddp options; leave distributed.ddp out")
     spread_model = _replicate(model, state, world, read_ddp(options.ddp)) if form == "ddp" else model
     return spread_model if world is None else world.average_gradients(spread_model)
 

@@ -66,6 +66,8 @@ class DistributedStrategy(ABC):
         self._window, self._is_last = 1, True
         self.has_taken_over = False
         """Whether the last batches ended because another replica group's state was taken over"""
+        self.is_step_lost = False
+        """Whether the last step was not taken, since another replica group was lost: its batches are to come again"""
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
         self._wrapped: WeakKeyDictionary[nn.Module, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
         """What load_checkpoint may be called without: models that are still in use, and their optimizers."""
@@ -315,12 +317,12 @@ class DistributedStrategy(ABC):
         :raises StateError: in the middle of a window, where gradients are not synchronized yet.
         """
         self._check_window()
-        is_taken = self.world.commit_step()
+        self.is_step_lost = not self.world.commit_step()
         for optimizer in optimizers:
-            if is_taken:
+            if not self.is_step_lost:
                 optimizer.step()
             optimizer.zero_grad()
-        return is_taken
+        return not self.is_step_lost
 
     def _check_window(self) -> None:
         if self.is_accumulating_gradients:

@@ -20,7 +20,7 @@ from xffl.checkpoint import auto_resume, find_latest_checkpoint
 from xffl.distributed.agreement import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fault_tolerance import FaultTolerantWorld
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError, LaunchError, StateError
 from xffl.parallel import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.config import BaseTrainerConfig
@@ -250,6 +250,9 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             if experiment.resume and auto_resume(self.config, self):
                 self.run_folder.confirm()
             others = {name: part for name, part in self._others().items() if part is not self.world.ft_manager}
+            others["configuration"] = _Same(
+                plain_config(replace(self.config, experiment=replace(self.config.experiment, output_dir=".")))
+            )
             self.strategy.register(self.named_models(), self.named_optimizers(), others=others)
             self.callbacks.pre_train(self)
             self.watch_signals()
@@ -265,15 +268,23 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
 
     def _take_own_folder(self) -> None:
         """Give each replica group a folder of its own in that of the run."""
-        if self.world.replica_group is not None:
-            folder = os.path.join(self.config.experiment.output_dir, f"island_{self.world.replica_group[0]}")
-            self.config = replace(self.config, experiment=replace(self.config.experiment, output_dir=folder))
+        if self.world.ft_manager is None:
+            return
+        if self.world.replica_group is None:
+            raise LaunchError(
+                "fault tolerance is asked for, but XFFL_ISLAND is not set; give each replica group its number and the "
+                "most groups, such as 0/2, by which samples are dealt out"
+            )
+        folder = os.path.join(self.config.experiment.output_dir, f"island_{self.world.replica_group[0]}")
+        self.config = replace(self.config, experiment=replace(self.config.experiment, output_dir=folder))
 
     def _run_epochs(self) -> None:
         while self.current_epoch < self.config.training.epochs and (not self._has_ended or self._owes_epoch_end()):
             is_whole = self.perform_training_epoch()
             if self.strategy.has_taken_over:
                 self.on_resumed()  # and on from where the other replica groups are
+            elif self.strategy.is_step_lost:
+                self.strategy.is_step_lost = False  # and on with the same batches
             elif is_whole:
                 self.current_epoch += 1
             else:
@@ -310,14 +321,20 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             loader.set_epoch(self.current_epoch)
         first = getattr(loader, "position", 0)
         is_whole = True
+        self._note_place()
         given: Iterable[Any] = () if left == 0 else loader
         with closing(self.strategy.micro_batches(given, *self.named_models().values())) as batches:
             for batch_idx, batch in enumerate(batches, first):
                 self._train_on(batch, batch_idx)
+                if self.strategy.is_step_lost:
+                    self._go_back()
+                    break
+                if not self.is_accumulating_gradients:
+                    self._note_place()
                 if self._has_ended and not self.is_accumulating_gradients:
                     is_whole = self._is_last_training_batch
                     break
-        is_whole = is_whole and not self.strategy.has_taken_over
+        is_whole = is_whole and not (self.strategy.has_taken_over or self.strategy.is_step_lost)
         if is_whole and self.ended_epochs <= self.current_epoch:  # else a checkpoint of its end was loaded
             self.ended_epochs = self.current_epoch + 1
             self.step_schedulers("epoch", *self.named_optimizers().values())
@@ -326,6 +343,21 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
                 self.perform_validation_epoch()
             self.callbacks.post_train_epoch(self)
         return is_whole
+
+    def _note_place(self) -> None:
+        """Note where the next step begins, where it may be lost with another replica group."""
+        if self.world.ft_manager is not None:
+            states = {name: part.state_dict() for name, part in self._places().items()}
+            self._place_before = states, (self.local_batches, self.samples)
+
+    def _go_back(self) -> None:
+        """Stand where the step that was lost began, so that its batches come again."""
+        states, (self.local_batches, self.samples) = self._place_before
+        for name, part in self._places().items():
+            part.load_state_dict(states[name])
+
+    def _places(self) -> dict[str, Any]:
+        return {name: part for name, part in self.checkpoint_parts().items() if name == "train_dataloader"}
 
     def _train_on(self, batch: Any, batch_idx: int) -> None:
         """Train on a micro-batch, and do what follows an optimizer step."""
@@ -343,7 +375,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
         seen = getattr(self.train_dataloader, "samples_seen", None)
         self.samples = self.samples + count * self.world.dp_size if seen is None else seen
         self._is_in_batch = False
-        if not self.is_accumulating_gradients:
+        if not self.is_accumulating_gradients and not self.strategy.is_step_lost:
             self.global_step += 1
             self.steps_since_round += 1
             self._after_step()
@@ -416,3 +448,19 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
                 self.measured_rounds = report.round
                 self.perform_validation_epoch(over="federation")
         return reports
+
+
+class _Same:
+    """What must be the same in all replica groups; as a part of a trainer it refuses another one's."""
+
+    is_same_everywhere = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._text = json.dumps(config, sort_keys=True, default=str)
+
+    def state_dict(self) -> dict[str, str]:
+        return {"text": self._text}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        if state["text"] != self._text:
+            raise ConfigError("the replica groups have different configurations; give all of them the same")

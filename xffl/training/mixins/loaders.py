@@ -93,7 +93,8 @@ class DataLoaderSetupMixin(TrainerMixin):
         number, most = world.replica_group
         ranks = most * world.world_size
         mesh = replace(world.device_parameters, dp_replicate=most).resolve((ranks,))
-        return Topology(ranks, None, mesh.replica_size, mesh.cell_shape), number * world.world_size + world.rank
+        dealt = Topology(ranks, None, mesh.replica_size, mesh.cell_shape)
+        return dealt, dealt.rank_of(0, number, world.rank)
 
     def _deal(self, samples: int, labels: npt.ArrayLike | None, seed: int) -> Partition:
         """Deal the samples out to the cells as the configuration says."""

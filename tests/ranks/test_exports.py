@@ -1,0 +1,261 @@
+"""Rounds over files: exports of cells, and what `xffl aggregate` makes of them, against rounds over a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xffl
+from tests.ports import free_port
+from tests.worlds import be_launched, run_world
+from xffl.aggregation import offline
+from xffl.aggregation.exports import export_cell, load_global
+from xffl.aggregation.offline import aggregate_exports
+from xffl.checkpoint.folder import read_record, settle
+from xffl.checkpoint.storage import check_data, read_index
+from xffl.cli.main import main
+from xffl.errors import CheckpointError, ConfigError
+
+WEIGHTS = (3.0, 1.0, 2.5, 0.5)
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of several kinds; the first layer is large enough to be combined in pieces."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 36)
+        self.norm = nn.BatchNorm1d(36)
+        self.second = nn.Linear(36, 5).to(dtype)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("phase", torch.zeros(4, dtype=torch.complex64))
+
+
+def fill(model: nn.Module, cell: int, place: int) -> None:
+    """Give a cell's weights, and each rank's buffers, values of their own; those of weights are the same in a cell."""
+    draws = torch.Generator().manual_seed(7 + cell)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            whole = torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+            if hasattr(parameter, "to_local"):
+                from torch.distributed.tensor import distribute_tensor
+
+                parameter.to_local().copy_(
+                    distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
+                )
+            else:
+                parameter.copy_(whole)
+        own = torch.Generator().manual_seed(1000 * cell + place)
+        for buffer in model.buffers():
+            if buffer.is_floating_point() or buffer.is_complex():
+                buffer.copy_(torch.randn(buffer.shape, generator=own, dtype=buffer.dtype))
+            else:
+                buffer.fill_(10 + cell)
+
+
+def whole(model: nn.Module) -> dict[str, str]:
+    found = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        value = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
+        data = torch.view_as_real(value) if value.is_complex() else value
+        found[name.removeprefix("module.")] = hashlib.sha256(
+            data.reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+    return found
+
+
+def networked(
+    rank: int, world_size: int, port: int, cells: tuple[int, ...], hsdp: int | None, dtype: torch.dtype, combine: str
+) -> dict[str, str]:
+    be_launched(rank, world_size, port)
+    with xffl.session(federated=cells, hsdp=hsdp) as state:
+        model = xffl.shard(Mixed(dtype), state, wrap=[nn.Linear])
+        cell = state.topology.cell_of(rank)
+        fill(model, cell, rank - state.topology.offsets[cell])
+        xffl.Aggregator(model, state, combine=combine).aggregate(weight=WEIGHTS[cell] / cells[cell])
+        return whole(model)
+
+
+def exported(
+    rank: int, world_size: int, port: int, cell: int, cells: int, hsdp: int | None, dtype: torch.dtype, folder: str
+) -> None:
+    be_launched(rank, world_size, port)
+    with xffl.session(hsdp=hsdp) as state:
+        model = xffl.shard(Mixed(dtype), state, wrap=[nn.Linear])
+        fill(model, cell, rank)
+        export_cell(folder, model, state, cell=cell, cells=cells, weight=WEIGHTS[cell] / world_size, steps=4.0)
+
+
+def loaded(rank: int, world_size: int, port: int, cell: int, hsdp: int | None, dtype: torch.dtype, folder: str) -> Any:
+    be_launched(rank, world_size, port)
+    with xffl.session(hsdp=hsdp) as state:
+        model = xffl.shard(Mixed(dtype), state, wrap=[nn.Linear])
+        fill(model, cell, rank)
+        assert load_global(folder, model, state) == 1
+        return whole(model)
+
+
+def export_all(tmp_path: Path, cells: tuple[int, ...], hsdp: int | None, dtype: torch.dtype) -> list[str]:
+    folders = [str(tmp_path / f"cell_{cell}") for cell in range(len(cells))]
+    for cell, size in enumerate(cells):
+        run_world(size, exported, free_port(), cell, len(cells), hsdp, dtype, folders[cell], init=False)
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("cells", "hsdp", "dtype", "combine"),
+    [
+        ((1, 1), None, torch.float32, "mean"),
+        ((2, 2), None, torch.bfloat16, "mean"),
+        ((4, 2), 2, torch.float32, "mean"),
+        ((2, 2), 1, torch.float64, "mean"),
+        ((1, 2, 3), None, torch.float16, "mean"),
+        ((1, 2, 1, 1), None, torch.float32, "median"),
+    ],
+)
+def test_a_round_over_files_has_the_bits_of_one_over_a_network(
+    cells: tuple[int, ...], hsdp: int | None, dtype: torch.dtype, combine: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("xffl.aggregation.offline.PIECE_BYTES", 1000)
+    found = run_world(sum(cells), networked, free_port(), cells, hsdp, dtype, combine, init=False)
+    folders = export_all(tmp_path, cells, hsdp, dtype)
+    made = aggregate_exports(folders[::-1], tmp_path / "global", combine=combine)
+    assert made.cells == len(cells) and made.number == 1
+    weights = WEIGHTS[: len(cells)] if combine == "mean" else (1.0,) * len(cells)
+    assert made.shares == pytest.approx([weight / sum(weights) for weight in weights])
+    last = len(cells) - 1
+    call = (free_port(), last, hsdp, dtype, str(tmp_path / "global"))
+    for rank, values in enumerate(run_world(cells[last], loaded, *call, init=False)):
+        assert values == found[sum(cells[:last]) + rank]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = export_all(tmp_path, (1, 1), None, torch.float32)
+    out = tmp_path / "global"
+    assert main(["aggregate", *folders, "--out", str(out), "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "would be round 1 of cell 0 75.0%, cell 1 25.0%: 11 tensors" in told and not out.exists()
+    assert main(["aggregate", *folders, "--out", str(out), "--weights", "1,3"]) == 0
+    assert "round 1 of cell 0 25.0%, cell 1 75.0%" in capsys.readouterr().out
+    first = json.loads((out / "checkpoint.json").read_text())
+    assert first["values"]["global"]["shares"] == [0.25, 0.75]
+    size = sum(path.stat().st_size for path in Path(folders[0]).rglob("*.distcp"))
+    assert size > 0
+    # A result is replaced by the next one; anything else is not.
+    assert main(["aggregate", *folders, "--out", str(out)]) == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    capsys.readouterr()
+    for words, problem in (
+        ([folders[0]], "the export of cell 1 of 2 is missing"),
+        ([folders[0], folders[0]], "are both of cell 0; give one of each cell"),
+        ([folders[0], str(out)], "is not the export of a cell; give what --export wrote"),
+        ([*folders, "--weights", "1"], "1 weights are given for 2 cells"),
+        ([*folders, "--weights", "1,x"], "--weights has 'x', which is no number"),
+        ([*folders, "--weights", "0,0"], "must be finite, none negative and one positive"),
+        ([*folders, "--combine", "krum:faulty=0"], "needs more than the exports hold"),
+    ):
+        assert main(["aggregate", *words, "--out", str(tmp_path / "new")]) == 2
+        told = capsys.readouterr().err
+        assert problem in told and told.count("\n") == 1, told
+    assert main(["aggregate", *folders, "--out", str(tmp_path / "other")]) == 2
+    assert "exists and is no checkpoint that could be replaced" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_damaged_and_unlike_exports(tmp_path: Path) -> None:
+    folders = [Path(folder) for folder in export_all(tmp_path, (1, 1), None, torch.float32)]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folders[1], damaged)
+    (file,) = damaged.rglob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"damaged/cell_0/__0_0.distcp is not as it was written"):
+        aggregate_exports([folders[0], damaged], tmp_path / "new")
+    other = tmp_path / "bf16"
+    run_world(1, exported, free_port(), 1, 2, None, torch.bfloat16, str(other), init=False)
+    with pytest.raises(CheckpointError, match=r"'second.bias' is \(5,\) torch.bfloat16, average in .*bf16 and \(5,\)"):
+        aggregate_exports([folders[0], other], tmp_path / "new")
+    third = tmp_path / "third"
+    run_world(1, exported, free_port(), 1, 3, None, torch.float32, str(third), init=False)
+    with pytest.raises(CheckpointError, match=r"third is of cells 3, .*cell_0 of 2; give exports of one round"):
+        aggregate_exports([folders[0], third], tmp_path / "new")
+    run_world(1, wrong, free_port(), str(tmp_path), init=False)
+    assert not (tmp_path / "new").exists()
+
+
+def wrong(rank: int, world_size: int, port: int, folder: str) -> None:
+    be_launched(rank, world_size, port)
+    with xffl.session() as state:
+        model = xffl.shard(Mixed(torch.float32), state)
+        fill(model, 0, 0)
+        for asked, told in (
+            ({"cell": 2, "cells": 2}, "cell 2 is none of 2; count from 0"),
+            ({"cell": 0, "cells": 0}, "cells must be a positive integer"),
+            ({"cell": 0, "cells": 2, "weight": -1.0}, "weight"),
+            ({"cell": 0, "cells": 2, "policies": {"nothing": "local"}}, "match no tensor"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                export_cell(Path(folder, "no"), model, state, **asked)
+        with pytest.raises(CheckpointError, match="is not the model of a round of exports"):
+            load_global(Path(folder, "cell_0"), model, state)
+        with torch.no_grad():
+            model.first.bias[3] = torch.nan
+        nan = Path(folder, "nan")
+        export_cell(nan, model, state, cell=0, cells=1)
+        with pytest.raises(CheckpointError, match=r"nan: tensor 'first.bias' of cell 0 has values that are not finite"):
+            aggregate_exports([nan], Path(folder, "new"))
+        # Nothing of another model is loaded.
+        fill(model, 0, 0)
+        export_cell(nan, model, state, cell=0, cells=1)
+        aggregate_exports([nan], Path(folder, "one"))
+        before = whole(model)
+        narrow = xffl.shard(nn.Linear(4, 2), state)
+        with pytest.raises(CheckpointError, match="tensor 'bias' is missing in .*one and "):
+            load_global(Path(folder, "one"), narrow, state)
+        assert load_global(Path(folder, "one"), model, state) == 1 and whole(model) == before
+
+
+def killed(rank: int, world_size: int, folders: list[str], out: str, weights: list[float], after_s: float) -> None:
+    """Make a round, until this process is killed some time after its beginning."""
+    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    offline.PIECE_BYTES = 16
+    aggregate_exports(folders, out, weights=weights)
+    time.sleep(after_s)
+
+
+def test_a_kill_leaves_the_result_of_before_or_the_new_one(tmp_path: Path) -> None:
+    folders = export_all(tmp_path, (1, 1), None, torch.float32)
+    out = tmp_path / "global"
+    begun_s = time.monotonic()
+    aggregate_exports(folders, out)
+    took_s = time.monotonic() - begun_s
+    draws, found = random.Random(3), []
+    for life in range(12):
+        weights = [1.0, life + 2.0]
+        before = read_record(settle(out)).values["global"]["shares"]
+        run_world(1, killed, folders, str(out), weights, draws.uniform(0.0, 8 * took_s), init=False, mortal=(0,))
+        home = settle(out)
+        record = read_record(home)
+        check_data(home / "cell_0", read_index(home / "cell_0", record.indexes["cell_0"]))
+        new = [weight / sum(weights) for weight in weights]
+        assert record.values["global"]["shares"] in (before, pytest.approx(new))
+        found.append(record.values["global"]["shares"] != before)
+    assert {*found} == {False, True}, found
+    aggregate_exports(folders, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cell_0", "cell_1", "global"]

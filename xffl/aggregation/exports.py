@@ -1,0 +1,242 @@
+"""What a cell that is a job of its own gives to a round, and takes from one: a checkpoint of what a round would move.
+
+Where no network joins the cells, each trains by itself and exports; ``xffl aggregate`` makes the round
+(:mod:`xffl.aggregation.offline`), and each cell goes on from its result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from xffl.aggregation.entries import Entry
+from xffl.aggregation.manifest import Manifest, Pattern
+from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.vote import checked_number, checked_weight
+from xffl.checkpoint import load_checkpoint, save_checkpoint
+from xffl.checkpoint.folder import read_record, settle
+from xffl.checkpoint.steps import check_path
+from xffl.checks import integer
+from xffl.distributed.agreement import agree
+from xffl.distributed.collectives import bytes_of, from_bytes
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import CheckpointError, ConfigError, XfflError
+
+__all__ = ["PART", "compare", "export_cell", "load_global", "read_told"]
+
+PART = "round"
+"""The only part of an export, and of what is made of several."""
+
+
+def export_cell(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    state: DistributedState,
+    *,
+    cell: int,
+    cells: int,
+    weight: float | None = None,
+    steps: float = 1.0,
+    round: int = 1,  # noqa: A002 - as in a report
+    policies: Mapping[Pattern, str] | None = None,
+) -> None:
+    """Write what a round would take from this cell: the tensors that it moves, and what they count for.
+
+    Collective over the world, which is the cell: its ranks write their shards, once for all replicas, in the format of
+    a checkpoint. Buffers that are averaged are averaged over the cell's ranks first, as in a round. Optimizers, frozen
+    parameters and whatever else stays in a cell is not written: keep it with :func:`xffl.checkpoint.save_checkpoint`.
+
+    :param path: The folder to make, on a file system that all ranks share.
+    :param model: The model, as :func:`xffl.shard` returned it.
+    :param state: The state of this job.
+    :param cell: Which cell this job is, from 0.
+    :param cells: How many there are.
+    :param weight: This rank's own count since the last global model (samples, tokens); a cell's weight is the sum over
+        its ranks. ``None`` on all ranks: every cell counts 1.
+    :param steps: Effective number of local steps since then, the same on all ranks.
+    :param round: The number of the round that this is for, from 1; all cells of a round have the same.
+    :param policies: As for :class:`xffl.Aggregator`, the same in all cells.
+    :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
+    :raises CheckpointError: if it could not be written; on all ranks.
+    """
+
+    def checked() -> dict[str, Any]:
+        if state.topology.cells != 1:
+            raise ConfigError(
+                f"this job has {state.topology.cells} cells, which average by themselves; export from a job that is one"
+            )
+        count = integer("cells", cells)
+        number = integer("cell", cell, 0)
+        if number >= count:
+            raise ConfigError(f"cell {number} is none of {count}; count from 0")
+        return {
+            "cell": number,
+            "cells": count,
+            "round": integer("round", round),
+            "steps": checked_number("steps", steps, "give this cell's local steps"),
+        }
+
+    told, manifest = _agreed("exports", checked, model, policies)
+    counts = _gathered(None if weight is None else checked_weight(weight))
+    if len({count is None for count in counts}) > 1:
+        raise ConfigError("some ranks were given a weight and others none; give all a weight, or none")
+    # Added in the order of the ranks, as a round does.
+    told["weight"] = 1.0 if weight is None else sum(count for count in counts if count is not None)
+    told["tensors"] = _kinds(manifest)
+    save_checkpoint(path, {PART: _Moving(manifest, is_export=True)}, state, values={"export": told})
+
+
+def load_global(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    state: DistributedState,
+    *,
+    policies: Mapping[Pattern, str] | None = None,
+) -> int:
+    """Take over what a round of exports has made, in place.
+
+    Collective over the world. The model may be spread otherwise than those that were exported. What stays in a cell
+    (frozen parameters, policy ``local``, the optimizer) is left as it is.
+
+    :param path: The folder that ``xffl aggregate`` has written.
+    :param model: The model, as :func:`xffl.shard` returned it.
+    :param state: The state of this job.
+    :param policies: As for :func:`export_cell`.
+    :return: The number of the round that it is the result of.
+    :raises ConfigError: if an argument cannot be meant.
+    :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, the model unchanged.
+    """
+    error: XfflError | None = None
+    told: dict[str, Any] = {}
+    _, manifest = _agreed("models to load into", dict, model, policies)
+    try:
+        told = read_told(Path(path), "global")
+        compare(told["tensors"], _kinds(manifest), f"{path}", "this model")
+    except XfflError as wrong:
+        error = wrong
+    agree("global models", str(told), error=error)
+    load_checkpoint(path, {PART: _Moving(manifest, is_export=False)}, state)
+    return int(told["round"])
+
+
+def read_told(path: Path, kind: str) -> dict[str, Any]:
+    """Return what an export, or what was made of several, says of itself; local.
+
+    :param path: Its folder.
+    :param kind: ``export`` or ``global``.
+    :return: What it says.
+    :raises CheckpointError: if it is no such folder.
+    """
+    folder = settle(check_path(path))
+    record = read_record(folder)
+    told = record.values.get(kind)
+    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(told, dict):
+        what = {"export": "the export of a cell; give what --export wrote"}
+        raise CheckpointError(
+            f"{path} is not {what.get(kind, 'the model of a round of exports; give what xffl aggregate wrote')}"
+        )
+    return told
+
+
+def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other: str) -> None:
+    """Refuse tensors that differ in name, policy, data type or shape; pure.
+
+    :param theirs: What :func:`export_cell` keeps of each tensor, by name.
+    :param ours: The same of another model.
+    :param who: The first, for the message.
+    :param other: The second.
+    :raises CheckpointError: if one differs.
+    """
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            shown = [f"{_shown(table.get(name))} in {place}" for table, place in ((theirs, who), (ours, other))]
+            raise CheckpointError(
+                f"tensor {name!r} is {' and '.join(shown)}; give all cells the same model and policies"
+            )
+
+
+def _shown(kind: Any) -> str:
+    if kind is None:
+        return "missing"
+    policy, is_stepped, dtype, shape = kind
+    return f"{tuple(shape)} {dtype}, {policy}{'' if is_stepped else ', not trained'}"
+
+
+def _kinds(manifest: Manifest) -> dict[str, list[Any]]:
+    """Return what must be the same in all cells of each tensor that a round moves."""
+    return {
+        entry.name: [entry.policy, entry.is_stepped, str(entry.dtype), list(entry.shape)] for entry in manifest.moving
+    }
+
+
+class _Moving:
+    """The tensors of a model that a round moves, as a checkpoint's part."""
+
+    def __init__(self, manifest: Manifest, *, is_export: bool) -> None:
+        self._entries, self._is_export = manifest.moving, is_export
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {entry.name: self._value(entry) for entry in self._entries}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for entry in self._entries:
+                place, given = _local(entry.tensor()), _local(state[entry.name])
+                if place.data_ptr() != given.data_ptr():
+                    place.copy_(given)
+
+    def _value(self, entry: Entry) -> torch.Tensor:
+        tensor = entry.tensor()
+        is_mean = self._is_export and entry.is_buffer and entry.policy == "average"
+        return _mean_at_home(tensor) if is_mean else tensor.detach()
+
+
+def _mean_at_home(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a buffer over the ranks, each counted alike, as in a round; collective over the world."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return buffer
+    own = bytes_of(_local(buffer)).cpu()
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    real = buffer.dtype.to_real() if buffer.is_complex() else buffer.dtype
+    values = [from_bytes(row, real, (-1,)) for row in rows]
+    mean = torch.empty_like(values[0])
+    weighted_mean(values, [1.0] * len(values), mean)
+    return from_bytes(bytes_of(mean), buffer.dtype, buffer.shape)
+
+
+def _agreed(
+    what: str, check: Any, model: nn.Module, policies: Mapping[Pattern, str] | None
+) -> tuple[dict[str, Any], Manifest]:
+    """Check the arguments, the same on all ranks; collective over the world."""
+    error: XfflError | None = None
+    told: dict[str, Any] = {}
+    manifest: Manifest | None = None
+    try:
+        told = check()
+        manifest = Manifest(model, policies)
+        manifest.check_patterns()
+    except XfflError as wrong:
+        error = wrong
+    agree(what, f"{told}\n{manifest}", error=error)
+    assert manifest is not None, "the ranks agree on errors only by raising one"
+    return told, manifest
+
+
+def _gathered(weight: float | None) -> list[float | None]:
+    if not dist.is_initialized():
+        return [weight]
+    counts: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, weight)
+    return counts
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
