@@ -7,14 +7,12 @@ a group that has come back take the state of one that lives. What is sent for th
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import secrets
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.cluster.network import list_interfaces
 from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
@@ -33,9 +30,10 @@ from xffl.distributed.agreement import agree
 from xffl.distributed.backends import control_device
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.handover import digest, give, local, take
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.plain import to_plain
-from xffl.distributed.sharding import load_optimizer, reshard, sharded_parameters, spread_as
+from xffl.distributed.sharding import reshard
 from xffl.distributed.transport import ShardTransport
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError, XfflError
@@ -183,8 +181,8 @@ class FaultTolerantWorld(DistributedWorld):
         own = super().seed_for(seed, *axes)
         if self._group is None or not {"dp", "dp_replicate"} & set(axes):
             return own
-        digest = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+        drawn = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
+        return int.from_bytes(drawn, "big") >> 1
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -240,12 +238,12 @@ class FaultTolerantWorld(DistributedWorld):
 
         def take_over(saved: Any) -> None:
             self._spoiled = name
-            _give(name, part, saved)
+            give(name, part, saved)
             self._spoiled, self._has_taken_over = None, True
 
         self._parts[name] = part
         self._is_checked = False
-        self._manager.register_state_dict_fn(name, take_over, lambda: _take(part))
+        self._manager.register_state_dict_fn(name, take_over, lambda: take(part))
 
     def begin_step(self) -> bool:
         """Agree with the other groups who takes part in the next step; whoever is behind takes the others' state over.
@@ -259,10 +257,8 @@ class FaultTolerantWorld(DistributedWorld):
         if self._manager is None or self._is_in_step:
             return False
         if not self._is_checked:
-            for name, part in self._parts.items():
-                to_plain(
-                    _take(part), name, {}
-                )  # what cannot be given to others is told now, and not when it is asked for
+            for name, part in self._parts.items():  # what cannot be given is told now, not when a group asks for it
+                to_plain(take(part), name, {})
             self._is_checked = True
         self._agree_on_step()
         self._is_in_step = True
@@ -303,7 +299,7 @@ class FaultTolerantWorld(DistributedWorld):
     def _agree_at_home(self) -> bool:
         """Let the ranks of this group be at one step: what one of them could not do, none has done.
 
-        Collective over the group: five numbers are gathered.
+        Collective over the group: four numbers are gathered.
 
         :return: Whether all have taken another group's state over.
         """
@@ -395,7 +391,7 @@ class FaultTolerantWorld(DistributedWorld):
             reshard(model)
             for name, value in model.state_dict().items():
                 if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state":
-                    place = _local(value)
+                    place = local(value)
                     data = bytes_of(place).to(self.device)
                     # Bytes of one group and zeros of the others: their sum is exact.
                     copy = data.clone() if is_source else torch.zeros_like(data)
@@ -416,7 +412,7 @@ class FaultTolerantWorld(DistributedWorld):
         }
         if not compared:
             return
-        sums = [_digest(part) for part in compared.values()]
+        sums = [digest(part) for part in compared.values()]
         told = torch.tensor(sums, dtype=torch.int64, device=self.device)
         groups = self._manager.num_participants()
         self._manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
@@ -584,124 +580,6 @@ class CommittedOptimizer(torch.optim.Optimizer):
         if is_taken:
             self.wrapped.step()
         return is_taken
-
-
-def _take(part: Any) -> Any:
-    """Return a part's state as tensors of this rank and plain values."""
-    if isinstance(part, nn.Module):
-        reshard(part)
-        return {name: _local(value) for name, value in part.state_dict().items()}
-    return _cut(part.state_dict())
-
-
-def _give(name: str, part: Any, saved: Any) -> None:
-    """Give a part another group's state."""
-    if isinstance(part, nn.Module):
-        _give_model(name, part, saved)
-    elif isinstance(part, torch.optim.Optimizer):
-        _give_optimizer(part, saved)
-    else:
-        part.load_state_dict(_spread_like(saved, part.state_dict(), name))
-
-
-def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    reshard(model)
-    own = model.state_dict()
-    different = sorted(own.keys() ^ saved.keys())
-    if different:
-        raise ConfigError(f"model {name!r} differs between the replica groups: {different[0]!r} is in one of them only")
-    others: dict[str, Any] = {}
-    with torch.no_grad():
-        for key, value in own.items():
-            place, given = _local(value), saved[key]
-            if not isinstance(place, torch.Tensor) or key.rpartition(".")[2] == "_extra_state":
-                others[key] = given
-            elif place.shape != given.shape or place.dtype != given.dtype:
-                raise ConfigError(
-                    f"{key!r} of model {name!r} is {tuple(given.shape)} {given.dtype} on this rank of another replica "
-                    f"group, but {tuple(place.shape)} {place.dtype} here; give all groups the same number of ranks"
-                )
-            else:
-                place.copy_(given)
-    if others:
-        model.load_state_dict(others, strict=False)
-
-
-def _give_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: {key: _spread(value, parameters[number]) for key, value in values.items()}
-        for number, values in saved["state"].items()
-    }
-    load_optimizer(optimizer, {"state": state, "param_groups": saved["param_groups"]})
-
-
-def _local(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
-
-
-def _cut(value: Any) -> Any:
-    """Return a state with this rank's part of what is spread, and its whole shape."""
-    if isinstance(value, DTensor):
-        return {"cut": _local(value), "shape": list(value.shape)}
-    if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: _cut(one) for key, one in value.items()}
-    return type(value)(map(_cut, value)) if type(value) in (list, tuple) else value
-
-
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"cut", "shape"}
-
-
-def _spread_like(value: Any, like: Any, where: str) -> Any:
-    """Make of what :func:`_cut` gave what is spread like a state of the same form here."""
-    if _is_cut(value):
-        if not isinstance(like, DTensor) or _local(like).shape != value["cut"].shape:
-            raise ConfigError(f"{where} is spread in another replica group and not alike here; start all alike")
-        return spread_as(value["cut"].to(_local(like).device), like)
-    if isinstance(value, dict):
-        known = like if isinstance(like, Mapping) else {}
-        return {key: _spread_like(one, known.get(key), f"{where}/{key}") for key, one in value.items()}
-    if type(value) in (list, tuple):
-        beside = like if type(like) is type(value) and len(like) == len(value) else [None] * len(value)
-        return type(value)(
-            _spread_like(*pair, f"{where}/{n}") for n, pair in enumerate(zip(value, beside, strict=True))
-        )
-    return value
-
-
-def _digest(part: Any) -> int:
-    """Return a number of 40 bits of what must be the same in all groups of a part: buffers may differ.
-
-    Of each tensor it is a sum of its memory, which is read once, where it lies.
-    """
-    whole = hashlib.blake2b(digest_size=5)
-    tensors: dict[str, torch.Tensor] = {}
-    if isinstance(part, nn.Module):
-        tensors = {name: _local(one) for name, one in sharded_parameters(part).items()}
-    else:
-        whole.update(json.dumps(to_plain(_take(part), "", tensors), sort_keys=True).encode())
-    sums = []
-    for tensor in tensors.values():
-        data = bytes_of(tensor)
-        words = data[: len(data) // 4 * 4].clone() if data.storage_offset() % 4 else data[: len(data) // 4 * 4]
-        sums.append((words.view(torch.int32).sum(dtype=torch.int64) * 257 + data[len(data) // 4 * 4 :].sum()).cpu())
-    whole.update(repr(list(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))).encode())
-    return int.from_bytes(whole.digest(), "little")
-
-
-def _spread(value: Any, parameter: torch.Tensor) -> Any:
-    """Make of what :func:`_cut` gave a tensor that goes with a parameter."""
-    if not _is_cut(value):
-        return value
-    assert isinstance(parameter, DTensor), "cut alike in all groups, or the model was refused"
-    local = value["cut"].to(parameter.device)
-    if tuple(value["shape"]) == tuple(parameter.shape):
-        return spread_as(local, parameter)
-    mesh = parameter.device_mesh
-    return spread_as(local, DTensor.from_local(local.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False))
 
 
 def _interface_of(address: str) -> str:
