@@ -19,6 +19,7 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
+from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import offline
 from xffl.aggregation.exports import export_cell, load_global
@@ -27,6 +28,9 @@ from xffl.checkpoint.folder import read_record, settle
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.cli.main import main
 from xffl.errors import CheckpointError, ConfigError
+from xffl.parallel import DistributedConfig
+from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
+from xffl.training.callbacks import CheckpointCallback
 
 WEIGHTS = (3.0, 1.0, 2.5, 0.5)
 
@@ -69,7 +73,7 @@ def fill(model: nn.Module, cell: int, place: int) -> None:
 def whole(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        value = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
+        value = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
         data = torch.view_as_real(value) if value.is_complex() else value
         found[name.removeprefix("module.")] = hashlib.sha256(
             data.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -153,8 +157,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "round 1 of cell 0 25.0%, cell 1 75.0%" in capsys.readouterr().out
     first = json.loads((out / "checkpoint.json").read_text())
     assert first["values"]["global"]["shares"] == [0.25, 0.75]
-    size = sum(path.stat().st_size for path in Path(folders[0]).rglob("*.distcp"))
-    assert size > 0
     # A result is replaced by the next one; anything else is not.
     assert main(["aggregate", *folders, "--out", str(out)]) == 0
     (tmp_path / "other").mkdir()
@@ -172,8 +174,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(["aggregate", *words, "--out", str(tmp_path / "new")]) == 2
         told = capsys.readouterr().err
         assert problem in told and told.count("\n") == 1, told
-    assert main(["aggregate", *folders, "--out", str(tmp_path / "other")]) == 2
-    assert "exists and is no checkpoint that could be replaced" in capsys.readouterr().err
+    for taken in (str(tmp_path / "other"), folders[1]):
+        assert main(["aggregate", *folders, "--out", taken]) == 2
+        assert "exists and is no result of xffl aggregate, which would be replaced" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -259,3 +262,69 @@ def test_a_kill_leaves_the_result_of_before_or_the_new_one(tmp_path: Path) -> No
     assert {*found} == {False, True}, found
     aggregate_exports(folders, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cell_0", "cell_1", "global"]
+
+
+def fit(rank: int, world_size: int, port: int, folder: str, federation: dict[str, Any], steps: int, cells: Any) -> Any:
+    """Train for some steps of all, with a checkpoint at the end, and return the weights."""
+    be_launched(rank, world_size, port)
+    config = TaskConfig(
+        experiment=ExperimentConfig(name="test", output_dir=folder, seed=3),
+        training=TrainingParameters(epochs=9, max_steps=steps, batch_size=7, validate_every_epochs=None),
+        distributed=DistributedConfig(strategy="fsdp", federated=cells),
+        federation=FederationConfig(**federation),
+    )
+    kept: dict[str, Any] = {}
+
+    class Last(Callback):
+        def post_fit(self, trainer: Any) -> None:
+            kept.update(whole(trainer.model), samples=trainer.samples, step=trainer.global_step)
+
+    TaskTrainer(config, callbacks=[Last(), CheckpointCallback()]).fit()
+    return kept
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_training_over_files_has_the_bits_of_training_over_a_network(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """Three rounds of cells that are jobs of their own, each started anew for each round."""
+    joined = run_world(
+        sum(sizes), fit, free_port(), str(tmp_path / "joined"), {"every": 5}, 15, sizes, init=False, timeout_s=200
+    )
+    start: dict[str, str] = {}
+    for number in (1, 2, 3):
+        exports = []
+        for cell, size in enumerate(sizes):
+            exports.append(str(tmp_path / f"cell_{cell}_round_{number}"))
+            asked = {"cell": f"{cell}/{','.join(map(str, sizes))}", "export_to": exports[-1], **start}
+            run_world(size, fit, free_port(), str(tmp_path / f"run_{cell}"), asked, 5 * number, None, init=False)
+            if number == 2:  # A job that is started again for a round that it has made exports the same.
+                before = json.loads(Path(exports[-1], "checkpoint.json").read_text())["indexes"]
+                run_world(size, fit, free_port(), str(tmp_path / f"run_{cell}"), asked, 5 * number, None, init=False)
+                assert json.loads(Path(exports[-1], "checkpoint.json").read_text())["indexes"] == before
+        made = aggregate_exports(exports, tmp_path / f"global_{number}")
+        assert made.number == number and made.shares == pytest.approx([size / sum(sizes) for size in sizes], abs=0.1)
+        start = {"start_from": str(tmp_path / f"global_{number}")}
+    (last,) = run_world(1, weights_of, free_port(), start["start_from"], init=False)
+    for name, digest in last.items():
+        assert all(rank[name] == digest for rank in joined), name
+
+
+def weights_of(rank: int, world_size: int, port: int, path: str) -> dict[str, str]:
+    be_launched(rank, world_size, port)
+    with xffl.session() as state:
+        trainer = TaskTrainer(TaskConfig())
+        trainer.configure_models()
+        load_global(path, trainer.model, state)
+        return whole(trainer.model)
+
+
+def test_what_a_lone_cell_cannot_be() -> None:
+    for wrong, told in (
+        ({"cell": "2/2"}, "federation.cell is '2/2'; give the cell's number, from 0"),
+        ({"cell": "0"}, "federation.cell is '0'; give the cell's number"),
+        ({"cell": "0/2", "every": 5}, "is a job of its own, whose rounds go over files; leave every"),
+        ({"export_to": "x"}, "federation.export_to is for a cell that is a job of its own"),
+        ({"cell": "0/2", "aggregator": {"codec": "int8"}}, "federation.aggregator .* is for rounds"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            FederationConfig(**wrong)  # type: ignore[arg-type]
+    assert FederationConfig(cell="1/4,2", aggregator={"policies": {"*": "average"}}).cell == "1/4,2"

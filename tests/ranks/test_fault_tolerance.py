@@ -259,6 +259,7 @@ def fit(folder: str, how: dict[str, Any], die_after: int = -1) -> dict[str, Any]
             state = trainer.state_dict()
             kept["trainer"], kept["loader"] = state["trainer"], state["dataloaders"]["train"]
             kept["schedulers"] = state["schedulers"]
+            kept["taken"] = trainer.world.ft_manager.current_step()
             kept["moments"] = digest(
                 {
                     f"{number}/{key}": value.full_tensor() if isinstance(value, DTensor) else value
@@ -288,6 +289,21 @@ def test_a_trainers_group_takes_all_over(how: dict[str, Any], lighthouse: Lighth
         assert len({str(one[what]) for one in told}) == 1, (what, told)
     trainer = told[0]["trainer"]
     assert trainer["current_epoch"] == 30 and trainer["callbacks"], trainer
+    # A step that is lost with a group is made again: each epoch has all of its steps.
+    assert trainer["global_step"] == told[0]["taken"] == 30 * 10
+
+
+def test_a_trainer_takes_no_step_before_there_are_enough_groups(lighthouse: Lighthouse, tmp_path: Path) -> None:
+    """Steps of a group that is alone are lost, and cost neither batches nor epochs."""
+    how = {"fault_tolerance": FaultToleranceParameters(min_replica_size=2)}
+    groups = Groups(2, lighthouse)
+    first = groups.start(0, fit, str(tmp_path), how)
+    time.sleep(6.0)
+    second = groups.start(1, fit, str(tmp_path), how)
+    told = told_by(first) + told_by(second)
+    for what in ("weights", "moments", "trainer", "schedulers", "loader"):
+        assert len({str(one[what]) for one in told}) == 1, (what, told)
+    assert told[0]["trainer"]["global_step"] == told[0]["taken"] == 30 * 10
 
 
 def alone(failures: int) -> dict[str, Any]:

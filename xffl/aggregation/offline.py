@@ -14,7 +14,7 @@ import mmap
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -155,8 +155,7 @@ def aggregate_exports(
         len(sizes),
         sum(sizes.values()),
     )
-    if target.exists() and find_record(target) is None and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is no checkpoint that could be replaced; give another folder")
+    _check_target(target)
     note = _Noting(progress, made.size_bytes)
     turnout = _looked(exports, turnout, note)
     if not is_tried:
@@ -164,6 +163,14 @@ def aggregate_exports(
     for export in exports:
         export.close()
     return made
+
+
+def _check_target(target: Path) -> None:
+    """Refuse to replace anything but the result of another round."""
+    record = find_record(target)
+    is_result = record is not None and record.parts == (PART,) and "global" in record.values
+    if target.exists() and not is_result and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is no result of xffl aggregate, which would be replaced; give another")
 
 
 class _Noting:
@@ -247,7 +254,7 @@ def _looked(exports: Sequence[_Export], turnout: Turnout, note: _Noting) -> Turn
                         )
                     is_moderate = False
             note("looked", math.prod(box[1]) * exports[0].index.tensors[f"{PART}/{name}"].dtype.itemsize)
-    return Turnout(**{**vars(turnout), "is_fused": is_moderate}) if is_moderate else turnout
+    return replace(turnout, is_fused=is_moderate)
 
 
 def _write(target: Path, exports: Sequence[_Export], turnout: Turnout, combiner: Combiner, note: _Noting) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "is_rule",
     "lone_cell",
     "name_cells",
+    "parse_cell",
     "parse_federation",
     "parse_sizes",
     "read_federation",
@@ -71,6 +72,25 @@ def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
         raise ConfigError(f"{knob} is {text!r}; give sizes like 4,4, or one number for equal cells")
     sizes = tuple(int(item) for item in items)
     return sizes[0] if len(sizes) == 1 else sizes
+
+
+def parse_cell(text: str, knob: str) -> tuple[int, int | tuple[int, ...]]:
+    """Read which cell a job is, where each cell is a job of its own: ``0/2``, or ``0/4,2`` with the cells' ranks.
+
+    :param text: What was typed.
+    :param knob: Name of the option, for the message.
+    :return: The cell's number, from 0, and how many cells there are, or the ranks of each.
+    :raises ConfigError: if it cannot be meant.
+    """
+    number, _, rest = text.strip().partition("/")
+    cells = parse_sizes(rest, knob) if rest else 0
+    count = cells if isinstance(cells, int) else len(cells)
+    if not number.isdecimal() or not int(number) < count or (isinstance(cells, tuple) and min(cells) < 1):
+        raise ConfigError(
+            f"{knob} is {text!r}; give the cell's number, from 0, and how many there are, such as 0/2, or the ranks of "
+            "each, such as 0/4,2"
+        )
+    return int(number), cells
 
 
 def parse_federation(text: str, knob: str) -> Federation:

@@ -24,6 +24,8 @@ class Standing:
 
     def __init__(self, device_parameters: DeviceParameters) -> None:
         self.device_parameters = device_parameters
+        self.lone_cell: int | None = None
+        """Which cell this world is, where each cell is a job of its own; counts for seeds"""
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
         self._device: torch.device | None = None
@@ -213,7 +215,7 @@ class Standing:
                 raise ConfigError(f"axis {axis!r} is none of {', '.join((*AXES, *JOINED, 'federated'))}")
         if not axes:
             return seed
-        cell = self.state.topology.cell_of(self.rank)
+        cell = self.state.topology.cell_of(self.rank) if self.lone_cell is None else self.lone_cell
         place = [(axis, cell if axis == "federated" else self.place.rank(axis)) for axis in sorted(axes)]
         digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1

@@ -249,6 +249,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
         with self.training_rounds():
             if experiment.resume and auto_resume(self.config, self):
                 self.run_folder.confirm()
+            self.take_global()
             others = {name: part for name, part in self._others().items() if part is not self.world.ft_manager}
             others["configuration"] = _Same(
                 plain_config(replace(self.config, experiment=replace(self.config.experiment, output_dir=".")))
@@ -258,6 +259,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             self.watch_signals()
             self._run_epochs()
             self.leave_if_due_at_end()
+            self.give_to_round()
             self.flush_scalars()
             self.callbacks.post_train(self)
         if self.rounds > self.measured_rounds and self.val_dataloader is not None:

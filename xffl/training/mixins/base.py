@@ -146,6 +146,16 @@ class TrainerMixin:
         """Return the context in which rounds take place; there are none without :class:`FederatedMixin`."""
         return nullcontext()
 
+    def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return which cell this job is, and the ranks of all cells, where each cell is a job of its own."""
+        return None
+
+    def take_global(self) -> None:
+        """Start from a global model, if one is given; collective over the world, after a checkpoint was loaded."""
+
+    def give_to_round(self) -> None:
+        """Export for a round over files, if that is asked for; collective over the world, at the end of training."""
+
     def find_rounds(self) -> Rounds | None:
         """Return what runs rounds, inside :meth:`training_rounds`; there is none without :class:`FederatedMixin`."""
         return None

@@ -6,15 +6,18 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from xffl.aggregation.exports import export_cell, load_global, read_told
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.recipe import check_plan
 from xffl.aggregation.scaling import FederatedScaling
 from xffl.checks import index_of
+from xffl.cluster.cells import parse_cell
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
@@ -37,6 +40,11 @@ class FederationConfig:
     :param alpha: With a delay, the part of a local value that stays when the mean is merged.
     :param client: What changes the cells' local steps (``fedprox:mu=0.01``).
     :param weight: What a cell counts for in a round: its ``samples`` since the last one, or all ``equal``.
+    :param cell: Which cell this job is, where each is a job of its own and rounds go over files: ``0/2``, or ``0/4,2``
+        with the ranks of each.
+    :param start_from: With ``cell``, the global model to start from, as ``xffl aggregate`` wrote it; what a checkpoint
+        of this run has started from already is not loaded again.
+    :param export_to: With ``cell``, where to write at the end what a round would average.
     """
 
     every: int | str | dict[str, Any] | None = None
@@ -46,9 +54,13 @@ class FederationConfig:
     alpha: float | None = None
     client: str | dict[str, Any] | None = None
     weight: str = "samples"
+    cell: str | None = None
+    start_from: str | None = None
+    export_to: str | None = None
 
     def __post_init__(self) -> None:
         check_name("federation.weight", self.weight, WEIGHTS)
+        self._check_files()
         for name in ("every", "delay"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
@@ -56,12 +68,27 @@ class FederationConfig:
         if self.has_rounds:
             check_plan(every=self.every, algorithm=self.algorithm, **plan)
             return
+        if self.cell is not None and plan["aggregator"].keys() <= {"policies"}:
+            del plan["aggregator"]
         for name, value in plan.items():
             if value is not None and value != {}:
                 raise ConfigError(
                     f"federation.{name} {value!r} is for rounds, and there are none; give federation.every, or "
                     "leave it out"
                 )
+
+    def _check_files(self) -> None:
+        """Refuse what does not go with rounds over files, or without them."""
+        if self.cell is not None:
+            parse_cell(self.cell, "federation.cell")
+            if self.has_rounds:
+                raise ConfigError(
+                    f"federation.cell {self.cell!r} is a job of its own, whose rounds go over files; leave every and "
+                    "algorithm out, or cell"
+                )
+        for name in ("start_from", "export_to"):
+            if getattr(self, name) is not None and self.cell is None:
+                raise ConfigError(f"federation.{name} is for a cell that is a job of its own; give cell, such as 0/2")
 
     @property
     def has_rounds(self) -> bool:
@@ -85,6 +112,61 @@ class FederatedMixin(TrainerMixin):
     _scaling: FederatedScaling | None = None
     _fresh: int = 0
     """Samples that this rank has seen since the aggregator last asked"""
+
+    _global_round: int = 0
+    """The round whose model this cell, a job of its own, has started from; 0 for the common start"""
+
+    def configure(self) -> None:
+        """Take the place of one of several cells, where this job is one."""
+        lone = self.lone_cell()
+        if lone is not None:
+            self.world.lone_cell = lone[0]
+        super().configure()
+
+    def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return which cell this job is, and the ranks of all cells, as ``federation.cell`` says."""
+        asked = self.section("federation", FederationConfig).cell
+        if asked is None:
+            return None
+        cell, cells = parse_cell(asked, "federation.cell")
+        sizes = (self.world.world_size,) * cells if isinstance(cells, int) else cells
+        if self.state.topology.cells > 1 or sizes[cell] != self.world.world_size:
+            raise ConfigError(
+                f"federation.cell {asked!r} says that this job is one cell of {sizes[cell]} ranks, but it has "
+                f"{self.state.topology.cells} cells and {self.world.world_size} ranks"
+            )
+        return cell, sizes
+
+    def take_global(self) -> None:
+        """Start from the global model of ``federation.start_from``, unless this run has; collective over the world."""
+        path = self.section("federation", FederationConfig).start_from
+        if path is None:
+            return
+        number = int(read_told(Path(path), "global")["round"])
+        if number <= self._global_round:
+            return
+        load_global(path, self.federated_model(), self.state, policies=self._policies())
+        self._global_round, self._fresh, self.steps_since_round = number, 0, 0
+
+    def give_to_round(self) -> None:
+        """Export to ``federation.export_to``; collective over the world."""
+        asked, lone = self.section("federation", FederationConfig), self.lone_cell()
+        if asked.export_to is None or lone is None:
+            return
+        export_cell(
+            asked.export_to,
+            self.federated_model(),
+            self.state,
+            cell=lone[0],
+            cells=len(lone[1]),
+            weight=float(self._fresh) if asked.weight == "samples" else None,
+            steps=float(self.steps_since_round),
+            round=self._global_round + 1,
+            policies=self._policies(),
+        )
+
+    def _policies(self) -> Any:
+        return self.section("federation", FederationConfig).aggregator.get("policies")
 
     def federated_model(self) -> nn.Module:
         """Return the model that rounds average; overload it where there are several."""
@@ -163,7 +245,7 @@ class FederatedMixin(TrainerMixin):
     def local_tensors(self) -> set[str]:
         """Return what is trained and not averaged: by its policy, or in a model that is in no round."""
         averaged = self.federated_model()
-        policies = self.section("federation", FederationConfig).aggregator.get("policies")
+        policies = self._policies()
         return {
             f"{name}/{entry.name}"
             for name, model in self.named_models().items()
@@ -173,8 +255,23 @@ class FederatedMixin(TrainerMixin):
 
     def own_parts(self) -> dict[str, Any]:
         """Return the rounds' state: server optimizer, residuals of codecs, steps since the last round."""
-        mine = {} if self._scaling is None else {"rounds": _Rounds(self, self._scaling)}
+        mine: dict[str, Any] = {} if self._scaling is None else {"rounds": _Rounds(self, self._scaling)}
+        if self.section("federation", FederationConfig).cell is not None:
+            mine = {"lone_cell": _LoneCell(self)}
         return {**super().own_parts(), **mine}
+
+
+class _LoneCell:
+    """Where a cell that is a job of its own stands, as a checkpoint keeps it."""
+
+    def __init__(self, trainer: FederatedMixin) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self._trainer._fresh, "round": self._trainer._global_round}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._trainer._fresh, self._trainer._global_round = int(state["samples"]), int(state["round"])
 
 
 class _Rounds:

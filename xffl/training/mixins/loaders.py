@@ -84,10 +84,16 @@ class DataLoaderSetupMixin(TrainerMixin):
     def _data_place(self) -> tuple[Topology, int]:
         """Return the ranks that training samples are dealt out to, and this rank among them.
 
-        Replica groups count as the replicas of one cell, as many as there may be: what a group that is lost would have
-        trained on is trained on by none.
+        Cells that are jobs of their own get what they would get in one job. Replica groups count as the replicas of one
+        cell, as many as there may be: what a group that is lost would have trained on is trained on by none.
         """
         world, topology = self.world, self.state.topology
+        lone = self.lone_cell()
+        if lone is not None:
+            cell, sizes = lone
+            mesh = world.device_parameters.resolve(sizes)
+            dealt = Topology(sum(sizes), sizes, mesh.replica_size, mesh.cell_shape)
+            return dealt, dealt.offsets[cell] + world.rank
         if world.replica_group is None:
             return topology, world.rank
         number, most = world.replica_group
