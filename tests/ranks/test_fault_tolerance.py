@@ -474,7 +474,7 @@ def deal(rank: int, ranks: int, axes: dict[str, int]) -> list[list[Any]]:
     found = []
     for group in (0, 1):
         world.replica_group, world.rank = (group, 2), rank
-        trainer = mock.Mock(world=world)
+        trainer = mock.Mock(world=world, lone_cell=lambda: None)
         topology, place = DataLoaderSetupMixin._data_place(trainer)
         loader = CellLoader(TensorDataset(torch.arange(16)), topology, place, batch_size=1, seed=0)
         found.append([batch[0].tolist() for batch in loader])
