@@ -21,7 +21,7 @@ import xffl
 from tests.ports import free_port
 from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
-from xffl.aggregation import offline
+from xffl.aggregation import pieces
 from xffl.aggregation.exports import export_cell, load_global
 from xffl.aggregation.offline import aggregate_exports
 from xffl.checkpoint.folder import read_record, settle
@@ -103,12 +103,14 @@ def exported(
         export_cell(folder, model, state, cell=cell, cells=cells, weight=WEIGHTS[cell] / world_size, steps=4.0)
 
 
-def loaded(rank: int, world_size: int, port: int, cell: int, hsdp: int | None, dtype: torch.dtype, folder: str) -> Any:
+def loaded(
+    rank: int, world_size: int, port: int, cell: int, hsdp: int | None, dtype: torch.dtype, folder: str, number: int = 1
+) -> Any:
     be_launched(rank, world_size, port)
     with xffl.session(hsdp=hsdp) as state:
         model = xffl.shard(Mixed(dtype), state, wrap=[nn.Linear])
         fill(model, cell, rank)
-        assert load_global(folder, model, state) == 1
+        assert load_global(folder, model, state) == number
         return whole(model)
 
 
@@ -134,7 +136,7 @@ def test_a_round_over_files_has_the_bits_of_one_over_a_network(
     cells: tuple[int, ...], hsdp: int | None, dtype: torch.dtype, combine: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("xffl.aggregation.offline.PIECE_BYTES", 1000)
+    monkeypatch.setattr("xffl.aggregation.pieces.PIECE_BYTES", 1000)
     found = run_world(sum(cells), networked, free_port(), cells, hsdp, dtype, combine, init=False)
     folders = export_all(tmp_path, cells, hsdp, dtype)
     made = aggregate_exports(folders[::-1], tmp_path / "global", combine=combine)
@@ -237,7 +239,7 @@ def wrong(rank: int, world_size: int, port: int, folder: str) -> None:
 def killed(rank: int, world_size: int, folders: list[str], out: str, weights: list[float], after_s: float) -> None:
     """Make a round, until this process is killed some time after its beginning."""
     threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    offline.PIECE_BYTES = 16
+    pieces.PIECE_BYTES = 16
     aggregate_exports(folders, out, weights=weights)
     time.sleep(after_s)
 
@@ -328,3 +330,85 @@ def test_what_a_lone_cell_cannot_be() -> None:
         with pytest.raises(ConfigError, match=told):
             FederationConfig(**wrong)  # type: ignore[arg-type]
     assert FederationConfig(cell="1/4,2", aggregator={"policies": {"*": "average"}}).cell == "1/4,2"
+
+
+SERVERS = ["fedadam:lr=0.03", "diloco", {"name": "SGD", "lr": 0.9, "momentum": 0.5, "schedule": "StepLR:step_size=2"}]
+
+
+def stray(model: nn.Module, cell: int, number: int, place: int) -> None:
+    """What local steps do: change a cell's weights, all ranks' shards alike, and each rank's buffers."""
+    before = {name: _plain(parameter).clone() for name, parameter in model.named_parameters()}
+    fill(model, 10 * number + cell, place)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _plain(parameter).mul_(0.01).add_(before[name])
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def five_rounds(
+    rank: int, world_size: int, port: int, cells: tuple[int, ...], dtype: torch.dtype, server: object
+) -> dict[str, str]:
+    be_launched(rank, world_size, port)
+    with xffl.session(federated=cells) as state:
+        model = xffl.shard(Mixed(dtype), state, wrap=[nn.Linear])
+        fill(model, 0, 0)
+        cell = state.topology.cell_of(rank)
+        aggregator = xffl.Aggregator(model, state, server=server)
+        for number in range(1, 6):
+            stray(model, cell, number, rank - state.topology.offsets[cell])
+            aggregator.aggregate(weight=WEIGHTS[cell] / cells[cell])
+        return whole(model)
+
+
+def one_round(
+    rank: int, world_size: int, port: int, cell: int, cells: int, dtype: torch.dtype, number: int, start: str, to: str
+) -> dict[str, str]:
+    be_launched(rank, world_size, port)
+    with xffl.session() as state:
+        model = xffl.shard(Mixed(dtype), state, wrap=[nn.Linear])
+        fill(model, 0, 0)
+        if number > 0:
+            assert load_global(start, model, state) == number - 1
+            stray(model, cell, number, rank)
+        export_cell(to, model, state, cell=cell, cells=cells, weight=WEIGHTS[cell] / world_size, round=number)
+        return whole(model)
+
+
+@pytest.mark.parametrize(("server", "sizes", "dtype"), [
+    (SERVERS[0], (2, 1), torch.float32), (SERVERS[1], (1, 1), torch.bfloat16), (SERVERS[2], (1, 1), torch.float64),
+])  # fmt: skip
+def test_a_server_optimizer_goes_on_from_round_to_round(
+    server: object, sizes: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xffl.aggregation.pieces.PIECE_BYTES", 1000)
+    expected = run_world(sum(sizes), five_rounds, free_port(), sizes, dtype, server, init=False)
+    state = tmp_path / "server"
+    for number in range(6):
+        exports = [str(tmp_path / f"{cell}_{number}") for cell in range(len(sizes))]
+        for cell, size in enumerate(sizes):
+            call = (cell, len(sizes), dtype, number, str(tmp_path / f"global_{number - 1}"), exports[cell])
+            run_world(size, one_round, free_port(), *call, init=False)
+        out = tmp_path / f"global_{number}"
+        if number == 0:
+            aggregate_exports(exports, out)
+            continue
+        if number == 1:
+            with pytest.raises(CheckpointError, match="has no state of round 0, so the model that the cells have"):
+                aggregate_exports(exports, out, server=server, state=state)
+            assert not out.exists()
+        aggregate_exports(exports, out, server=server, state=state, start=tmp_path / "global_0")
+        if number == 3:  # To make a round again gives the same.
+            before = (out / "cell_0" / "index.json").read_bytes()
+            aggregate_exports(exports, out, server=server, state=state)
+            assert (out / "cell_0" / "index.json").read_bytes() == before
+            with pytest.raises(
+                CheckpointError, match="of a server optimizer with .*; go on with the same"
+            ):
+                aggregate_exports(exports, out, server="fedadam:lr=0.5", state=state)
+    (found,) = run_world(1, loaded, free_port(), 0, None, dtype, str(tmp_path / "global_5"), 5, init=False)
+    for name, digest in found.items():
+        if name != "frozen":
+            assert all(rank[name] == digest for rank in expected), name

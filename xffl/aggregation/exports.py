@@ -61,7 +61,8 @@ def export_cell(
     :param weight: This rank's own count since the last global model (samples, tokens); a cell's weight is the sum over
         its ranks. ``None`` on all ranks: every cell counts 1.
     :param steps: Effective number of local steps since then, the same on all ranks.
-    :param round: The number of the round that this is for, from 1; all cells of a round have the same.
+    :param round: The number of the round that this is for, from 1; all cells of a round have the same. 0 for the model
+        that all cells start from, which a server optimizer needs.
     :param policies: As for :class:`xffl.Aggregator`, the same in all cells.
     :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
     :raises CheckpointError: if it could not be written; on all ranks.
@@ -79,7 +80,7 @@ def export_cell(
         return {
             "cell": number,
             "cells": count,
-            "round": integer("round", round),
+            "round": integer("round", round, 0),
             "steps": checked_number("steps", steps, "give this cell's local steps"),
         }
 

@@ -6,43 +6,29 @@ arithmetic of a round over the network, and written as they come. The result has
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import math
-import mmap
-import shutil
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
 
-from xffl import __version__
 from xffl.aggregation.combine import Combiner, Coordinatewise, Weighting
 from xffl.aggregation.exports import PART, compare, read_told
 from xffl.aggregation.looks import energy_of
 from xffl.aggregation.mean import combined, weighted_mean
+from xffl.aggregation.offline_server import OfflineServer
+from xffl.aggregation.pieces import Box, PieceReader, PieceWriter, boxes
 from xffl.aggregation.registry import make
+from xffl.aggregation.server import server_of
 from xffl.aggregation.tracks import Turnout
 from xffl.aggregation.weighing import weighed
-from xffl.checkpoint.checksums import ALGORITHM
-from xffl.checkpoint.folder import INDEX, Record, aside, find_record, publish, read_record, settle, sync, write_text
+from xffl.checkpoint.folder import find_record
 from xffl.checkpoint.steps import check_path
-from xffl.checkpoint.storage import CellIndex, check_data, read_index
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["Round", "aggregate_exports"]
-
-PIECE_BYTES = 8 << 20
-"""What is combined at a time."""
-DATA = "__0_0.distcp"
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a piece of a tensor begins, and its sizes."""
 
 
 @dataclass(frozen=True)
@@ -58,63 +44,13 @@ class Round:
     """Of the tensors of the result"""
 
 
-@dataclass
-class _Export:
-    """An export that is read."""
+class _Export(PieceReader):
+    """An export, and what it says of itself."""
 
-    path: Path
-    home: Path
-    index: CellIndex
-    told: dict[str, Any]
-    maps: dict[str, mmap.mmap] = field(default_factory=dict)
-    pieces: dict[tuple[str, int], np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=dict)
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a piece of a tensor as a flat copy of real numbers."""
-        tensor = self.index.tensors[f"{PART}/{name}"]
-        width = tensor.dtype.itemsize
-        starts, sizes = box
-        found = np.empty((*sizes, width), np.uint8)
-        filled = 0
-        for chunk in tensor.chunks:
-            low = [max(a, b) for a, b in zip(starts, chunk.offsets, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(starts, sizes, chunk.offsets, chunk.sizes, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-                target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, starts, strict=True))
-                data = self._bytes(name, chunk.relative_path, chunk.offset, chunk.length, (*chunk.sizes, width))
-                found[target] = data[source]
-                filled += math.prod(b - a for a, b in zip(low, high, strict=True))
-        if filled != math.prod(sizes):
-            raise CheckpointError(f"{self.home / INDEX} does not say where all of {name!r} lies; export it anew")
-        real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
-        return torch.from_numpy(found.reshape(-1)).view(real)
-
-    def _bytes(
-        self, name: str, file: str, offset: int, length: int, shape: tuple[int, ...]
-    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes of one of torch's files inside a file, where they lie."""
-        if (file, offset) not in self.pieces:
-            if file not in self.maps:
-                with (self.home / file).open("rb") as stream:
-                    self.maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            whole = memoryview(self.maps[file])[offset : offset + length]
-            try:
-                start, size = _storage(whole)
-                if size != math.prod(shape):
-                    raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
-            except (ValueError, KeyError, zipfile.BadZipFile) as error:
-                raise CheckpointError(
-                    f"{self.home / file} does not hold {name!r} as xffl exports it ({error}); export it anew"
-                ) from error
-            flat = np.frombuffer(whole[start : start + size], np.uint8)
-            self.pieces[file, offset] = flat
-        return self.pieces[file, offset].reshape(shape)
-
-    def close(self) -> None:
-        """Give the mapped files back."""
-        self.pieces.clear()
-        self.maps.clear()
+    def __init__(self, path: str | Path) -> None:
+        self.told: dict[str, Any] = read_told(Path(path), "export")
+        super().__init__(check_path(path), PART)
+        self.path = Path(path)
 
 
 def aggregate_exports(
@@ -123,6 +59,9 @@ def aggregate_exports(
     *,
     weights: Sequence[float] | None = None,
     combine: object = "mean",
+    server: object = None,
+    state: str | Path | None = None,
+    start: str | Path | None = None,
     is_tried: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Round:
@@ -130,12 +69,17 @@ def aggregate_exports(
 
     The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, with
     checksums of its own, which takes its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it
-    into any layout. It has the bits that a round over the network gives on processors of this kind.
+    into any layout. It has the bits that a round over the network gives on processors of this kind. To make a round
+    again gives the same.
 
     :param paths: The exports' folders, in any order.
     :param out: The folder to make; a result of an earlier round there is replaced.
     :param weights: What each cell counts for, by its number; by default as each has counted.
     :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused.
+    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``.
+    :param state: The folder where the server optimizer's state goes from round to round, a folder for each.
+    :param start: For the first round of a server optimizer: the model that all cells have started from, as this made it
+        of one export of each cell before its first step.
     :param is_tried: Whether to check all and write nothing.
     :param progress: Called with a stage, the bytes done and all of its bytes.
     :return: What was made.
@@ -143,25 +87,23 @@ def aggregate_exports(
     :raises CheckpointError: if an export cannot be trusted, or the exports do not go together; nothing is written.
     """
     target = check_path(out)
-    combiner = make("combine", combine)
+    combiner, optimizer = make("combine", combine), server_of(server)
+    if (optimizer is None) != (state is None):
+        raise ConfigError("a server optimizer and the folder of its state go together; give both server and state")
     exports = _open(paths, progress or (lambda *_: None))
     told = exports[0].told
     turnout = _turnout(exports, combiner, weights)
     sizes = {name: _bytes_of(exports[0], name) for name in told["tensors"]}
-    made = Round(
-        told["round"],
-        told["cells"],
-        tuple(turnout.share(cell) for cell in range(told["cells"])),
-        len(sizes),
-        sum(sizes.values()),
-    )
+    shares = tuple(turnout.share(cell) for cell in range(told["cells"]))
+    made = Round(told["round"], told["cells"], shares, len(sizes), sum(sizes.values()))
     _check_target(target)
+    outer = None
+    if optimizer is not None and state is not None:
+        outer = OfflineServer(optimizer, check_path(state), told, None if start is None else check_path(start))
     note = _Noting(progress, made.size_bytes)
     turnout = _looked(exports, turnout, note)
     if not is_tried:
-        _write(target, exports, turnout, combiner, note)
-    for export in exports:
-        export.close()
+        _write(target, exports, turnout, combiner, outer, note)
     return made
 
 
@@ -193,10 +135,8 @@ def _open(paths: Sequence[str | Path], progress: Callable[[str, int, int], None]
     found: dict[int, _Export] = {}
     first: _Export | None = None
     for path in paths:
-        folder = settle(check_path(path))
-        told = read_told(folder, "export")
-        home = folder / "cell_0"
-        export = _Export(Path(path), home, read_index(home, read_record(folder).indexes.get(home.name)), told)
+        export = _Export(path)
+        told = export.told
         first = first or export
         for what in ("cells", "round"):
             if told[what] != first.told[what]:
@@ -214,9 +154,9 @@ def _open(paths: Sequence[str | Path], progress: Callable[[str, int, int], None]
     if missing:
         raise CheckpointError(f"the export of cell {missing[0]} of {first.told['cells']} is missing; give one of each")
     exports = [found[cell] for cell in sorted(found)]
-    sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]
+    sizes = [export.size_bytes for export in exports]
     for number, export in enumerate(exports):
-        check_data(export.home, export.index)
+        export.check()
         progress("checked", sum(sizes[: number + 1]), sum(sizes))
     return exports
 
@@ -253,90 +193,46 @@ def _looked(exports: Sequence[_Export], turnout: Turnout, note: _Noting) -> Turn
                             "finite; nothing was combined"
                         )
                     is_moderate = False
-            note("looked", math.prod(box[1]) * exports[0].index.tensors[f"{PART}/{name}"].dtype.itemsize)
+            note("looked", math.prod(box[1]) * exports[0].kind(name)[0].itemsize)
     return replace(turnout, is_fused=is_moderate)
 
 
-def _write(target: Path, exports: Sequence[_Export], turnout: Turnout, combiner: Combiner, note: _Noting) -> None:
+def _write(
+    target: Path,
+    exports: Sequence[_Export],
+    turnout: Turnout,
+    combiner: Combiner,
+    outer: OfflineServer | None,
+    note: _Noting,
+) -> None:
     """Combine, piece by piece, and publish the result."""
-    before = settle(target)
-    if before != target:
-        before.rename(target)
-    partial = aside(target, "partial")
-    if partial.exists():  # of a call that was killed
-        shutil.rmtree(partial)
-    home = partial / "cell_0"
-    home.mkdir(parents=True)
     told = exports[0].told
-    tensors: dict[str, Any] = {}
+    writer: PieceWriter | None = None
     try:
-        with (home / DATA).open("wb") as file:
-            stream = _Hashed(file)
-            for name, (policy, *_) in told["tensors"].items():
-                kept = exports[0].index.tensors[f"{PART}/{name}"]
-                chunks = []
-                for box in _boxes(exports[0], name):
-                    made = _combined(exports, turnout, combiner, name, policy, box)
-                    whole = made.view(kept.dtype).view(box[1])
-                    start = stream.size
-                    buffer = io.BytesIO()
-                    torch.save(whole, buffer)
-                    stream.write(buffer.getbuffer())
-                    chunks.append([list(box[0]), list(box[1]), DATA, start, stream.size - start])
-                    note("combined", whole.nbytes)
-                dtype = str(kept.dtype).removeprefix("torch.")
-                tensors[f"{PART}/{name}"] = {"dtype": dtype, "shape": list(kept.shape), "chunks": chunks}
-            file.flush()
-        sync(home / DATA)
-        index = {
-            "checksum": ALGORITHM,
-            "files": {DATA: (stream.size, stream.digest)},
-            "tensors": tensors,
-            "ties": {},
-            "values": exports[0].index.values,
-        }
-        text = json.dumps(index, allow_nan=False)
-        write_text(home / INDEX, text)
-        sync(home)
-        publish(target, _record(told, turnout, hashlib.sha256(text.encode()).hexdigest()))
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error
-
-
-class _Hashed:
-    """A file that is written, with its size and checksum so far."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sum, self.size = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> None:
-        self._file.write(data)
-        self._sum.update(data)
-        self.size += len(data)
-
-    @property
-    def digest(self) -> str:
-        return self._sum.hexdigest()
-
-
-def _record(told: Mapping[str, Any], turnout: Turnout, digest: str) -> Record:
-    shares = [turnout.share(cell) for cell in range(told["cells"])]
-    kept = {"round": told["round"], "cells": told["cells"], "shares": shares, "tensors": told["tensors"]}
-    return Record(
-        xffl=__version__,
-        torch=torch.__version__,
-        saved_at=datetime.now(timezone.utc).isoformat(),
-        world_size=1,
-        cells=(1,),
-        replica_size=None,
-        cell_shape=None,
-        after_round=True,
-        parts=(PART,),
-        own=(),
-        values={"global": kept},
-        indexes={"cell_0": digest},
-    )
+        writer = PieceWriter(target)
+        if outer is not None:
+            outer.begin()
+        for name, (policy, is_stepped, *_) in told["tensors"].items():
+            dtype, shape = exports[0].kind(name)
+            for box in _boxes(exports[0], name):
+                made = _combined(exports, turnout, combiner, name, policy, box)
+                if outer is not None and is_stepped:
+                    made = outer.step(name, box, made, shape)
+                writer.write(f"{PART}/{name}", box, made.view(dtype), shape)
+                note("combined", made.nbytes)
+        shares = [turnout.share(cell) for cell in range(told["cells"])]
+        kept = {"round": told["round"], "cells": told["cells"], "shares": shares, "tensors": told["tensors"]}
+        if outer is not None:
+            outer.publish()  # before the result: a round that is made again begins from the state before it
+        writer.publish(PART, exports[0].index.values, {"global": kept})
+    except BaseException as error:
+        if writer is not None:
+            writer.discard()
+        if outer is not None:
+            outer.discard()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error
+        raise
 
 
 def _combined(
@@ -355,61 +251,9 @@ def _combined(
 
 
 def _bytes_of(export: _Export, name: str) -> int:
-    tensor = export.index.tensors[f"{PART}/{name}"]
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
+    dtype, shape = export.kind(name)
+    return math.prod(shape) * dtype.itemsize
 
 
 def _boxes(export: _Export, name: str) -> Iterator[Box]:
-    """Cut a tensor into boxes that follow each other in memory, of a few MiB at most."""
-    tensor = export.index.tensors[f"{PART}/{name}"]
-    yield from _cut(tuple(tensor.shape), max(1, PIECE_BYTES // tensor.dtype.itemsize))
-
-
-def _cut(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    if math.prod(shape) <= limit or not shape:
-        yield (0,) * len(shape), shape
-        return
-    row = math.prod(shape[1:])
-    step = max(1, limit // row)
-    for start in range(0, shape[0], step):
-        count = min(step, shape[0] - start)
-        for starts, sizes in _cut(shape[1:], limit) if count * row > limit else [((0,) * (len(shape) - 1), shape[1:])]:
-            yield (start, *starts), (count, *sizes)
-
-
-def _storage(data: memoryview) -> tuple[int, int]:
-    """Return where the bytes of the only storage begin in one of torch's files, and how many they are."""
-    archive = zipfile.ZipFile(io.BufferedReader(_Reader(data)))
-    (entry,) = (one for one in archive.infolist() if one.filename.rpartition("/")[0].endswith("/data"))
-    if entry.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("it is compressed")
-    local = bytes(data[entry.header_offset : entry.header_offset + 30])
-    start = entry.header_offset + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-    return start, entry.file_size
-
-
-class _Reader(io.RawIOBase):
-    """A part of a mapped file, to be read like one; nothing is copied but what is asked for."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._place = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._data[self._place : self._place + len(buffer)]
-        buffer[: len(part)] = part
-        self._place += len(part)
-        return len(part)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._data)}[whence]
-        self._place = base + offset
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
+    return boxes(*export.kind(name))

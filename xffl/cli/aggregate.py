@@ -17,6 +17,7 @@ _EXAMPLES = """\
 examples:
   xffl aggregate cell_0/round_3 cell_1/round_3 --out global/round_3
   xffl aggregate cell_*/round_3 --out global/round_3 --weights 3,1
+  xffl aggregate cell_*/round_3 --out global/round_3 --server diloco --state server
   xffl aggregate cell_*/round_3 --out global/round_3 --combine trimmed_mean:trim=1 --dry-run
 """
 
@@ -32,6 +33,9 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--out", type=str, required=True, help="folder to make; one of an earlier round is replaced")
     parser.add_argument("--weights", type=str, metavar="W,W", help="what each cell counts for (default: as it counted)")
     parser.add_argument("--combine", type=str, default="mean", help="how values are combined (xffl list algorithms)")
+    parser.add_argument("--server", type=str, help="server optimizer, such as fedadam:lr=0.03 or diloco; needs --state")
+    parser.add_argument("--state", type=str, metavar="DIR", help="where its state goes from round to round")
+    parser.add_argument("--start", type=str, metavar="DIR", help="for its first round: what round 0 was made into")
     parser.add_argument("--dry-run", action="store_true", help="check all, say what would be made, and write nothing")
     return parser
 
@@ -53,6 +57,9 @@ def run(options: Namespace) -> int:
             options.out,
             weights=weights,
             combine=options.combine,
+            server=options.server,
+            state=options.state,
+            start=options.start,
             is_tried=options.dry_run,
             progress=progress,
         )
