@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import xffl
 from tests.ports import free_port
-from tests.tasks import TaskConfig, TaskTrainer
+from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import pieces
 from xffl.aggregation.exports import export_cell, load_global
@@ -281,8 +282,16 @@ def fit(rank: int, world_size: int, port: int, folder: str, federation: dict[str
         def post_fit(self, trainer: Any) -> None:
             kept.update(whole(trainer.model), samples=trainer.samples, step=trainer.global_step)
 
-    TaskTrainer(config, callbacks=[Last(), CheckpointCallback()]).fit()
+    LabelledTrainer(config, callbacks=[Last(), CheckpointCallback()]).fit()
     return kept
+
+
+class LabelledTrainer(TaskTrainer):
+    """Tells the labels, for the run's table of who has what."""
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        images, labels = (one[HELD_OUT : HELD_OUT + self.config.samples] for one in digits())
+        return self.train_loader(TensorDataset(images, labels), labels=labels), None
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])

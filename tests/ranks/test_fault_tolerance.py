@@ -48,6 +48,7 @@ from xffl.distributed.transport import NONCE_BYTES, ShardTransport
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
 from xffl.training import Callback, CellLoader, ExperimentConfig, FederationConfig, TrainingParameters
+from xffl.training.callbacks import CheckpointCallback
 from xffl.training.mixins.loaders import DataLoaderSetupMixin
 
 pytestmark = pytest.mark.skipif(
@@ -243,10 +244,10 @@ class Watch(Callback):
         self.seen = state["seen"]
 
 
-def fit(folder: str, how: dict[str, Any], die_after: int = -1) -> dict[str, Any]:
+def fit(folder: str, how: dict[str, Any], die_after: int = -1, epochs: int = 30) -> dict[str, Any]:
     config = TaskConfig(
         experiment=ExperimentConfig(name="test", output_dir=folder, seed=3),
-        training=TrainingParameters(epochs=30, batch_size=5, validate_every_epochs=10, gradient_accumulation=2),
+        training=TrainingParameters(epochs=epochs, batch_size=5, validate_every_epochs=10, gradient_accumulation=2),
         distributed=DistributedConfig(strategy="fsdp"),
         samples=400,
         **how,
@@ -268,7 +269,7 @@ def fit(folder: str, how: dict[str, Any], die_after: int = -1) -> dict[str, Any]
                 }
             )
 
-    trainer = TaskTrainer(config, callbacks=[watch, Last()])
+    trainer = TaskTrainer(config, callbacks=[watch, Last(), CheckpointCallback()])
     if "fault_tolerance" not in how and "enable_fault_tolerance" not in how:
         trainer.world = FaultTolerantWorld(trainer.world)  # as in the reference documents
     trainer.fit()
@@ -291,6 +292,18 @@ def test_a_trainers_group_takes_all_over(how: dict[str, Any], lighthouse: Lighth
     assert trainer["current_epoch"] == 30 and trainer["callbacks"], trainer
     # A step that is lost with a group is made again: each epoch has all of its steps.
     assert trainer["global_step"] == told[0]["taken"] == 30 * 10
+
+
+def test_groups_go_on_from_their_checkpoints(lighthouse: Lighthouse, tmp_path: Path) -> None:
+    """Both are started again: each resumes from its own, and they are at one step."""
+    how = {"fault_tolerance": FaultToleranceParameters(min_replica_size=2)}
+    for epochs in (3, 6):
+        both = [Groups(2, lighthouse).start(group, fit, str(tmp_path), how, -1, epochs) for group in (0, 1)]
+        told = [one for group in both for one in told_by(group)]
+        for what in ("weights", "moments", "trainer", "schedulers", "loader"):
+            assert len({str(one[what]) for one in told}) == 1, (what, told)
+        assert told[0]["trainer"]["global_step"] == told[0]["taken"] == epochs * 10
+        time.sleep(HEARTBEAT_S)  # until the lighthouse has forgotten them
 
 
 def test_a_trainer_takes_no_step_before_there_are_enough_groups(lighthouse: Lighthouse, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.cells import compare_cells
 from xffl.checkpoint.contents import (
@@ -39,7 +39,7 @@ from xffl.checkpoint.steps import Cell, check_path, gather, this_cell, together
 from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.plain import from_plain, tensors_named
-from xffl.distributed.sharding import load_optimizer, spread_as
+from xffl.distributed.sharding import load_optimizer, spread_whole
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
@@ -262,10 +262,7 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     if not isinstance(parameter, DTensor) or not saved.shape:
         return torch.empty(saved.shape, dtype=saved.dtype)
     whole = torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
-    mesh = parameter.device_mesh
-    # Beside shards that FSDP keeps on the CPU it lies there, too: from_local moves all but meta tensors to the mesh.
-    everywhere = DTensor.from_local(whole.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return spread_as(whole, everywhere)
+    return spread_whole(whole, parameter)
 
 
 def _device_of(tensor: torch.Tensor | None) -> torch.device:

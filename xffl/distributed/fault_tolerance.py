@@ -609,7 +609,7 @@ def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Futur
 
 
 def _group_class(device: torch.device) -> Any:
-    """Return torchft's class of groups over the ranks at one place of all groups, mended in two ways."""
+    """Return torchft's class of groups over the ranks at one place of all groups, mended in three ways."""
     import torchft
 
     is_gloo = device.type == "cpu"

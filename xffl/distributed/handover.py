@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from xffl.distributed.collectives import bytes_of
 from xffl.distributed.plain import to_plain
-from xffl.distributed.sharding import load_optimizer, reshard, sharded_parameters, spread_as
+from xffl.distributed.sharding import load_optimizer, reshard, sharded_parameters, spread_as, spread_whole
 from xffl.errors import ConfigError
 
 __all__ = ["digest", "give", "local", "take"]
@@ -145,8 +145,6 @@ def _spread(value: Any, parameter: torch.Tensor) -> Any:
     if not _is_cut(value):
         return value
     assert isinstance(parameter, DTensor), "cut alike in all groups, or the model was refused"
-    local = value["cut"].to(parameter.device)
-    if tuple(value["shape"]) == tuple(parameter.shape):
-        return spread_as(local, parameter)
-    mesh = parameter.device_mesh
-    return spread_as(local, DTensor.from_local(local.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False))
+    values = value["cut"].to(parameter.device)
+    is_alike = tuple(value["shape"]) == tuple(parameter.shape)
+    return spread_as(values, parameter) if is_alike else spread_whole(values, parameter)

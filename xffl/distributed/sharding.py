@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["load_optimizer", "reshard", "sharded_parameters", "spread_as"]
+__all__ = ["load_optimizer", "reshard", "sharded_parameters", "spread_as", "spread_whole"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -37,6 +37,19 @@ def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:
     parts = {name: getattr(spread, name) for name in names} | {"_local_tensor": values.detach()}
     made: DTensor = spread.__tensor_unflatten__(parts, made_of, like.shape, like.stride())
     return made
+
+
+def spread_whole(values: torch.Tensor, beside: DTensor) -> DTensor:
+    """Return whole values as a tensor that each rank of another one's mesh holds, in the same memory; nothing moves.
+
+    :param values: The values, the same on all ranks.
+    :param beside: A spread tensor.
+    :return: The tensor, without gradient.
+    """
+    mesh = beside.device_mesh
+    # from_local moves all but meta tensors to the mesh's device; shards may lie on the CPU.
+    everywhere = DTensor.from_local(values.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return spread_as(values, everywhere)
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -143,7 +143,12 @@ class FederatedMixin(TrainerMixin):
         if path is None:
             return
         number = int(read_told(Path(path), "global")["round"])
-        if number <= self._global_round:
+        if number < self._global_round:
+            raise ConfigError(
+                f"federation.start_from {path} is of round {number}, but this run has started from round "
+                f"{self._global_round}; give a newer one, or another experiment.output_dir"
+            )
+        if number == self._global_round:
             return
         load_global(path, self.federated_model(), self.state, policies=self._policies())
         self._global_round, self._fresh, self.steps_since_round = number, 0, 0

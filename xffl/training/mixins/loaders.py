@@ -78,7 +78,9 @@ class DataLoaderSetupMixin(TrainerMixin):
             part = self._deal(len(dataset), labels, seed)  # type: ignore[arg-type]
         if labels is not None and isinstance(part, Partition):
             classes = np.unique(np.asarray(labels))
-            self.run_folder.write_partition(classes.tolist(), part.table(labels).tolist())
+            counts, lone = part.table(labels).tolist(), self.lone_cell()
+            # Of a cell that is a job of its own the run's folder tells its own row.
+            self.run_folder.write_partition(classes.tolist(), counts if lone is None else [counts[lone[0]]])
         return CellLoader(dataset, topology, rank, part=part, **options)
 
     def _data_place(self) -> tuple[Topology, int]:
