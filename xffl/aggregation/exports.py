@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,94 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from xffl.aggregation.combine import Weighting
 from xffl.aggregation.entries import Entry
 from xffl.aggregation.manifest import Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.vote import checked_number, checked_weight
 from xffl.checkpoint import load_checkpoint, save_checkpoint
-from xffl.checkpoint.folder import read_record, settle
+from xffl.checkpoint.folder import Record, read_record, settle
 from xffl.checkpoint.steps import check_path
+from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.distributed.agreement import agree
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, XfflError
 
-__all__ = ["PART", "compare", "export_cell", "load_global", "read_told"]
+__all__ = [
+    "PART",
+    "RoundPlan",
+    "check_combiner",
+    "check_folder",
+    "compare",
+    "digest_of_folder",
+    "export_cell",
+    "is_exported",
+    "load_global",
+    "read_global",
+    "read_told",
+]
 
 PART = "round"
 """The only part of an export, and of what is made of several."""
+HOME = "cell_0"
+"""The folder of the tensors in both, whichever cell an export is of."""
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What is to be made of exports, as a configuration says it of rounds over a network; plain values.
+
+    :param algorithm: An algorithm by name, with options.
+    :param options: ``server`` and ``combine``, as for :class:`xffl.Aggregator`.
+    """
+
+    algorithm: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self) -> tuple[Any, Any]:
+        """Return the combiner and the server optimizer that are asked for.
+
+        :return: As for :class:`xffl.Aggregator`; the server optimizer may be ``None``.
+        :raises ConfigError: if they cannot be meant.
+        """
+        preset = {} if self.algorithm is None else resolve_algorithm(self.algorithm)[0]
+        found = {**preset, **self.options}
+        return found.get("combine", "mean"), found.get("server")
+
+    def check(self) -> None:
+        """Refuse what cannot be done over files; an algorithm's options are left to :meth:`read`.
+
+        :raises ConfigError: if something cannot.
+        """
+        asked = dict(self.options)
+        if self.algorithm is not None:
+            entry, given = find_algorithm(self.algorithm)
+            asked |= {**entry.aggregator, **entry.scaling} | {
+                name: one for name, one in given.items() if name in ("client", "privacy", "fragments", "delay")
+            }
+        for name in sorted(asked.keys() - {"server", "combine", "every"}):
+            raise ConfigError(
+                f"{name} {asked[name]!r} cannot be had in rounds over files, which know server and combine; leave it "
+                "out"
+            )
+        if "combine" in asked:
+            check_combiner(make("combine", asked["combine"]))
+
+
+def check_combiner(combiner: object) -> None:
+    """Refuse a combiner that exports do not suffice for.
+
+    :param combiner: It.
+    :raises ConfigError: if it is such a one.
+    """
+    if isinstance(combiner, Weighting) and (combiner.needs_distances or combiner.needs_norms or combiner.has_scale):
+        raise ConfigError(
+            f"combine {type(combiner).__name__} needs more than the exports hold (distances, norms or the model "
+            "before); give mean, or one that looks at each element by itself"
+        )
 
 
 def export_cell(
@@ -46,6 +118,8 @@ def export_cell(
     steps: float = 1.0,
     round: int = 1,  # noqa: A002 - as in a report
     policies: Mapping[Pattern, str] | None = None,
+    start: str | None = None,
+    plan: RoundPlan | None = None,
 ) -> None:
     """Write what a round would take from this cell: the tensors that it moves, and what they count for.
 
@@ -64,6 +138,9 @@ def export_cell(
     :param round: The number of the round that this is for, from 1; all cells of a round have the same. 0 for the model
         that all cells start from, which a server optimizer needs.
     :param policies: As for :class:`xffl.Aggregator`, the same in all cells.
+    :param start: The digest of the global model that this cell has started from, as :func:`read_global` returns it, so
+        that exports that have started from unlike models are not combined.
+    :param plan: What ``xffl aggregate`` is to make of the exports, where it is told nothing else.
     :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
     :raises CheckpointError: if it could not be written; on all ranks.
     """
@@ -82,6 +159,8 @@ def export_cell(
             "cells": count,
             "round": integer("round", round, 0),
             "steps": checked_number("steps", steps, "give this cell's local steps"),
+            "start": start,
+            "plan": None if plan is None else {"algorithm": plan.algorithm, "options": dict(plan.options)},
         }
 
     told, manifest = _agreed("exports", checked, model, policies)
@@ -125,6 +204,58 @@ def load_global(
     agree("global models", str(told), error=error)
     load_checkpoint(path, {PART: _Moving(manifest, is_export=False)}, state)
     return int(told["round"])
+
+
+def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
+    """Return which round a global model is the result of, and its digest; local.
+
+    :param path: The folder that ``xffl aggregate`` has written.
+    :return: The round's number, and the SHA-256 of the index, which holds the checksums of all files.
+    :raises CheckpointError: if it is no such folder.
+    """
+    return int(read_told(Path(path), "global")["round"]), digest_of_folder(Path(path))
+
+
+def digest_of_folder(path: Path) -> str:
+    """Return the digest of an export or a global model; local.
+
+    :param path: Its folder.
+    :return: The SHA-256 of the index.
+    """
+    return read_record(settle(check_path(path))).indexes[HOME]
+
+
+def is_exported(path: str | os.PathLike[str], *, cell: int, cells: int, round: int, start: str | None) -> bool:  # noqa: A002
+    """Tell whether an export stands there already, whole and as it was written; local.
+
+    :param path: The folder.
+    :param cell: The cell that it is to be of.
+    :param cells: Of how many.
+    :param round: The round that it is to be for.
+    :param start: The digest of the global model that the cell is to have started from; ``None`` for the common start.
+    """
+    asked = {"cell": cell, "cells": cells, "round": round, "start": start}
+    try:
+        told = read_told(Path(path), "export")
+        if any(told.get(name) != one for name, one in asked.items()):
+            return False
+        check_folder(Path(path))
+    except CheckpointError:
+        return False
+    return True
+
+
+def check_folder(path: Path) -> Record:
+    """Compare the files of an export or of a global model with their checksums; local.
+
+    :param path: Its folder.
+    :return: Its record.
+    :raises CheckpointError: if one differs.
+    """
+    folder = settle(check_path(path))
+    record = read_record(folder)
+    check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
+    return record
 
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:

@@ -7,15 +7,23 @@ arithmetic of a round over the network, and written as they come. The result has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from xffl.aggregation.combine import Combiner, Coordinatewise, Weighting
-from xffl.aggregation.exports import PART, compare, read_told
+from xffl.aggregation.combine import Combiner, Coordinatewise
+from xffl.aggregation.exports import (
+    PART,
+    RoundPlan,
+    check_combiner,
+    check_folder,
+    compare,
+    digest_of_folder,
+    read_told,
+)
 from xffl.aggregation.looks import energy_of
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.offline_server import OfflineServer
@@ -30,6 +38,13 @@ from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["Round", "aggregate_exports"]
 
+_HINTS = {
+    "cells": "give exports of one round",
+    "round": "give exports of one round",
+    "start": "give exports of cells that have started from the same global model",
+    "plan": "give all cells the same configuration of rounds",
+}
+
 
 @dataclass(frozen=True)
 class Round:
@@ -42,6 +57,8 @@ class Round:
     tensors: int
     size_bytes: int
     """Of the tensors of the result"""
+    was_there: bool = False
+    """Whether the result of the same exports stood there already, as it was written"""
 
 
 class _Export(PieceReader):
@@ -58,7 +75,7 @@ def aggregate_exports(
     out: str | Path,
     *,
     weights: Sequence[float] | None = None,
-    combine: object = "mean",
+    combine: object = None,
     server: object = None,
     state: str | Path | None = None,
     start: str | Path | None = None,
@@ -70,14 +87,17 @@ def aggregate_exports(
     The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, with
     checksums of its own, which takes its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it
     into any layout. It has the bits that a round over the network gives on processors of this kind. To make a round
-    again gives the same.
+    again gives the same; where its result stands there whole, nothing is done.
 
     :param paths: The exports' folders, in any order.
     :param out: The folder to make; a result of an earlier round there is replaced.
     :param weights: What each cell counts for, by its number; by default as each has counted.
-    :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused.
-    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``.
-    :param state: The folder where the server optimizer's state goes from round to round, a folder for each.
+    :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused. By
+        default what the cells were asked for (:class:`xffl.aggregation.exports.RoundPlan`), else the mean.
+    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default what the cells were
+        asked for, else none. Round 0 has none.
+    :param state: The folder where the server optimizer's state goes from round to round, a folder for each; not used
+        where there is none.
     :param start: For the first round of a server optimizer: the model that all cells have started from, as this made it
         of one export of each cell before its first step.
     :param is_tried: Whether to check all and write nothing.
@@ -87,15 +107,23 @@ def aggregate_exports(
     :raises CheckpointError: if an export cannot be trusted, or the exports do not go together; nothing is written.
     """
     target = check_path(out)
-    combiner, optimizer = make("combine", combine), server_of(server)
-    if (optimizer is None) != (state is None):
-        raise ConfigError("a server optimizer and the folder of its state go together; give both server and state")
-    exports = _open(paths, progress or (lambda *_: None))
+    exports = _open(paths)
     told = exports[0].told
+    planned = RoundPlan(**(told["plan"] or {})).read()
+    combiner = make("combine", planned[0] if combine is None else combine)
+    optimizer = server_of(planned[1] if server is None else server) if told["round"] > 0 or server is not None else None
+    if optimizer is not None and state is None:
+        raise ConfigError("a server optimizer needs the folder where its state goes from round to round; give --state")
     turnout = _turnout(exports, combiner, weights)
     sizes = {name: _bytes_of(exports[0], name) for name in told["tensors"]}
     shares = tuple(turnout.share(cell) for cell in range(told["cells"]))
+    counted = [[digest_of_folder(one.path), one.told["weight"], one.told["steps"]] for one in exports]
+    asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
+    made_of = {"exports": counted, "asked": asked}
     made = Round(told["round"], told["cells"], shares, len(sizes), sum(sizes.values()))
+    if _stands(target, made_of):
+        return replace(made, was_there=True)
+    _check_files(exports, progress or (lambda *_: None))
     _check_target(target)
     outer = None
     if optimizer is not None and state is not None:
@@ -103,8 +131,16 @@ def aggregate_exports(
     note = _Noting(progress, made.size_bytes)
     turnout = _looked(exports, turnout, note)
     if not is_tried:
-        _write(target, exports, turnout, combiner, outer, note)
+        _write(target, exports, turnout, combiner, outer, note, made_of)
     return made
+
+
+def _stands(target: Path, made_of: Mapping[str, Any]) -> bool:
+    """Tell whether the result of the same exports stands there, as it was written."""
+    try:
+        return read_told(target, "global").get("made_of") == made_of and check_folder(target) is not None
+    except CheckpointError:
+        return False
 
 
 def _check_target(target: Path) -> None:
@@ -128,8 +164,8 @@ class _Noting:
             self._tell(stage, self._done, self._size)
 
 
-def _open(paths: Sequence[str | Path], progress: Callable[[str, int, int], None]) -> list[_Export]:
-    """Read what the exports say of themselves, compare it, and compare their files with the checksums."""
+def _open(paths: Sequence[str | Path]) -> list[_Export]:
+    """Read what the exports say of themselves, and compare it."""
     if not paths:
         raise ConfigError("no export is given; give the folder of each cell")
     found: dict[int, _Export] = {}
@@ -138,10 +174,10 @@ def _open(paths: Sequence[str | Path], progress: Callable[[str, int, int], None]
         export = _Export(path)
         told = export.told
         first = first or export
-        for what in ("cells", "round"):
-            if told[what] != first.told[what]:
+        for what in ("cells", "round", "start", "plan"):
+            if told.get(what) != first.told.get(what):
                 raise CheckpointError(
-                    f"{path} is of {what} {told[what]}, {first.path} of {first.told[what]}; give exports of one round"
+                    f"{path} is of {what} {told.get(what)}, {first.path} of {first.told.get(what)}; {_HINTS[what]}"
                 )
         compare(told["tensors"], first.told["tensors"], str(path), str(first.path))
         if told["cell"] in found:
@@ -153,21 +189,20 @@ def _open(paths: Sequence[str | Path], progress: Callable[[str, int, int], None]
     missing = sorted(set(range(first.told["cells"])) - found.keys())
     if missing:
         raise CheckpointError(f"the export of cell {missing[0]} of {first.told['cells']} is missing; give one of each")
-    exports = [found[cell] for cell in sorted(found)]
+    return [found[cell] for cell in sorted(found)]
+
+
+def _check_files(exports: Sequence[_Export], progress: Callable[[str, int, int], None]) -> None:
+    """Compare the exports' files with their checksums."""
     sizes = [export.size_bytes for export in exports]
     for number, export in enumerate(exports):
         export.check()
         progress("checked", sum(sizes[: number + 1]), sum(sizes))
-    return exports
 
 
 def _turnout(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[float] | None) -> Turnout:
     """Return what the cells count for."""
-    if isinstance(combiner, Weighting) and (combiner.needs_distances or combiner.needs_norms or combiner.has_scale):
-        raise ConfigError(
-            f"combine {type(combiner).__name__} needs more than the exports hold (distances, norms or the model "
-            "before); give mean, or one that looks at each element by itself"
-        )
+    check_combiner(combiner)
     given = [export.told["weight"] for export in exports] if weights is None else [float(weight) for weight in weights]
     if len(given) != len(exports):
         raise ConfigError(f"{len(given)} weights are given for {len(exports)} cells; give one for each")
@@ -204,6 +239,7 @@ def _write(
     combiner: Combiner,
     outer: OfflineServer | None,
     note: _Noting,
+    made_of: Mapping[str, Any],
 ) -> None:
     """Combine, piece by piece, and publish the result."""
     told = exports[0].told
@@ -221,7 +257,7 @@ def _write(
                 writer.write(f"{PART}/{name}", box, made.view(dtype), shape)
                 note("combined", made.nbytes)
         shares = [turnout.share(cell) for cell in range(told["cells"])]
-        kept = {"round": told["round"], "cells": told["cells"], "shares": shares, "tensors": told["tensors"]}
+        kept = {name: told[name] for name in ("round", "cells", "tensors")} | {"shares": shares, "made_of": made_of}
         if outer is not None:
             outer.publish()  # before the result: a round that is made again begins from the state before it
         writer.publish(PART, exports[0].index.values, {"global": kept})

@@ -21,6 +21,8 @@ from xffl.extras import optional_import
 __all__ = ["Consolidated", "consolidate_checkpoint"]
 
 MAX_SHARD_BYTES = 5 * 10**9
+_GLOBAL = "global"
+"""What the record of a round over files has among its values."""
 NAME = "model"
 CONFIGURATION = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -47,7 +49,7 @@ def consolidate_checkpoint(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    part: str = "model",
+    part: str | None = None,
     cell: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     pretrained: str | os.PathLike[str] | None = None,
@@ -61,7 +63,8 @@ def consolidate_checkpoint(
 
     :param path: The checkpoint's folder.
     :param out: The folder to make; it must not exist, or be empty.
-    :param part: The model's name among the parts.
+    :param part: The model's name among the parts; by default ``model``, and of what ``xffl aggregate`` has made the only
+        part: what rounds move.
     :param cell: Whose weights to take; needed with several cells, unless the checkpoint was saved right after a round.
     :param max_shard_bytes: Bytes of tensors in a file at most; a larger tensor has a file of its own.
     :param pretrained: A folder with ``config.json``, which is copied with the files of the tokenizer, so that
@@ -74,6 +77,8 @@ def consolidate_checkpoint(
     target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
     folder = settle(check_path(path))
     record = read_record(folder)
+    if part is None:
+        part = record.parts[0] if _GLOBAL in record.values else "model"
     number = _check_cell(folder, record, cell)
     home = folder / f"cell_{number}"
     index = read_index(home, record.indexes.get(home.name))
@@ -163,6 +168,8 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one of these"
         )
+    if _GLOBAL in record.values:
+        return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
     names = [
         name for name in model_names(part, index.tensors, index.values) if name in index.tensors.keys() - index.ties
     ]

@@ -32,8 +32,11 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("exports", nargs="+", type=str, metavar="EXPORT", help="folder that a cell has exported")
     parser.add_argument("--out", type=str, required=True, help="folder to make; one of an earlier round is replaced")
     parser.add_argument("--weights", type=str, metavar="W,W", help="what each cell counts for (default: as it counted)")
-    parser.add_argument("--combine", type=str, default="mean", help="how values are combined (xffl list algorithms)")
-    parser.add_argument("--server", type=str, help="server optimizer, such as fedadam:lr=0.03 or diloco; needs --state")
+    parser.add_argument(
+        "--combine", type=str, help="how values are combined (xffl list algorithms); default: as the cells say"
+    )
+    server = "server optimizer, such as fedadam:lr=0.03 or diloco (default: as the cells say); needs --state"
+    parser.add_argument("--server", type=str, help=server)
     parser.add_argument("--state", type=str, metavar="DIR", help="where its state goes from round to round")
     parser.add_argument("--start", type=str, metavar="DIR", help="for its first round: what round 0 was made into")
     parser.add_argument("--dry-run", action="store_true", help="check all, say what would be made, and write nothing")
@@ -64,7 +67,7 @@ def run(options: Namespace) -> int:
             progress=progress,
         )
     shares = ", ".join(f"cell {cell} {share:.1%}" for cell, share in enumerate(made.shares))
-    would = "would be " if options.dry_run else ""
+    would = "is already " if made.was_there else "would be " if options.dry_run else ""
     print(f"{options.out}: {would}round {made.number} of {shares}: {made.tensors} tensors, {made.size_bytes} bytes")
     return 0
 

@@ -27,7 +27,7 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("checkpoint", type=str, help="folder of the checkpoint")
     parser.add_argument("out", type=str, help="folder to make")
-    parser.add_argument("--part", type=str, default="model", help="name of the model among the checkpoint's parts")
+    parser.add_argument("--part", type=str, help="name of the model among the checkpoint's parts (model)")
     parser.add_argument("--cell", type=int, help="whose weights; needed where cells differ (not saved after a round)")
     parser.add_argument("--max-shard-bytes", type=float, default=5e9, help="bytes of tensors in a file, at most")
     parser.add_argument("--pretrained", type=str, help="folder with config.json, copied for from_pretrained")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,12 +27,14 @@ from xffl.cluster.allocation import (
     show_topology,
     with_switches,
 )
-from xffl.cluster.cells import Federation, parse_federation
+from xffl.cluster.cells import Federation, parse_cell, parse_federation
 from xffl.cluster.environment import (
+    OverFiles,
     accept_cells,
     complete_federation,
     detect_environment,
     federation_variables,
+    read_over_files,
     request_federation,
     requested_federation,
     require_cells,
@@ -58,6 +62,8 @@ _CONFIGURATIONS = (".yaml", ".yml")
 _RANK = Path(__file__).with_name("exec_rank.py")
 """What each process runs that is started for a configuration."""
 _GRACE_S = 10.0
+_RUN = ".run"
+"""Behind the name of a file of what is measured: the folder of the run that measures."""
 
 _EXAMPLES = """\
 SCRIPT stands after xffl's options; everything behind it belongs to the script, whatever it looks like.
@@ -70,6 +76,7 @@ examples:
   salloc -N 4 --ntasks-per-node 4 xffl exec --federated auto --log-dir logs config.yaml
   xffl exec --hosts a:4,b:4 --federated hosts:. train.py
   mpirun -n 8 xffl exec --federated 4,4 train.py
+  xffl exec --cell 0/2 --from global/round_2 --export cell_0/round_3 config.yaml
 
 Where the processes start: inside a SLURM job (salloc, or a batch script) one for each task, by srun; with --hosts by
 ssh; else on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
@@ -119,6 +126,12 @@ def build_parser() -> ArgumentParser:
     ways = "how to start, if not as it is found out: auto, srun, ssh or local"
     parser.add_argument("--launcher", choices=("auto", "srun", "ssh", "local"), default="auto", help=ways)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time; exit code 124")
+    cell = "train one cell as a job of its own, whose rounds go over files: its number and how many there are (0/2)"
+    parser.add_argument("--cell", type=str, metavar="C/CELLS", help=cell)
+    parser.add_argument("--from", type=str, metavar="DIR", help="with --cell, the global model to start from")
+    parser.add_argument("--export", type=str, metavar="DIR", help="with --cell, write what a round would average there")
+    measure = "train nothing: measure the model of --from on the validation data, and write the values there"
+    parser.add_argument("--measure", type=str, metavar="FILE", help=measure)
     grace = f"what ranks get to end after a signal or another rank's failure ({_GRACE_S:g})"
     parser.add_argument("--grace", type=float, metavar="SECONDS", help=grace)
     parser.add_argument("--log-dir", type=str, metavar="DIR", help="write what ranks print there, a file for each")
@@ -162,8 +175,12 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         require_cells(options.require_cells)
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
+    over_files = read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
     if command[0].endswith(_CONFIGURATIONS):
-        return _run_configuration(options, command[0], command[1:])
+        return _run_configuration(options, command[0], command[1:], over_files)
+    if over_files.measure is not None:
+        raise ConfigError("--measure is for a configuration, whose trainer knows how to measure; leave it out")
+    os.environ.update(over_files.variables())
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     federated, replica_size, sources = complete_federation(asked, options.hsdp)
     if (started := _started(options)) is not None:
@@ -180,7 +197,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     return _start(options, start, layout, command, federated=federated)
 
 
-def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> int:
+def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
     from xffl.training.configuration import help_text, job_trainer, print_text, read_job
     from xffl.training.launching import ask_for_cells, choose_federation, config_class, fit
@@ -191,7 +208,12 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> i
         usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
         print(help_text(config_class(job_trainer(file, words)), usage), end="")
         return ExitCode.OK
+    words = [*words, *_words_over_files(over_files)]
     trainer, resolved = read_job(file, words)
+    if over_files:
+        words = [*words, *_words_of_cell(over_files, resolved, options)]
+        trainer, resolved = read_job(file, words)
+        options.federated = None  # a job of one cell
     if "print_config" in flags:
         print(print_text(resolved), end="")
         return ExitCode.OK
@@ -206,6 +228,11 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> i
         return _be_rank(options, train)
     if options.launcher == "auto" and options.hosts is None:
         detect_environment()  # says so where half a launcher's variables are set
+    if (done := _what_is_done(resolved.config)) is not None:
+        print(f"xffl: {done}", file=sys.stderr)
+        return ExitCode.OK
+    if over_files.measure is not None:
+        shutil.rmtree(f"{over_files.measure}{_RUN}", ignore_errors=True)  # of the measurement before
     processes, knob = options.processes, "--processes"
     if processes is None and launch.processes is not None:
         processes, knob = launch.processes, f"launch.processes ({origins.get('launch.processes', 'default')})"
@@ -218,6 +245,67 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str]) -> i
     )
     layout = lay_out(start.hosts, federated, replica_size)
     return _start(options, start, layout, [str(_RANK), file, *words], federated=federated, limit_s=launch.timeout_s)
+
+
+def _words_over_files(over_files: OverFiles) -> list[str]:
+    """Return the settings with which a configuration's job trains one cell, or measures a model."""
+    asked = {
+        "cell": over_files.cell,
+        "start_from": over_files.start,
+        "export_to": over_files.export,
+        "measure_to": over_files.measure,
+    }
+    words = [word for key, one in asked.items() if one is not None for word in (f"--federation.{key}", one)]
+    if over_files.measure is None:
+        return words
+    # Beside a run of the same name, of which it is no part.
+    own = {"callbacks": "[]", "experiment.output_dir": f"{over_files.measure}{_RUN}", "experiment.resume": "false"}
+    return [*words, *(word for key, one in own.items() for word in (f"--{key}", one))]
+
+
+def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> list[str]:
+    """Return the settings with which a job that was meant for all cells is one of them, with the ranks of that one."""
+    own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    given = None if options.federated is None else parse_federation(options.federated, "--federated")
+    federated = next((one for one in (given, resolved.launch.federated, own) if one is not None), None)
+    words = ["--launch.federated", "null", *(() if own is None else ("--distributed.federated", "null"))]
+    number, cells = (0, 1) if over_files.cell is None else parse_cell(over_files.cell, "--cell")
+    if isinstance(cells, int) and isinstance(federated, int):
+        cells = (federated,) * cells
+    elif (
+        isinstance(cells, int) and isinstance(federated, tuple) and (len(federated) == cells or over_files.cell is None)
+    ):
+        cells = federated  # as they would be in one job
+    if isinstance(cells, tuple):
+        words += ["--launch.processes", str(cells[number])]
+    if over_files.cell is None:
+        return words
+    return [*words, "--federation.cell", f"{number}/{cells if isinstance(cells, int) else ','.join(map(str, cells))}"]
+
+
+def _what_is_done(config: Any) -> str | None:
+    """Tell where the job of a cell, or a measurement, has been made before; ``None`` where it is to be made."""
+    asked = getattr(config, "federation", None)
+    if asked is None or not asked.is_alone:
+        return None
+    from xffl.aggregation.exports import is_exported, read_global
+
+    round_before, start = (0, None) if asked.start_from is None else read_global(asked.start_from)
+    if asked.measure_to is not None:
+        try:
+            told = json.loads(Path(asked.measure_to).read_text())
+        except (OSError, ValueError):
+            return None
+        is_same = isinstance(told, dict) and told.get("start") == start is not None
+        return f"{asked.measure_to} has the values of {asked.start_from} already" if is_same else None
+    if asked.export_to is None or (asked.round is None and start is None):
+        return None
+    number = round_before + 1 if asked.round is None else asked.round
+    cell, cells = parse_cell(asked.cell, "federation.cell")
+    count = cells if isinstance(cells, int) else len(cells)
+    if is_exported(asked.export_to, cell=cell, cells=count, round=number, start=start):
+        return f"{asked.export_to} is the export of cell {cell} for round {number} already, and whole"
+    return None
 
 
 def _own_rule(config: object) -> Federation | None:

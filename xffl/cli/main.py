@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": ("plan", "draw a federation and count the traffic of a round"),
     "report": ("report", "write a page about a run, or about several compared"),
     "submit": ("submit", "submit a batch job to SLURM, and follow it"),
+    "workflow": ("workflow", "write a workflow that trains each cell in a facility of its own"),
 }
 """Each command with its module in this package, which is loaded only if it is called, and what it does."""
 

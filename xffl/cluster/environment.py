@@ -18,15 +18,17 @@ from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_federat
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
-from xffl.errors import LaunchError, TopologyError
+from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
+    "OverFiles",
     "ProcessEnvironment",
     "accept_cells",
     "complete_federation",
     "detect_environment",
     "federation_variables",
     "parse_sizes",
+    "read_over_files",
     "request_federation",
     "requested_federation",
     "requested_settings",
@@ -279,6 +281,54 @@ def request_federation(
     environ.update(federation_variables(federated, hsdp))
 
 
+@dataclass(frozen=True)
+class OverFiles:
+    """What a job is asked for that trains one cell by itself, in rounds over files; falsy where it is none."""
+
+    cell: str | None = None
+    """Which cell it is, such as ``0/2``"""
+    start: str | None = None
+    """The global model to start from"""
+    export: str | None = None
+    """Where to write what a round would average"""
+    measure: str | None = None
+    """Where to write what the global model is worth, in place of training"""
+
+    def __bool__(self) -> bool:
+        return self.cell is not None or self.measure is not None
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables from which ranks read it."""
+        told = {"XFFL_CELL": self.cell, "XFFL_FROM": self.start, "XFFL_EXPORT": self.export}
+        return {name: text for name, text in told.items() if text is not None}
+
+
+def read_over_files(
+    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
+) -> OverFiles:
+    """Return what a job of one cell is asked for.
+
+    :param options: ``cell``, ``from``, ``export`` and ``measure``, which beat ``XFFL_CELL``, ``XFFL_FROM`` and
+        ``XFFL_EXPORT``.
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: What is asked for.
+    :raises ConfigError: if the rest is given and no cell.
+    """
+    environ = os.environ if environ is None else environ
+    given = options or {}
+    cell, start, export = (
+        given.get(name) or environ.get(f"XFFL_{name.upper()}", "").strip() or None
+        for name in ("cell", "from", "export")
+    )
+    asked = OverFiles(cell, start, export, given.get("measure"))
+    for name, value in (("from", asked.start), ("export", asked.export)):
+        if value is not None and not asked:
+            raise ConfigError(
+                f"--{name} {value} is for a cell that is a job of its own; give --cell, such as 0/2 (XFFL_CELL)"
+            )
+    return asked
+
+
 def require_cells(number: int) -> None:
     """Require a number of cells in this process and those that it starts, as ``--require-cells`` does.
 
@@ -326,8 +376,11 @@ def accept_cells(
 
 _OWN = (
     "XFFL_BIND",
+    "XFFL_CELL",
     "XFFL_CONTROL_IFNAME",
+    "XFFL_EXPORT",
     "XFFL_FEDERATED",
+    "XFFL_FROM",
     "XFFL_HOST",
     "XFFL_HSDP",
     "XFFL_IFNAME",

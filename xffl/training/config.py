@@ -113,7 +113,7 @@ class BaseTrainerConfig(LoggerConfigMixin):
                 "federation asks for rounds between cells, but a job with fault_tolerance is one replica of one model; "
                 "leave one of them out"
             )
-        if every is not None and (asked is None or not asked.has_rounds):
+        if every is not None and (asked is None or not (asked.has_rounds or asked.is_alone)):
             raise ConfigError(
                 f"training.validate_every_rounds {every} is for rounds, and there are none; give federation.every, or "
                 "leave it out"

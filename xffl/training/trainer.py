@@ -259,13 +259,13 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             self.watch_signals()
             self._run_epochs()
             self.leave_if_due_at_end()
-            self.give_to_round()
             self.flush_scalars()
             self.callbacks.post_train(self)
         if self.rounds > self.measured_rounds and self.val_dataloader is not None:
             self.measured_rounds = self.rounds
             self.perform_validation_epoch(over="federation")
         self.callbacks.post_fit(self)
+        self.give_to_round()  # when its steps are kept: the next job, which goes on from them, may follow at once
         self.tell_ending("finished" if self.stop_reason is None else f"finished, as {self.stop_reason}")
 
     def _take_own_folder(self) -> None:
@@ -420,8 +420,8 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
 
     @property
     def _has_ended(self) -> bool:
-        limit = self.config.training.max_steps
-        return self.stop_reason is not None or (limit is not None and self.global_step >= limit)
+        limits = (self.config.training.max_steps, self.last_step)
+        return self.stop_reason is not None or any(one is not None and self.global_step >= one for one in limits)
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class CheckpointCallback(Callback):
                 )
             is_after = is_after or callback is self
         asked = getattr(trainer.config, "federation", None)
-        has_rounds = asked is not None and asked.has_rounds
+        has_rounds = asked is not None and (asked.has_rounds or asked.is_alone)
         wants_rounds = self.every_rounds is not None or (
             not _is_alone(trainer)
             and (self.save_frequency is not None or self.every_epochs is not None or self.best is not None)
@@ -206,7 +206,7 @@ class CheckpointCallback(Callback):
         if self._saver is not None:
             self._saver.close()
             self._saver = None
-        if self.save_final:
+        if self.save_final or trainer.lone_cell() is not None:  # the next round's job goes on from there
             self._manager.save_final(trainer)
 
     def _is_due(self, **now: int) -> bool:

@@ -346,10 +346,8 @@ def _steps_of(trainer: BaseTrainer) -> int | None:
     """Return the optimizer steps of a run, where its loader has a length; local."""
     training = trainer.config.training
     batches = _length(trainer.train_dataloader)
-    if batches is None:
-        return training.max_steps
-    steps = training.epochs * -(-batches // training.gradient_accumulation)
-    return steps if training.max_steps is None else min(steps, training.max_steps)
+    steps = None if batches is None else training.epochs * -(-batches // training.gradient_accumulation)
+    return min((one for one in (steps, training.max_steps, trainer.last_step) if one is not None), default=None)
 
 
 def _length(loader: Any) -> int | None:

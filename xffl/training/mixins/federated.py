@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,14 +13,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.exports import export_cell, load_global, read_told
+from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_global
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.recipe import check_plan
 from xffl.aggregation.scaling import FederatedScaling
-from xffl.checks import index_of
+from xffl.checkpoint.folder import write_text
+from xffl.checks import index_of, integer_fields
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.sharding import sharded_parameters
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import check_name
 from xffl.training.mixins.base import TrainerMixin
 
@@ -41,10 +43,15 @@ class FederationConfig:
     :param client: What changes the cells' local steps (``fedprox:mu=0.01``).
     :param weight: What a cell counts for in a round: its ``samples`` since the last one, or all ``equal``.
     :param cell: Which cell this job is, where each is a job of its own and rounds go over files: ``0/2``, or ``0/4,2``
-        with the ranks of each.
-    :param start_from: With ``cell``, the global model to start from, as ``xffl aggregate`` wrote it; what a checkpoint
-        of this run has started from already is not loaded again.
-    :param export_to: With ``cell``, where to write at the end what a round would average.
+        with the ranks of each (``--cell``). The job ends when ``every`` steps of its round are made; server optimizer
+        and combiner are for ``xffl aggregate``, which learns of them from the exports.
+    :param round: With ``cell``, the round that this job is for; by default the one after that of ``start_from``. 0
+        exports the start, which a server optimizer needs, and trains nothing.
+    :param start_from: With ``cell``, the global model to start from, as ``xffl aggregate`` wrote it (``--from``); what
+        a checkpoint of this run has started from already is not loaded again.
+    :param export_to: With ``cell``, where to write at the end what a round would average (``--export``).
+    :param measure_to: Train nothing: measure the model of ``start_from`` on the validation data, and write the values
+        into this file (``--measure``).
     """
 
     every: int | str | dict[str, Any] | None = None
@@ -55,45 +62,69 @@ class FederationConfig:
     client: str | dict[str, Any] | None = None
     weight: str = "samples"
     cell: str | None = None
+    round: int | None = None
     start_from: str | None = None
     export_to: str | None = None
+    measure_to: str | None = None
 
     def __post_init__(self) -> None:
         check_name("federation.weight", self.weight, WEIGHTS)
-        self._check_files()
+        integer_fields(self, "round", minimum=0, prefix="federation.", may_be_none=True)
         for name in ("every", "delay"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
         plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
-        if self.has_rounds:
+        is_asked = self.every is not None or self.algorithm is not None
+        if is_asked:
             check_plan(every=self.every, algorithm=self.algorithm, **plan)
+        if self.is_alone:
+            self._check_alone()
             return
-        if self.cell is not None and plan["aggregator"].keys() <= {"policies"}:
-            del plan["aggregator"]
+        for name in ("round", "start_from", "export_to"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"federation.{name} is for a cell that is a job of its own; give cell, such as 0/2")
         for name, value in plan.items():
-            if value is not None and value != {}:
+            if not is_asked and value is not None and value != {}:
                 raise ConfigError(
                     f"federation.{name} {value!r} is for rounds, and there are none; give federation.every, or "
                     "leave it out"
                 )
 
-    def _check_files(self) -> None:
-        """Refuse what does not go with rounds over files, or without them."""
+    def _check_alone(self) -> None:
+        """Refuse what does not go with rounds over files."""
         if self.cell is not None:
             parse_cell(self.cell, "federation.cell")
-            if self.has_rounds:
+        if not isinstance(self.every, int | None):
+            raise ConfigError(
+                f"federation.every is {self.every!r}, but rounds over files come after a number of steps; give that"
+            )
+        for name in ("delay", "alpha", "client"):
+            if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"federation.cell {self.cell!r} is a job of its own, whose rounds go over files; leave every and "
-                    "algorithm out, or cell"
+                    f"federation.{name} {getattr(self, name)!r} is for rounds over a network, and this job is a cell "
+                    "of its own, whose rounds go over files; leave it out"
                 )
-        for name in ("start_from", "export_to"):
-            if getattr(self, name) is not None and self.cell is None:
-                raise ConfigError(f"federation.{name} is for a cell that is a job of its own; give cell, such as 0/2")
+        self.plan.check()
 
     @property
     def has_rounds(self) -> bool:
-        """Whether rounds are asked for."""
-        return self.every is not None or self.algorithm is not None
+        """Whether rounds between cells of this job are asked for."""
+        return not self.is_alone and (self.every is not None or self.algorithm is not None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this job trains one cell, or measures a model: rounds go over files."""
+        return self.cell is not None or self.measure_to is not None
+
+    @property
+    def steps(self) -> int | None:
+        """Local steps of a round over files; ``None`` where the job's end is the round's."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def plan(self) -> RoundPlan:
+        """What ``xffl aggregate`` is to make of exports."""
+        return RoundPlan(self.algorithm, {name: one for name, one in self.aggregator.items() if name != "policies"})
 
 
 @dataclass(kw_only=True)
@@ -115,6 +146,9 @@ class FederatedMixin(TrainerMixin):
 
     _global_round: int = 0
     """The round whose model this cell, a job of its own, has started from; 0 for the common start"""
+
+    _global_digest: str | None = None
+    """Of that model"""
 
     def configure(self) -> None:
         """Take the place of one of several cells, where this job is one."""
@@ -139,35 +173,91 @@ class FederatedMixin(TrainerMixin):
 
     def take_global(self) -> None:
         """Start from the global model of ``federation.start_from``, unless this run has; collective over the world."""
-        path = self.section("federation", FederationConfig).start_from
-        if path is None:
-            return
-        number = int(read_told(Path(path), "global")["round"])
+        asked = self.section("federation", FederationConfig)
+        if asked.start_from is not None:
+            self._take(Path(asked.start_from), asked)
+        if asked.cell is not None and asked.round not in (None, self._round_number(asked)):
+            raise ConfigError(
+                f"federation.round is {asked.round}, but this run, after {self.global_step} steps and "
+                f"{asked.start_from or 'the common start'}, is in round {self._round_number(asked)}; give that round, "
+                "or the global model of the one before yours"
+            )
+        if asked.measure_to is not None:
+            self._measure(Path(asked.measure_to))
+
+    def _take(self, path: Path, asked: FederationConfig) -> None:
+        number, digest = read_global(path)
         if number < self._global_round:
             raise ConfigError(
                 f"federation.start_from {path} is of round {number}, but this run has started from round "
                 f"{self._global_round}; give a newer one, or another experiment.output_dir"
             )
-        if number == self._global_round:
+        if number == self._global_round and self._global_digest is not None:
+            if digest != self._global_digest:
+                raise ConfigError(
+                    f"federation.start_from {path} is not the model of round {number} that this run has started from; "
+                    "give that one, or another experiment.output_dir"
+                )
             return
+        trains = asked.cell is not None and asked.measure_to is None
+        if trains and asked.steps is not None and self.global_step != number * asked.steps:
+            raise StateError(
+                f"federation.start_from {path} is of round {number}, before which a cell makes {number * asked.steps} "
+                f"steps, but the run in {self.config.experiment.output_dir} has made {self.global_step}; give the "
+                "output_dir of its rounds so far, and callbacks a CheckpointCallback, which keeps them"
+            )
         load_global(path, self.federated_model(), self.state, policies=self._policies())
-        self._global_round, self._fresh, self.steps_since_round = number, 0, 0
+        self._global_round, self._global_digest = number, digest
+        self._fresh = self.steps_since_round = 0
+
+    def _measure(self, path: Path) -> None:
+        """Measure the model, and write the values; collective over the world."""
+        if self.val_dataloader is None:
+            raise ConfigError("the model is to be measured, but the trainer has no validation loader; give it one")
+        values = {"round": self._global_round, "start": self._global_digest, "metrics": self.perform_validation_epoch()}
+        if self.state.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path.with_name(f".{path.name}"), json.dumps(values, indent=1) + "\n")
+            path.with_name(f".{path.name}").replace(path)
+
+    def _round_number(self, asked: FederationConfig) -> int:
+        """Return which round this job is for."""
+        is_start = asked.round == 0 and asked.start_from is None and self.global_step == 0
+        return 0 if is_start else self._global_round + 1
+
+    @property
+    def last_step(self) -> int | None:
+        """The optimizer step after which this job's round, which goes over files, is due; ``None`` if there is none."""
+        asked = self.section("federation", FederationConfig)
+        if asked.measure_to is not None:
+            return 0
+        if asked.cell is None or (asked.steps is None and asked.round != 0):
+            return None
+        return self._round_number(asked) * (asked.steps or 0)
 
     def give_to_round(self) -> None:
         """Export to ``federation.export_to``; collective over the world."""
         asked, lone = self.section("federation", FederationConfig), self.lone_cell()
         if asked.export_to is None or lone is None:
             return
+        number = self._round_number(asked)
+        if number > 0 and self.steps_since_round == 0:
+            raise StateError(
+                f"the run has ended after {self.global_step} steps, so there are none for round {number}; give "
+                "training.max_steps or training.epochs more, or no more rounds"
+            )
         export_cell(
             asked.export_to,
             self.federated_model(),
             self.state,
             cell=lone[0],
             cells=len(lone[1]),
-            weight=float(self._fresh) if asked.weight == "samples" else None,
+            weight=float(self._fresh) if asked.weight == "samples" and number > 0 else None,
             steps=float(self.steps_since_round),
-            round=self._global_round + 1,
+            round=number,
             policies=self._policies(),
+            start=self._global_digest,
+            plan=asked.plan,
         )
 
     def _policies(self) -> Any:
@@ -272,11 +362,14 @@ class _LoneCell:
     def __init__(self, trainer: FederatedMixin) -> None:
         self._trainer = trainer
 
-    def state_dict(self) -> dict[str, int]:
-        return {"samples": self._trainer._fresh, "round": self._trainer._global_round}
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {"samples": trainer._fresh, "round": trainer._global_round, "start": trainer._global_digest}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._trainer._fresh, self._trainer._global_round = int(state["samples"]), int(state["round"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        trainer._fresh, trainer._global_round = int(state["samples"]), int(state["round"])
+        trainer._global_digest = state["start"]
 
 
 class _Rounds:

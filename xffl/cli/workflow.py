@@ -1,0 +1,177 @@
+"""``xffl workflow``: rounds across facilities that no network joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from xffl.checks import integer
+from xffl.cli.formatter import HelpFormatter
+from xffl.errors import CheckpointError, ConfigError
+from xffl.workflow.documents import Workflow, write_workflow
+from xffl.workflow.facilities import Facility, parse_facilities
+
+__all__ = ["build_parser", "run"]
+
+_EXAMPLES = """\
+examples:
+  xffl workflow init config.yaml --facility a=local --facility b=local --out federation
+  xffl workflow init config.yaml --facility a=ssh:login.a.org,slurm,partition=gpu --facility b=ssh:me@b.org --rounds 20
+
+A facility is NAME=local, NAME=ssh:[USER@]HOST[:PORT] or the latter with ,slurm. Behind it may stand processes=N (ranks
+of its cell), home=FOLDER, setup=FILE (a script that makes the environment there), key=FILE (of ssh), workdir=FOLDER,
+and for batch jobs partition, nodes, gpus (of each node), time, account, qos.
+"""
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = ArgumentParser(
+        description="Write CWL documents that train each cell in a facility of its own and make the rounds here; "
+        "StreamFlow runs them.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    commands = parser.add_subcommands(required=True)
+    init = ArgumentParser(formatter_class=HelpFormatter, epilog=_EXAMPLES)
+    init.add_argument("configuration", metavar="CONFIG", help="what xffl exec would train by, in one job of all cells")
+    init.add_argument("--facility", action="append", default=[], metavar="SPEC", help="one for each cell")
+    init.add_argument("--out", type=str, default="federation", metavar="DIR", help="folder to make (federation)")
+    rounds = "how many rounds (default: training.max_steps by federation.every)"
+    init.add_argument("--rounds", type=int, metavar="N", help=rounds)
+    measure = "facility that measures each round's model on its validation data, or none (default: the first)"
+    init.add_argument("--measure", type=str, metavar="NAME", help=measure)
+    commands.add_subcommand("init", init, help="write the workflow of a configuration")
+    begin = ArgumentParser(formatter_class=HelpFormatter)
+    begin.add_argument("results", metavar="DIR", help="folder of the rounds")
+    begin.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round: 0 or 1 (1)")
+    begin.add_argument("--rounds", type=int, required=True, metavar="N", help="number of the last round")
+    commands.add_subcommand("begin", begin, help="a step: find the last whole round")
+    record = ArgumentParser(formatter_class=HelpFormatter)
+    record.add_argument("results", metavar="DIR", help="folder of the rounds")
+    record.add_argument("metrics", metavar="FILE", help="what xffl exec --measure has written")
+    commands.add_subcommand("record", record, help="a step: keep what was measured")
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Do what is asked for.
+
+    :param options: What :func:`build_parser` parses.
+    :return: Exit code 0.
+    :raises XfflError: if it cannot be done; what has been written then is not used by anybody.
+    """
+    {"init": _init, "begin": _begin, "record": _record}[options.subcommand](options[options.subcommand])
+    return 0
+
+
+def _init(options: Namespace) -> None:
+    from xffl.training.configuration import read_job
+
+    facilities = parse_facilities(options.facility)
+    if not facilities:
+        raise ConfigError("no facility is given; give --facility NAME=local or NAME=ssh:HOST once for each cell")
+    _, resolved = read_job(options.configuration)
+    config = resolved.config
+    asked: Any = getattr(config, "federation", None)
+    if asked is None or not isinstance(asked.every, int):
+        raise ConfigError(f"{options.configuration} has no federation.every of local steps; give it a number")
+    # Refused now, not at the first round of jobs that have waited in queues.
+    type(asked)(**{**_plain(asked), "cell": f"0/{len(facilities)}"})
+    measured_by = facilities[0].name if options.measure is None else options.measure
+    if measured_by not in ("none", *(one.name for one in facilities)):
+        raise ConfigError(f"--measure is {measured_by!r}; give none or one of the facilities")
+    workflow = Workflow(
+        configuration=Path(options.configuration),
+        name=config.experiment.name,
+        facilities=facilities,
+        sizes=_sizes(facilities, resolved),
+        rounds=_rounds(options.rounds, config, asked.every),
+        has_server=asked.plan.read()[1] is not None,
+        measured_by=None if measured_by == "none" else measured_by,
+        python=Path(sys.executable).parent,
+    )
+    write_workflow(workflow, Path(options.out))
+    print(f"wrote {options.out}; read {options.out}/README.md before the first run", file=sys.stderr)
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in section.__dataclass_fields__}
+
+
+def _rounds(given: int | None, config: Any, every: int) -> int:
+    if given is not None:
+        return integer("--rounds", given)
+    steps = config.training.max_steps
+    if steps is None:
+        raise ConfigError(
+            "the configuration has no training.max_steps, so it does not say how many rounds; give --rounds"
+        )
+    return -(-int(steps) // every)
+
+
+def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] | None:
+    """Return the ranks of each cell, where facilities or the configuration say them."""
+    if facilities[0].processes is not None:
+        return tuple(one.processes or 0 for one in facilities)
+    for federated in (resolved.launch.federated, getattr(resolved.config.distributed, "federated", None)):
+        if isinstance(federated, int):
+            return (federated,) * len(facilities)
+        if isinstance(federated, tuple):
+            if len(federated) != len(facilities):
+                raise ConfigError(
+                    f"the configuration has {len(federated)} cells, and there are {len(facilities)} facilities; give "
+                    "one for each, or processes=N to all"
+                )
+            return federated
+    return None
+
+
+def _begin(options: Namespace) -> None:
+    """Write the step's results for CWL into this folder: the model to go on from as ``start``, the round, if any."""
+    from xffl.aggregation.exports import check_folder, read_told
+
+    first = integer("--first", options.first, 0, 1)
+    results, last = Path(options.results), None
+    results.mkdir(parents=True, exist_ok=True)
+    for number in range(integer("--rounds", options.rounds), first - 1, -1):
+        folder = results / f"round_{number}"
+        try:
+            if read_told(folder, "global")["round"] == number:
+                check_folder(folder)
+                last = number
+                break
+        except CheckpointError:
+            continue
+    told: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
+    if last is not None:
+        _give(results / f"round_{last}", Path("start"))
+        told["start"] = {"class": "Directory", "location": "start"}
+    told["more"] = told["round"] <= options.rounds
+    Path("cwl.output.json").write_text(json.dumps(told) + "\n")
+    print(f"round {told['round']} is the next of {options.rounds}" if told["more"] else "all rounds are made")
+
+
+def _give(folder: Path, name: Path) -> None:
+    try:
+        shutil.copytree(folder, name, copy_function=os.link)
+    except (OSError, shutil.Error):  # another file system, or one without links
+        shutil.rmtree(name, ignore_errors=True)
+        shutil.copytree(folder, name)
+
+
+def _record(options: Namespace) -> None:
+    told = json.loads(Path(options.metrics).read_text())
+    folder = Path(options.results) / "metrics"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"round_{told['round']}.json"
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    aside.write_text(json.dumps(told, indent=1) + "\n")
+    aside.replace(target)
+    print(f"round {told['round']}: " + ", ".join(f"{name} {value:.4g}" for name, value in told["metrics"].items()))

@@ -1,0 +1,277 @@
+"""The folder of a workflow: CWL documents, their inputs, what StreamFlow has to know, and the scripts of the steps."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xffl.errors import ConfigError
+from xffl.workflow.facilities import Facility
+
+__all__ = ["Workflow", "write_workflow"]
+
+_FIXED = ("begin.cwl", "train.cwl", "measure.cwl", "aggregate.cwl", "record.cwl", "steps.sh", "requirements.txt")
+_COMMON = {"project": "Directory", "configuration": "string", "rounds": "int", "results": "string", "site": "File"}
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """What is to be run, and where.
+
+    :param configuration: The file that each facility trains by; the Python files beside it go along.
+    :param name: Of the experiment, for the folders at the facilities.
+    :param facilities: One for each cell.
+    :param sizes: Ranks of each cell; ``None`` where all have as many as the configuration says.
+    :param rounds: How many to make.
+    :param has_server: Whether there is a server optimizer, which needs the common start as round 0.
+    :param measured_by: The facility that measures each global model; ``None`` for none.
+    :param python: The folder of the programs of this environment, where the rounds are made.
+    """
+
+    configuration: Path
+    name: str
+    facilities: tuple[Facility, ...]
+    sizes: tuple[int, ...] | None
+    rounds: int
+    has_server: bool
+    measured_by: str | None
+    python: Path
+
+    def cell(self, number: int) -> str:
+        """Return what ``--cell`` is to say at a facility.
+
+        :param number: Of its cell.
+        """
+        of = str(len(self.facilities)) if self.sizes is None else ",".join(map(str, self.sizes))
+        return f"{number}/{of}"
+
+
+def write_workflow(workflow: Workflow, folder: Path) -> None:
+    """Write the folder.
+
+    :param workflow: What is to be run.
+    :param folder: A folder that is new or empty.
+    :raises ConfigError: if it is neither, or something cannot be read or written.
+    """
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there already and not empty; give the name of a new folder")
+        (folder / "sites").mkdir(parents=True)
+        templates = files("xffl.workflow") / "templates"
+        for name in _FIXED:
+            (folder / name).write_text((templates / name).read_text(encoding="utf-8"), encoding="utf-8")
+        _copy_project(workflow.configuration, folder / "project")
+        for site in workflow.facilities:
+            text = _site_text(site, workflow.python) if site.setup is None else site.setup.read_text(encoding="utf-8")
+            (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
+        (folder / "sites" / "here.sh").write_text(_here(workflow.python), encoding="utf-8")
+        readme = (templates / "README.md").read_text(encoding="utf-8")
+        (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")
+        _write(folder / "round.cwl", _ROUND, _round(workflow))
+        _write(folder / "main.cwl", _MAIN, _main(workflow))
+        _write(folder / "inputs.yml", _INPUTS, _inputs(workflow, folder.resolve()))
+        _write(folder / "streamflow.yml", _STREAMFLOW, _streamflow(workflow))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be used: {error.strerror}; give another") from error
+
+
+def _copy_project(configuration: Path, target: Path) -> None:
+    """Copy the configuration and the Python modules beside it: what a trainer is made of, but not its runs and data."""
+    target.mkdir()
+    shutil.copy(configuration, target / configuration.name)
+    home = configuration.resolve().parent
+    packages = {path.parent for path in home.glob("*/__init__.py")}
+    for module in sorted({*home.glob("*.py"), *(file for one in packages for file in one.rglob("*.py"))}):
+        place = target / module.relative_to(home)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(module, place)
+
+
+# CWL ------------------------------------------------------------------------------------------------------------------
+
+_ROUND = """\
+# One round: all cells train, the model that they start from is measured meanwhile, and their exports are combined.
+"""
+_MAIN = """\
+# Rounds over files, one after the other: begin where the last run has ended, and measure the final model.
+"""
+
+
+def _per_site(workflow: Workflow) -> dict[str, str]:
+    kinds = {"site": "File", "home": "string", "words": "string[]"}
+    return {f"{kind}_{one.name}": type_ for one in workflow.facilities for kind, type_ in kinds.items()}
+
+
+def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the step that measures a model, if any."""
+    name = workflow.measured_by
+    if name is None:
+        return {}
+    given: dict[str, Any] = {kind: f"{kind}_{name}" for kind in ("site", "home", "words")}
+    given |= {"project": "project", "configuration": "configuration", "start": start}
+    given["cell"] = {"default": workflow.cell([one.name for one in workflow.facilities].index(name))}
+    return {"measure": {"run": "measure.cwl", "in": given, "out": ["metrics"]}}
+
+
+def _round(workflow: Workflow) -> dict[str, Any]:
+    steps: dict[str, Any] = {}
+    for number, one in enumerate(workflow.facilities):
+        given: dict[str, Any] = {kind: f"{kind}_{one.name}" for kind in ("site", "home", "words")}
+        given |= {name: name for name in ("project", "configuration", "round", "start")}
+        given["cell"] = {"default": workflow.cell(number)}
+        steps[f"train_{one.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
+    exports = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
+    measuring = _measuring(workflow, "start")
+    made: dict[str, Any] = {name: name for name in ("site", "results", "round", "rounds")} | {"exports": exports}
+    made |= {"metrics": "measure/metrics"} if measuring else {}
+    steps |= measuring | {"aggregate": {"run": "aggregate.cwl", "in": made, "out": ["model", "round", "more"]}}
+    return {
+        "cwlVersion": "v1.2",
+        "class": "Workflow",
+        "requirements": {"MultipleInputFeatureRequirement": {}},
+        "inputs": _COMMON | {"round": "int", "start": "Directory?", "more": "boolean"} | _per_site(workflow),
+        "steps": steps,
+        "outputs": {
+            "model": {"type": "Directory", "outputSource": "aggregate/model"},
+            "next": {"type": "int", "outputSource": "aggregate/round"},
+            "goes_on": {"type": "boolean", "outputSource": "aggregate/more"},
+        },
+    }
+
+
+def _main(workflow: Workflow) -> dict[str, Any]:
+    inputs = _COMMON | {"first": "int"} | _per_site(workflow)
+    passed = {name: name for name in inputs if name != "first"}
+    begun = {"round": "begin/round", "start": "begin/start", "more": "begin/more"}
+    final = {"source": ["federation/model", "begin/start"], "pickValue": "first_non_null"}
+    loop = {
+        "loopWhen": "$(inputs.more)",
+        "loop": {"start": "model", "round": "next", "more": "goes_on"},
+        "outputMethod": "last",
+    }
+    begin = {name: name for name in ("site", "results", "first", "rounds")}
+    steps: dict[str, Any] = {
+        "begin": {"run": "begin.cwl", "in": begin, "out": ["start", "round", "more"]},
+        "federation": {
+            "run": "round.cwl",
+            "in": passed | begun,
+            "out": ["model", "next", "goes_on"],
+            "requirements": {"cwltool:Loop": loop},
+        },
+    }
+    model = {"type": "Directory", "outputSource": final["source"], "pickValue": final["pickValue"]}
+    outputs: dict[str, Any] = {"model": model}
+    measuring = _measuring(workflow, final)
+    if measuring:
+        record = {"site": "site", "results": "results", "metrics": "measure/metrics"}
+        measuring["record"] = {"run": "record.cwl", "in": record, "out": ["metrics"]}
+        outputs["metrics"] = {"type": "File", "outputSource": "record/metrics"}
+    return {
+        "cwlVersion": "v1.2",
+        "class": "Workflow",
+        "$namespaces": {"cwltool": "http://commonwl.org/cwltool#"},
+        "requirements": {"SubworkflowFeatureRequirement": {}, "MultipleInputFeatureRequirement": {}},
+        "inputs": inputs,
+        "steps": steps | measuring,
+        "outputs": outputs,
+    }
+
+
+# What is different at each site ---------------------------------------------------------------------------------------
+
+_INPUTS = """\
+# What is run. home is a folder at the facility, below the home directory unless it is absolute: the cell's checkpoints
+# and its last export. words are settings of the configuration that hold at one facility alone, such as
+# [--data.path, /scratch/me/text]. results is a folder on this machine, where the rounds are kept.
+"""
+_STREAMFLOW = """\
+# Where StreamFlow runs each step: what is bound to no deployment is run on this machine. workdir is a folder there, for
+# SLURM on a file system that the nodes share.
+"""
+
+
+def _file(path: str) -> dict[str, str]:
+    return {"class": "File", "path": path}
+
+
+def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "rounds": workflow.rounds,
+        "first": 0 if workflow.has_server else 1,
+        "results": str(folder / "results"),
+        "project": {"class": "Directory", "path": "project"},
+        "configuration": workflow.configuration.name,
+        "site": _file("sites/here.sh"),
+    }
+    for number, one in enumerate(workflow.facilities):
+        found[f"site_{one.name}"] = _file(f"sites/{one.name}.sh")
+        found[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
+        found[f"words_{one.name}"] = []
+    return found
+
+
+def _streamflow(workflow: Workflow) -> dict[str, Any]:
+    bindings: list[dict[str, Any]] = []
+    deployments: dict[str, Any] = {}
+    for one in workflow.facilities:
+        steps = [f"/federation/train_{one.name}"]
+        if one.name == workflow.measured_by:
+            steps += ["/federation/measure", "/measure"]
+        target = {"deployment": one.name} | ({"service": "job"} if one.is_slurm else {})
+        bindings += [{"step": step, "target": target} for step in steps]
+        deployments |= _deployment(one, workflow.name)
+    cwl = {"file": "main.cwl", "settings": "inputs.yml"}
+    return {
+        "version": "v1.0",
+        "workflows": {"federation": {"type": "cwl", "config": cwl, "bindings": bindings}},
+        "deployments": deployments,
+    }
+
+
+def _deployment(one: Facility, name: str) -> dict[str, Any]:
+    workdir = {} if one.workdir is None else {"workdir": one.workdir}
+    if one.host is None and not one.is_slurm:
+        return {one.name: {"type": "local", "config": {}} | workdir}
+    found: dict[str, Any] = {}
+    login = f"{one.name}_login"
+    if one.host is not None:
+        ssh: dict[str, Any] = {"nodes": [{"hostname": one.host}]}
+        ssh |= {} if one.user is None else {"username": one.user}
+        ssh |= {} if one.key is None else {"sshKey": one.key}
+        found[login if one.is_slurm else one.name] = {"type": "ssh", "config": ssh} | ({} if one.is_slurm else workdir)
+    if one.is_slurm:
+        asked: dict[str, Any] = {key: int(value) if key == "gpusPerNode" else value for key, value in one.slurm.items()}
+        asked |= {} if one.processes is None else {"ntasks": one.processes}
+        config = {"maxConcurrentJobs": 2, "services": {"job": asked}}
+        found[one.name] = {"type": "slurm", "config": config} | workdir | ({} if one.host is None else {"wraps": login})
+    return found
+
+
+def _site_text(one: Facility, python: Path) -> str:
+    told = f"# What facility {one.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
+    if one.host is None:
+        return told + f"export PATH={shlex.quote(str(python))}:$PATH\n"
+    return told + '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n'
+
+
+def _here(python: Path) -> str:
+    return f"# What this machine needs before xffl, to make the rounds.\nexport PATH={shlex.quote(str(python))}:$PATH\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists and mappings that hold plain values alone in one line."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _write(path: Path, head: str, values: Mapping[str, Any] | Sequence[Any]) -> None:
+    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None)
+    path.write_text(head + text, encoding="utf-8")
