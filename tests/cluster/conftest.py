@@ -106,10 +106,13 @@ def require_slurm() -> None:
 
 
 @contextmanager
-def slurm_up(cells: str, base_environ: dict[str, str], folder: Path, **more: str) -> Iterator[dict[str, str]]:
+def slurm_up(
+    cells: str, base_environ: dict[str, str], folder: Path, within: Sequence[str] = (), **more: str
+) -> Iterator[dict[str, str]]:
     """Bring up a SLURM with the cells that are asked for (``a:2 b:2``), and give the environment for its commands.
 
-    munge's socket has a path limit of 108 characters, so the folder's name must be short.
+    munge's socket has a path limit of 108 characters, so the folder's name must be short. ``within`` stands before its
+    commands, to run them in a network namespace.
     """
     require_slurm()
     ports = free_ports(1 + sum(int(nodes) for nodes in re.findall(r":(\d+)", cells)))
@@ -118,13 +121,13 @@ def slurm_up(cells: str, base_environ: dict[str, str], folder: Path, **more: str
     environ = {**base_environ, **names, "MS_FIRST_JOB": str(1 + WORKER * (JOBS // WORKERS)), **more}
     try:
         up = subprocess.run(
-            [str(MINISLURM), "up"], env=environ, stderr=subprocess.PIPE, timeout=DEADLINE_S, check=False
+            [*within, str(MINISLURM), "up"], env=environ, stderr=subprocess.PIPE, timeout=DEADLINE_S, check=False
         )
         if up.returncode:
             pytest.fail(f"{MINISLURM.name} up: {os.fsdecode(up.stderr)}", pytrace=False)
         yield {**base_environ, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
-        subprocess.run([str(MINISLURM), "down"], env=environ, check=False, timeout=DEADLINE_S)
+        subprocess.run([*within, str(MINISLURM), "down"], env=environ, check=False, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="session")

@@ -19,5 +19,12 @@ then
     tail -n 40 "$log" >&2
     exit 1
 fi
+# What runs the workflows over facilities, in an environment of its own.
+flow=/opt/streamflow pins=$(dirname "$0")/../../xffl/workflow/templates/requirements.txt
+if ! cmp -s "$pins" "$flow/installed"; then
+    python3 -m venv --clear "$flow"
+    "$flow/bin/pip" install --quiet -r "$pins"
+    cp "$pins" "$flow/installed"
+fi
 # Debian's stable releases have no Apptainer, and what unstable has may not be there on a given day: its tests skip then.
 timeout 300 bash "$(dirname "$0")/containers/install.sh" || echo "Apptainer could not be installed; its tests skip" >&2

@@ -28,7 +28,8 @@ from xffl.aggregation.offline import aggregate_exports
 from xffl.checkpoint.folder import read_record, settle
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.cli.main import main
-from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.cluster.environment import read_over_files
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.parallel import DistributedConfig
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 from xffl.training.callbacks import CheckpointCallback
@@ -47,6 +48,9 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("phase", torch.zeros(4, dtype=torch.complex64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.second(self.norm(self.first(inputs)))  # type: ignore[no-any-return]
 
 
 def fill(model: nn.Module, cell: int, place: int) -> None:
@@ -342,7 +346,7 @@ def test_what_a_lone_cell_cannot_be() -> None:
     for wrong, told in (
         ({"cell": "2/2"}, "federation.cell is '2/2'; give the cell's number, from 0"),
         ({"cell": "0"}, "federation.cell is '0'; give the cell's number"),
-        ({"cell": "0/2", "every": "epochs:n=1"}, "rounds over files come after a number of steps; give that"),
+        ({"cell": "0/2", "every": "epochs:epochs=1,steps_per_epoch=5"}, "rounds over files come after a number of steps; give that"),
         ({"export_to": "x"}, "federation.export_to is for a cell that is a job of its own"),
         ({"cell": "0/2", "aggregator": {"codec": "int8"}}, "codec 'int8' cannot be had in rounds over files"),
         ({"cell": "0/2", "every": 5, "delay": 1}, "federation.delay 1 is for rounds over a network"),
@@ -370,6 +374,78 @@ def fit_wrong(rank: int, world_size: int, port: int, folder: str) -> None:
     ):
         with pytest.raises(XfflError, match=told):
             fit(rank, world_size, port, f"{folder}/{run}", {**asked, **changed}, 15, None)
+
+
+def scripted(
+    rank: int, world_size: int, port: int, cells: Any, steps: tuple[int, int], named: dict[str, str], algorithm: str
+) -> tuple[dict[str, str], int]:
+    """Run a script of a user's, which is the same in one job of all cells and in a job for each."""
+    be_launched(rank, world_size, port)
+    os.environ.update(named)
+    with xffl.session(federated=cells) as state:
+        torch.manual_seed(1)
+        model = xffl.shard(Mixed(torch.float32), state, wrap=[nn.Linear])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        dealt, place = state.data_place()
+        count = 100 * (dealt.cell_of(place) + 1)
+        with xffl.FederatedScaling(
+            model, optimizer, state, every=2, weight=lambda: float(count), algorithm=algorithm
+        ) as scaling:
+            for step in range(*steps):
+                inputs = torch.randn(3, 24, generator=torch.Generator().manual_seed(100 * step + place))
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            kept = scaling.state_dict() if named else None
+            if kept is not None:
+                scaling.load_state_dict(kept)
+        return whole(model), place
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_a_script_over_files_has_the_bits_of_one_over_a_network(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    joined = run_world(sum(sizes), scripted, free_port(), sizes, (0, 4), {}, "median", init=False)
+    start: dict[str, str] = {}
+    for number in (1, 2):
+        exports = []
+        for cell, size in enumerate(sizes):
+            exports.append(str(tmp_path / f"{cell}_{number}"))
+            named = {"XFFL_CELL": f"{cell}/{','.join(map(str, sizes))}", "XFFL_EXPORT": exports[-1], **start}
+            steps = (2 * number - 2, 2 * number)
+            found = run_world(size, scripted, free_port(), None, steps, named, "median", init=False)
+            assert [place for _, place in found] == [sum(sizes[:cell]) + rank for rank in range(size)]
+        assert aggregate_exports(exports, tmp_path / f"global_{number}").number == number
+        start = {"XFFL_FROM": str(tmp_path / f"global_{number}")}
+    (last,) = run_world(1, loaded, free_port(), 0, None, torch.float32, start["XFFL_FROM"], 2, init=False)
+    for name, digest in last.items():
+        if name != "frozen":
+            assert all(weights[name] == digest for weights, _ in joined), name
+
+
+def test_what_a_job_of_one_cell_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, told in (
+        ({"cell": 0}, "cell is 0 and cells is None; give both"),
+        ({"cell": 2, "cells": 2}, "cell is '2/2'; give the cell's number, from 0"),
+        ({"cell": 0, "cells": (2, 1)}, "is to be cell 0, of 2 ranks, but it has 1 cells and 1 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=told), xffl.session(**asked):
+            pass
+    with xffl.session(cell=1, cells=2) as state:
+        assert state.lone_cell == (1, (1, 1)) and state.data_place()[1] == 1
+        model = xffl.shard(nn.Linear(2, 2), state)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for asked, told in (
+            ({"client": "fedprox"}, "one cell by itself, whose rounds go over files, but client is"),
+            ({"aggregator": {"codec": "int8"}}, "codec 'int8' cannot be had in rounds over files"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                xffl.FederatedScaling(model, optimizer, state, every=2, **asked)
+        scaling = xffl.FederatedScaling(model, None, state, every=2)
+        with pytest.raises(StateError, match="no local step was counted"), scaling, torch.no_grad():
+            model.weight.add_(1.0)
+    monkeypatch.setenv("XFFL_FROM", "global")
+    with pytest.raises(ConfigError, match="--from global is for a cell that is a job of its own; give --cell"):
+        read_over_files()
 
 
 SERVERS = ["fedadam:lr=0.03", "diloco", {"name": "SGD", "lr": 0.9, "momentum": 0.5, "schedule": "StepLR:step_size=2"}]

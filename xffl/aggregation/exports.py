@@ -28,6 +28,7 @@ from xffl.checkpoint.folder import Record, read_record, settle
 from xffl.checkpoint.steps import check_path
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
+from xffl.cluster.environment import read_over_files
 from xffl.distributed.agreement import agree
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
@@ -35,6 +36,7 @@ from xffl.errors import CheckpointError, ConfigError, XfflError
 
 __all__ = [
     "PART",
+    "FileRound",
     "RoundPlan",
     "check_combiner",
     "check_folder",
@@ -233,6 +235,7 @@ def is_exported(path: str | os.PathLike[str], *, cell: int, cells: int, round: i
     :param cells: Of how many.
     :param round: The round that it is to be for.
     :param start: The digest of the global model that the cell is to have started from; ``None`` for the common start.
+    :return: Whether it does.
     """
     asked = {"cell": cell, "cells": cells, "round": round, "start": start}
     try:
@@ -256,6 +259,57 @@ def check_folder(path: Path) -> Record:
     record = read_record(folder)
     check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
     return record
+
+
+class FileRound:
+    """What a job that is one cell gives to a round over files, and takes from the one before.
+
+    Made on each rank, local.
+
+    :param model: The model that trains.
+    :param state: The state, whose ``lone_cell`` says which cell this is.
+    :param plan: What ``xffl aggregate`` is to make of the exports.
+    :param policies: As for :func:`export_cell`.
+    :raises ConfigError: if what is asked for cannot be had over files.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: DistributedState, plan: RoundPlan, policies: Mapping[Pattern, str] | None
+    ) -> None:
+        plan.check()
+        self._model, self._state, self._plan, self._policies = model, state, plan, policies
+        self._asked = read_over_files()
+        self._before = 0
+        self._start: str | None = None
+
+    def begin(self) -> None:
+        """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""
+        if self._asked.start is not None:
+            self._before = load_global(self._asked.start, self._model, self._state, policies=self._policies)
+            self._start = digest_of_folder(Path(self._asked.start))
+
+    def end(self, weight: float | None, steps: float) -> None:
+        """Export to ``XFFL_EXPORT``, if that is set; collective over the world.
+
+        :param weight: This rank's count since the start, as for :func:`export_cell`.
+        :param steps: Effective local steps since then.
+        """
+        if self._asked.export is None or self._state.lone_cell is None:
+            return
+        cell, sizes = self._state.lone_cell
+        export_cell(
+            self._asked.export,
+            self._model,
+            self._state,
+            cell=cell,
+            cells=len(sizes),
+            weight=weight,
+            steps=steps,
+            round=self._before + 1,
+            policies=self._policies,
+            start=self._start,
+            plan=self._plan,
+        )
 
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.assembly import check_given
 from xffl.aggregation.clients.base import Client, check_step, set_up
 from xffl.aggregation.clients.effort import Effort
+from xffl.aggregation.exports import FileRound, RoundPlan
 from xffl.aggregation.ledger import Claim, Ledger
 from xffl.aggregation.levels import Levels
 from xffl.aggregation.opening import Contribution
@@ -47,6 +48,9 @@ class FederatedScaling:
     a cell that has finished keeps answering the others' rounds until all have finished, so cells with loaders of
     different length do not hang. Steps made since a cell's last round count in the first round that it answers; from
     then on its weight is 0. Leaving by an exception does not communicate.
+
+    In a job that is one cell by itself (``xffl exec --cell 0/2``) there are no rounds: entering takes over the global
+    model of ``--from``, if there is one, and leaving writes the export for a round over files.
 
     .. code-block:: python
 
@@ -103,6 +107,7 @@ class FederatedScaling:
         optimizers = None if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         error: XfflError | None = None
         text = ""
+        self._over_files: FileRound | None = None
         try:
             check_given(model, state)
             recipe = read_recipe(
@@ -118,12 +123,15 @@ class FederatedScaling:
                 alpha=alpha,
             )
             text = f"{recipe}, weighed={weight is not None}"
+            if state.lone_cell is not None:
+                self._over_files = _file_round(model, state, recipe, aggregator, algorithm)
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
         agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
-        if state.topology.cells == 1 and state.rank == 0 and not state.is_federated_scaling_setup():
+        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
+        if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
         self._recipe: Recipe = recipe
         self._optimizers, self._weight = recipe.optimizers, weight
@@ -171,6 +179,12 @@ class FederatedScaling:
         if self._is_entered:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
         self._check_stepped()
+        if self._over_files is not None:
+            self._over_files.begin()
+            self._begin()
+            self._target, self._first_digest, self._is_entered = sys.maxsize, digest_of(self._model), True
+            self._follow()
+            return self
         if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
             # A second block goes on where the first has ended.
             kept = None if self._aggregator is None else self._aggregator.state_dict()
@@ -183,10 +197,14 @@ class FederatedScaling:
         self._target = self._next_target(self._aggregator.rounds)
         self._note_start()
         self._is_entered = True
+        self._follow()
+        return self
+
+    def _follow(self) -> None:
+        """Hear of the optimizers' steps from now on."""
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))  # no part of a compiled step
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -194,7 +212,9 @@ class FederatedScaling:
         while self._handles:
             self._handles.pop().remove()
         self._is_entered = False
-        if kind is None:
+        if kind is None and self._over_files is not None:
+            self._export(self._over_files)
+        elif kind is None:
             with self._pace.paused():
                 wrong = self._finish() or self._find_uncounted()
             if self._is_own:
@@ -219,9 +239,14 @@ class FederatedScaling:
         if not self._is_entered:
             raise StateError("local steps are counted in the with block; enter it first")
         check_outside_backward("scaling.step() was called")
-        self.aggregator.check()
+        self._check_alive()
         self.start_owed()
         self._after_local_step(1.0)
+
+    def _check_alive(self) -> None:
+        """Raise where a round has failed for good."""
+        if self._over_files is None:
+            self.aggregator.check()
 
     def start_owed(self) -> bool:
         """Start the delayed round that was held back, if any; tell whether there was one. On all ranks of a cell."""
@@ -261,7 +286,7 @@ class FederatedScaling:
         """
         client = self._recipe.client
         return {
-            "aggregator": self.aggregator.state_dict(),
+            "aggregator": None if self._over_files is not None else self.aggregator.state_dict(),
             "client": None if client is None else client.state_dict(),
             "ledger": self._ledger.state_dict(),
             "effort": self._effort.state_dict(),
@@ -287,7 +312,12 @@ class FederatedScaling:
                 f"the state was saved {'without a' if state['client'] is None else 'with a'} client, and now it is "
                 f"{client}; resume with the same client"
             )
-        self.aggregator.load_state_dict(state["aggregator"])
+        if (self._over_files is not None) != (state["aggregator"] is None):
+            raise CheckpointError(
+                "the state was saved in a job of other rounds (over files, or over a network); resume with the same"
+            )
+        if self._over_files is None:
+            self.aggregator.load_state_dict(state["aggregator"])
         self._under_way = None
         if client is not None:
             client.load_state_dict(state["client"])
@@ -297,7 +327,10 @@ class FederatedScaling:
         # Saved where a merge told of a round, just before the next one was to start.
         self._owes_start = self._recipe.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])
-        self._note_start()
+        if self._over_files is None:
+            self._note_start()
+        else:
+            self._target, self._first_digest = sys.maxsize, digest_of(self._model)
 
     def _make_aggregator(self) -> Aggregator:
         """Let the client take the weights as they are, and make the aggregator."""
@@ -332,7 +365,7 @@ class FederatedScaling:
 
         A step that a rank has counted has led to a round by now, which all ranks know of.
         """
-        if self.aggregator.rounds > self._first_rounds:
+        if self._over_files is None and self.aggregator.rounds > self._first_rounds:
             return None
         error: XfflError | None = None
         if digest_of(self._model) != self._first_digest:
@@ -353,6 +386,15 @@ class FederatedScaling:
             return told
         return None
 
+    def _export(self, over_files: FileRound) -> None:
+        """Give what the steps since the start have made to a round over files; collective over the world."""
+        self._ledger.add_effort(self._effort.of_step())
+        if not self._ledger.is_waiting(0) and (wrong := self._find_uncounted()) is not None:
+            raise wrong
+        if self._weight is not None:
+            self._ledger.add_count(checked_weight(self._weight()))
+        over_files.end(None if self._weight is None else self._ledger.count(0), self._ledger.effort(0))
+
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""
         return self._recipe.local_steps(rounds, self._cell, self._report)
@@ -362,7 +404,7 @@ class FederatedScaling:
         if any(one is optimizer for one in outer):
             return  # super().step(): a part of the step that has begun
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
-        self.aggregator.check()
+        self._check_alive()
         check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
         self.start_owed()
         self._ledger.note_change()  # even by a step that raises on its way
@@ -486,3 +528,17 @@ class FederatedScaling:
         assert self._weight is not None, "asked for only where there is one"
         self._ledger.add_count(checked_weight(self._weight()))
         return self._ledger.count(self.aggregator.next_fragment)
+
+
+def _file_round(
+    model: nn.Module, state: DistributedState, recipe: Recipe, aggregator: object, algorithm: object
+) -> FileRound:
+    """Return what a job that is one cell gives to a round over files."""
+    if recipe.client is not None or recipe.delay or not isinstance(aggregator, Mapping | None):
+        raise ConfigError(
+            f"this job is one cell by itself, whose rounds go over files, but client is {recipe.client}, delay "
+            f"{recipe.delay} and aggregator {aggregator!r}; give keywords for the aggregator, and leave the others out"
+        )
+    options = dict(aggregator or {})
+    policies = options.pop("policies", None)
+    return FileRound(model, state, RoundPlan(algorithm, options), policies)

@@ -63,8 +63,8 @@ def consolidate_checkpoint(
 
     :param path: The checkpoint's folder.
     :param out: The folder to make; it must not exist, or be empty.
-    :param part: The model's name among the parts; by default ``model``, and of what ``xffl aggregate`` has made the only
-        part: what rounds move.
+    :param part: The model's name among the parts; by default ``model``, and of what ``xffl aggregate`` has made the
+        only one, which holds what rounds move.
     :param cell: Whose weights to take; needed with several cells, unless the checkpoint was saved right after a round.
     :param max_shard_bytes: Bytes of tensors in a file at most; a larger tensor has a file of its own.
     :param pretrained: A folder with ``config.json``, which is copied with the files of the tokenizer, so that

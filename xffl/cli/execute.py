@@ -384,7 +384,7 @@ def _start(
 ) -> int:
     """Start the processes, and tell how the job ended; ``limit_s`` is what a configuration has for ``--timeout``."""
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
-    environ = federation_variables(layout.sizes, layout.replica_size)
+    environ = federation_variables(layout.sizes, layout.replica_size) | read_over_files().variables()
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         cells = layout.topology.cells
         accept_cells(federated, cells, layout.topology.world_size, required_cells())

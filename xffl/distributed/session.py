@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from xffl.cluster.cells import Federation
+from xffl.cluster.cells import Federation, parse_cell
+from xffl.cluster.environment import read_over_files
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fields import DEFAULT_TIMEOUT_S
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
+from xffl.errors import ConfigError
 
 __all__ = ["session"]
 
@@ -30,6 +32,8 @@ def session(
     ifname: str | None = None,
     device_parameters: DeviceParameters | None = None,
     timeouts: Timeouts | None = None,
+    cell: int | None = None,
+    cells: int | Sequence[int] | None = None,
 ) -> Iterator[DistributedState]:
     """Join the other processes, yield the state, and leave again.
 
@@ -51,8 +55,14 @@ def session(
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
     :param device_parameters: The mesh inside each cell, in place of ``hsdp``; :class:`xffl.DistributedWorld` has more.
     :param timeouts: How long each level waits (at home, across cells, over the world), in place of ``timeout_s``.
+    :param cell: Which cell this job is, from 0, where each cell is a job of its own and rounds go over files; by
+        default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place()`` deals
+        samples out as in one job of all cells.
+    :param cells: With ``cell``, how many cells there are, or the ranks of each.
     :yield: The state.
+    :raises ConfigError: if this job cannot be that cell; on all ranks.
     """
+    asked = _lone_cell(cell, cells)
     state = setup_distributed_process_group(
         backend=backend,
         device=device,
@@ -65,9 +75,34 @@ def session(
         timeouts=timeouts,
     )
     try:
+        if asked is not None:
+            state.lone_cell = _fitted(asked, state)
         yield state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)
+
+
+def _lone_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
+    """Return which cell this job is asked to be, and how many there are, or the ranks of each."""
+    if (cell is None) != (cells is None):
+        raise ConfigError(f"cell is {cell} and cells is {cells}; give both, such as cell=0, cells=2")
+    if cell is None or cells is None:
+        told = read_over_files().cell
+        return None if told is None else parse_cell(told, "XFFL_CELL")
+    sizes = cells if isinstance(cells, int) else ",".join(map(str, cells))
+    return parse_cell(f"{cell}/{sizes}", "cell")
+
+
+def _fitted(asked: tuple[int, int | tuple[int, ...]], state: DistributedState) -> tuple[int, tuple[int, ...]]:
+    """Return which cell this job is, and the ranks of all."""
+    (cell, cells), topology = asked, state.topology
+    sizes = (topology.world_size,) * cells if isinstance(cells, int) else cells
+    if topology.cells > 1 or sizes[cell] != topology.world_size:
+        raise ConfigError(
+            f"this job is to be cell {cell}, of {sizes[cell]} ranks, but it has {topology.cells} cells and "
+            f"{topology.world_size} ranks; start as many, without a federation"
+        )
+    return cell, sizes

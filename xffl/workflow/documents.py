@@ -48,6 +48,7 @@ class Workflow:
         """Return what ``--cell`` is to say at a facility.
 
         :param number: Of its cell.
+        :return: Such as ``0/2``, or ``0/4,2`` where the ranks of all cells are known.
         """
         of = str(len(self.facilities)) if self.sizes is None else ",".join(map(str, self.sizes))
         return f"{number}/{of}"

@@ -2,6 +2,7 @@
 # minissh.sh up|down: a throw-away sshd on each of several loopback addresses, which stand for hosts.
 # Needs OpenSSH's sshd, which is never started as a service; keys, configuration and logs lie in the state folder only.
 #   SS_DIR    state folder, made by "up" and removed by "down"
+#   SS_SETENV  variables of those who log in, such as "A=1 B=2"
 #   SS_HOSTS  addresses and ports, such as "127.0.0.2:22022 127.0.0.3:22022"
 # After "up": ssh -F "$SS_DIR/config" 127.0.0.2
 set -eu
@@ -29,7 +30,10 @@ PermitRootLogin prohibit-password
 UsePAM no
 StrictModes no
 MaxStartups 100
+MaxSessions 100
+Subsystem sftp internal-sftp
 END
+        [ -z "${SS_SETENV:-}" ] || echo "SetEnv $SS_SETENV" >>"$dir/sshd.$address.conf"
         "$(command -v sshd)" -f "$dir/sshd.$address.conf" -E "$dir/sshd.$address.log"
         echo "[$address]:$port $(cut -d' ' -f1,2 "$dir/host.pub")" >>"$dir/known_hosts"
         printf 'Host %s\n    Port %s\n' "$address" "$port" >>"$dir/config"
@@ -58,4 +62,4 @@ down() {
     rm -rf "$dir"
 }
 
-case ${1:-} in up) up ;; down) down ;; *) sed -n 2,6p "$0"; exit 2 ;; esac
+case ${1:-} in up) up ;; down) down ;; *) sed -n 2,7p "$0"; exit 2 ;; esac

@@ -155,6 +155,11 @@ class FederatedMixin(TrainerMixin):
         lone = self.lone_cell()
         if lone is not None:
             self.world.lone_cell = lone[0]
+        elif self.state.lone_cell is not None:
+            raise ConfigError(
+                "XFFL_CELL is set, but not federation.cell; start with xffl exec, which gives it to the configuration, "
+                "or unset it"
+            )
         super().configure()
 
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
