@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FACILITIES, MINISSH = HERE / "net" / "facilities.sh", HERE / "ssh" / "minissh.sh"
 FLOW = Path("/opt/streamflow/bin")
-ROUNDS = int(os.environ.get("XFFL_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("FACILITY_ROUNDS", "3"))
 """More for the long form, with the model of the example as it is."""
 DEADLINE_S = 90 * ROUNDS
 EVERY = 2 if ROUNDS == 3 else 20

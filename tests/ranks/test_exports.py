@@ -346,7 +346,10 @@ def test_what_a_lone_cell_cannot_be() -> None:
     for wrong, told in (
         ({"cell": "2/2"}, "federation.cell is '2/2'; give the cell's number, from 0"),
         ({"cell": "0"}, "federation.cell is '0'; give the cell's number"),
-        ({"cell": "0/2", "every": "epochs:epochs=1,steps_per_epoch=5"}, "rounds over files come after a number of steps; give that"),
+        (
+            {"cell": "0/2", "every": "epochs:epochs=1,steps_per_epoch=5"},
+            "rounds over files come after a number of steps; give that",
+        ),
         ({"export_to": "x"}, "federation.export_to is for a cell that is a job of its own"),
         ({"cell": "0/2", "aggregator": {"codec": "int8"}}, "codec 'int8' cannot be had in rounds over files"),
         ({"cell": "0/2", "every": 5, "delay": 1}, "federation.delay 1 is for rounds over a network"),
@@ -386,7 +389,7 @@ def scripted(
         torch.manual_seed(1)
         model = xffl.shard(Mixed(torch.float32), state, wrap=[nn.Linear])
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        dealt, place = state.data_place()
+        dealt, place = state.data_place
         count = 100 * (dealt.cell_of(place) + 1)
         with xffl.FederatedScaling(
             model, optimizer, state, every=2, weight=lambda: float(count), algorithm=algorithm
@@ -431,7 +434,7 @@ def test_what_a_job_of_one_cell_cannot_be(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ConfigError, match=told), xffl.session(**asked):
             pass
     with xffl.session(cell=1, cells=2) as state:
-        assert state.lone_cell == (1, (1, 1)) and state.data_place()[1] == 1
+        assert state.lone_cell == (1, (1, 1)) and state.data_place[1] == 1
         model = xffl.shard(nn.Linear(2, 2), state)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for asked, told in (

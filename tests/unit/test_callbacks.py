@@ -61,7 +61,7 @@ class Clock:
 
 def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
     """What callbacks read of a trainer of one process, as rank 0 of its cells of one rank."""
-    federation = SimpleNamespace(every=every, has_rounds=every is not None, delay=None, aggregator={})
+    federation = SimpleNamespace(every=every, has_rounds=every is not None, is_alone=False, delay=None, aggregator={})
     trainer = SimpleNamespace(
         config=SimpleNamespace(
             experiment=SimpleNamespace(name="demo", output_dir="unused"),
@@ -70,6 +70,8 @@ def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
         ),
         state=SimpleNamespace(topology=Topology(cells, 1 if cells > 1 else None)),
         strategy=SimpleNamespace(name="single"),
+        last_step=None,
+        lone_cell=lambda: None,
         device=torch.device("cpu"),
         global_step=0,
         current_epoch=0,

@@ -22,11 +22,11 @@ __all__ = ["build_parser", "run"]
 _EXAMPLES = """\
 examples:
   xffl workflow init config.yaml --facility a=local --facility b=local --out federation
-  xffl workflow init config.yaml --facility a=ssh:login.a.org,slurm,partition=gpu --facility b=ssh:me@b.org --rounds 20
+  xffl workflow init config.yaml --facility a=ssh:login.a.org,slurm,workdir=/scratch/me --facility b=ssh:me@b.org
 
 A facility is NAME=local, NAME=ssh:[USER@]HOST[:PORT] or the latter with ,slurm. Behind it may stand processes=N (ranks
-of its cell), home=FOLDER, setup=FILE (a script that makes the environment there), key=FILE (of ssh), workdir=FOLDER,
-and for batch jobs partition, nodes, gpus (of each node), time, account, qos.
+of its cell), home=FOLDER, setup=FILE (a script that makes the environment there), key=FILE (of ssh), workdir=FOLDER
+(where StreamFlow works there), and for batch jobs partition, nodes, gpus (of each node), time, account, qos.
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -37,22 +37,6 @@ class DistributedState(ProcessState):
     the ranks first compare their arguments (one all-reduce of 16 bytes), so that all raise the same error. A setter
     that makes process groups returns once all ranks have made theirs.
     """
-
-    lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, repr=False)
-    """Which cell this job is and the ranks of all, where each cell is a job of its own: rounds go over files"""
-
-    def data_place(self) -> tuple[Topology, int]:
-        """Return the ranks that samples are dealt out to, and this rank's number among them; local.
-
-        :return: This world's; where this job is one cell of several that are jobs of their own, those of all jobs, as
-            they would be in one.
-        """
-        rank = self._place()[0]
-        if self.lone_cell is None:
-            return self.topology, rank
-        cell, sizes = self.lone_cell
-        dealt = Topology(sum(sizes), sizes, self.topology.replica_size, self.topology.cell_shape)
-        return dealt, dealt.offsets[cell] + rank
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 

@@ -98,6 +98,7 @@ class StateFields:
 
     _topology: Topology | None = field(default=None, init=False, repr=False)
     """What stands behind the fields of the set-up."""
+    _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
     _layers: list[Layer] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
@@ -114,6 +115,27 @@ class StateFields:
         :raises StateError: before ``set_global``.
         """
         return Topology(self._place()[1]) if self._topology is None else self._topology
+
+    @property
+    def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
+        """Which cell this job is, and the ranks of all, where each cell is a job of its own: rounds go over files."""
+        return self._lone_cell
+
+    @property
+    def data_place(self) -> tuple[Topology, int]:
+        """The ranks that samples are dealt out to, and this rank's number among them.
+
+        Those of this world; where this job is one cell of several that are jobs of their own, those of all jobs, as
+        they would be in one.
+
+        :raises StateError: before ``set_global``.
+        """
+        rank = self._place()[0]
+        if self._lone_cell is None:
+            return self.topology, rank
+        cell, sizes = self._lone_cell
+        dealt = Topology(sum(sizes), sizes, self.topology.replica_size, self.topology.cell_shape)
+        return dealt, dealt.offsets[cell] + rank
 
     def is_node_setup(self) -> bool:
         """Check if the local compute node information is set up.

@@ -56,7 +56,7 @@ def session(
     :param device_parameters: The mesh inside each cell, in place of ``hsdp``; :class:`xffl.DistributedWorld` has more.
     :param timeouts: How long each level waits (at home, across cells, over the world), in place of ``timeout_s``.
     :param cell: Which cell this job is, from 0, where each cell is a job of its own and rounds go over files; by
-        default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place()`` deals
+        default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place`` deals
         samples out as in one job of all cells.
     :param cells: With ``cell``, how many cells there are, or the ranks of each.
     :yield: The state.
@@ -76,7 +76,7 @@ def session(
     )
     try:
         if asked is not None:
-            state.lone_cell = _fitted(asked, state)
+            state._lone_cell = _fitted(asked, state)
         yield state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail

@@ -1,0 +1,3 @@
+# What facility a needs before xffl: its steps read this first. CHANGE what does not fit.
+# module load ...
+. "$HOME/xffl/.venv/bin/activate"

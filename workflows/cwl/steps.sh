@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# One step of a round over files: bash steps.sh STEP --NAME VALUE ... -- WORD ...
+# Each has a .cwl file of its name. A step whose result stands there whole does nothing, so to start again is to go on.
+# shellcheck disable=SC2154 # names come from the command line
+set -eo pipefail
+
+step=$1
+shift
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    declare "${1#--}=$2"
+    shift 2
+done
+[ $# -eq 0 ] || shift
+unset HOME # which CWL has set to the step's own folder
+export HOME=~
+# shellcheck source=/dev/null
+. "$site" # what this facility needs before xffl; "set -u" comes later, for its sake
+set -u
+case ${home:-/} in /*) ;; *) home=$HOME/$home ;; esac
+
+give() { # FOLDER NAME: make it this step's result; no copy where the file system has links
+    cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2" && cp -a "$1" "$2"; }
+}
+
+alone() { # FOLDER: wait for the step of an earlier start that is still at work there, whose result is taken then
+    mkdir -p "$1"
+    exec 9>"$1/.lock"
+    flock 9 || echo "no locks in $1: see that no other job is at work there" >&2
+}
+
+train() { # at a facility: the local steps of a round, and what the round would average
+    alone "$home"
+    xffl exec --cell "$cell" ${start:+--from "$start"} --export "$home/export" "$project/$configuration" \
+        --federation.round "$round" --experiment.output_dir "$home/run" "$@"
+    give "$home/export" export
+}
+
+measure() { # at a facility: what the global model is worth
+    alone "$home/measured"
+    xffl exec --cell "$cell" ${start:+--from "$start"} --measure "$home/measured/metrics.json" \
+        "$project/$configuration" "$@"
+    cp "$home/measured/metrics.json" metrics.json
+}
+
+begin() { # where the rounds are made: the last whole round, from which to go on
+    alone "$results"
+    xffl workflow begin "$results" --first "$first" --rounds "$rounds"
+}
+
+aggregate() { # where the rounds are made: the round, of all exports
+    alone "$results"
+    [ -z "${metrics:-}" ] || xffl workflow record "$results" "$metrics"
+    xffl aggregate "$@" --out "$results/round_$round" --state "$results/server" --start "$results/round_0"
+    give "$results/round_$round" model
+    local more=false
+    [ "$round" -ge "$rounds" ] || more=true
+    printf '{"model": {"class": "Directory", "location": "model"}, "round": %d, "more": %s}\n' $((round + 1)) $more \
+        >cwl.output.json
+}
+
+record() { # where the rounds are made: keep what was measured
+    xffl workflow record "$results" "$metrics"
+    cp "$metrics" metrics.json
+}
+
+"$step" "$@"
