@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,8 +25,9 @@ from tests.ports import free_port
 from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import pieces
-from xffl.aggregation.exports import export_cell, load_global
+from xffl.aggregation.exports import RoundPlan, export_cell, load_global
 from xffl.aggregation.offline import aggregate_exports
+from xffl.aggregation.registry import make
 from xffl.checkpoint.folder import read_record, settle
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.cli.main import main
@@ -358,7 +361,10 @@ def test_what_a_lone_cell_cannot_be() -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             FederationConfig(**wrong)  # type: ignore[arg-type]
-    assert FederationConfig(cell="1/4,2", aggregator={"policies": {"*": "average"}}).cell == "1/4,2"
+    options = {"policies": {"*": "average"}, "rails": True, "server": "diloco", "nonfinite": "reject"}
+    assert FederationConfig(cell="1/4,2", aggregator=options).plan.read()[1] == "diloco"
+    with pytest.raises(ConfigError, match="goes into the exports, and .* cannot; give server and combine by name"):
+        RoundPlan(options={"combine": make("combine", "median")}).check()
 
 
 def test_a_cell_that_has_lost_its_steps_or_is_in_another_round_is_told(tmp_path: Path) -> None:
@@ -373,6 +379,7 @@ def fit_wrong(rank: int, world_size: int, port: int, folder: str) -> None:
     asked = {"every": 5, "cell": "0/1", "start_from": f"{folder}/global"}
     for run, changed, told in (
         ("lost", {}, r"is of round 1, before which a cell makes 5 steps, but the run in .*lost has made 0"),
+        ("run", {"cell": "1/2"}, r"this job is cell 1, but the run in .*run is that of cell 0; give another"),
         ("run", {"round": 3}, r"federation.round is 3, but this run, after 5 steps and .*global, is in round 2"),
     ):
         with pytest.raises(XfflError, match=told):
@@ -529,3 +536,44 @@ def test_a_server_optimizer_goes_on_from_round_to_round(
     for name, digest in found.items():
         if name != "frozen":
             assert all(rank[name] == digest for rank in expected), name
+
+
+def large(rank: int, world_size: int, port: int, path: str) -> int:
+    be_launched(rank, world_size, port)
+    with xffl.session() as state:
+        model = xffl.shard(nn.Linear(4096, 8192), state)
+        export_cell(path, model, state, cell=int(path[-1]), cells=2)
+        return sum(one.numel() * one.itemsize for one in model.parameters())
+
+
+MEASURED = """
+import sys, threading, time
+import torch, torch.distributed.checkpoint
+from xffl.aggregation.offline import aggregate_exports
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        seen.append(anonymous())
+        time.sleep(0.002)
+
+before, seen = anonymous(), []
+threading.Thread(target=watch, daemon=True).start()
+aggregate_exports(sys.argv[1:3], sys.argv[3])
+print((max(seen) - before) / 1024)
+"""
+
+
+def test_what_an_export_weighs_and_what_a_round_of_them_takes(tmp_path: Path) -> None:
+    """A tensor of 128 MiB: files hardly larger than it, and much less memory."""
+    paths = [str(tmp_path / f"cell_{cell}") for cell in range(2)]
+    for path in paths:
+        (size,) = run_world(1, large, free_port(), path, init=False)
+        there = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+        assert size == 4 * 8192 * 4097 and size < there <= 1.02 * size
+    command = [sys.executable, "-c", MEASURED, *paths, str(tmp_path / "global")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    assert 0 < float(ran.stdout) < 150, ran.stdout

@@ -6,6 +6,7 @@ Where no network joins the cells, each trains by itself and exports; ``xffl aggr
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,10 @@ HOME = "cell_0"
 """The folder of the tensors in both, whichever cell an export is of."""
 
 
+_CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
+"""Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """What is to be made of exports, as a configuration says it of rounds over a network; plain values.
@@ -87,13 +92,22 @@ class RoundPlan:
             asked |= {**entry.aggregator, **entry.scaling} | {
                 name: one for name, one in given.items() if name in ("client", "privacy", "fragments", "delay")
             }
-        for name in sorted(asked.keys() - {"server", "combine", "every"}):
+        if asked.get("nonfinite") == "reject":
+            del asked["nonfinite"]
+        for name in sorted(asked.keys() - {"server", "combine", "every", *_CROSSING}):
             raise ConfigError(
                 f"{name} {asked[name]!r} cannot be had in rounds over files, which know server and combine; leave it "
                 "out"
             )
         if "combine" in asked:
             check_combiner(make("combine", asked["combine"]))
+        try:
+            json.dumps([self.algorithm, dict(self.options)])
+        except TypeError as error:
+            raise ConfigError(
+                f"what is asked of rounds goes into the exports, and {self.options} cannot; give server and combine by "
+                "name"
+            ) from error
 
 
 def check_combiner(combiner: object) -> None:

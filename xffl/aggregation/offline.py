@@ -109,7 +109,7 @@ def aggregate_exports(
     target = check_path(out)
     exports = _open(paths)
     told = exports[0].told
-    planned = RoundPlan(**(told["plan"] or {})).read()
+    planned = RoundPlan(**(told.get("plan") or {})).read()
     combiner = make("combine", planned[0] if combine is None else combine)
     optimizer = server_of(planned[1] if server is None else server) if told["round"] > 0 or server is not None else None
     if optimizer is not None and state is None:

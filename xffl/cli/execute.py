@@ -280,6 +280,9 @@ def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> 
         words += ["--launch.processes", str(cells[number])]
     if over_files.cell is None:
         return words
+    if over_files.measure is None and resolved.origins.get("experiment.output_dir") == "default":
+        # Beside those of the other cells, should they be trained from the same folder.
+        words += ["--experiment.output_dir", os.path.join(resolved.config.experiment.output_dir, f"cell_{number}")]
     return [*words, "--federation.cell", f"{number}/{cells if isinstance(cells, int) else ','.join(map(str, cells))}"]
 
 

@@ -369,10 +369,18 @@ class _LoneCell:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        return {"samples": trainer._fresh, "round": trainer._global_round, "start": trainer._global_digest}
+        cell = trainer.lone_cell()
+        kept = {"samples": trainer._fresh, "round": trainer._global_round, "start": trainer._global_digest}
+        return {**kept, "cell": None if cell is None else cell[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer
+        cell = trainer.lone_cell()
+        if cell is not None and cell[0] != state["cell"]:
+            raise ConfigError(
+                f"this job is cell {cell[0]}, but the run in {trainer.config.experiment.output_dir} is that of cell "
+                f"{state['cell']}; give another experiment.output_dir"
+            )
         trainer._fresh, trainer._global_round = int(state["samples"]), int(state["round"])
         trainer._global_digest = state["start"]
 
