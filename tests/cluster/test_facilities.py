@@ -98,6 +98,7 @@ def measured(folder: Path) -> dict[int, dict[str, float]]:
     return {one["round"]: one["metrics"] for one in found}
 
 
+@pytest.mark.timeout(3 * DEADLINE_S)
 def test_local_facilities_and_cwltool(
     project: Path, joined: bytes, base_environ: dict[str, str], tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def facilities(
         yield found
 
 
+@pytest.mark.timeout(3 * DEADLINE_S)
 def test_two_facilities_without_a_route_between_them(
     facilities: dict[str, Any], project: Path, joined: bytes, base_environ: dict[str, str], tmp_path: Path
 ) -> None:
@@ -170,7 +172,7 @@ def test_two_facilities_without_a_route_between_them(
         reached += ",slurm,partition=all,time=30,nodes=1" if name in CLUSTERS else ""
         places = f"setup={site},home={home / name},workdir={home / f'w{name}'},processes={ranks}"
         words += ["--facility", f"{name}={reached},{places}"]
-    folder = written(project, tmp_path / "federation", environ, *words, "--measure", "none" if ROUNDS == 3 else "b")
+    folder = written(project, tmp_path / "federation", environ, *words, "--measure", "none")
     flow = started(folder, environ)
     deadline = time.monotonic() + DEADLINE_S
     last = ROUNDS // 2
