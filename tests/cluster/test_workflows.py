@@ -114,9 +114,9 @@ def test_environments_load_modules_and_a_virtual_environment(
 
 def test_scripts_pass_the_shell_checker() -> None:
     require(shutil.which("shellcheck"), "shellcheck")
-    folders = ("mpi", "ssh", "containers", "env")
+    folders = ("mpi", "ssh", "containers", "env", "cwl")
     scripts = [str(path) for folder in folders for path in sorted((WORKFLOWS / folder).glob("*.sh"))]
-    assert len(scripts) == 7
+    assert len(scripts) == 8
     # 1090, 1091: files that only the site has are not to be read here.
     command = ["shellcheck", "--external-sources", "--exclude=SC1090,SC1091", *scripts]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
