@@ -25,7 +25,7 @@ from tests.ports import free_port
 from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import pieces
-from xffl.aggregation.exports import RoundPlan, export_cell, load_global
+from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_told
 from xffl.aggregation.offline import aggregate_exports
 from xffl.aggregation.registry import make
 from xffl.checkpoint.folder import read_record, settle
@@ -379,7 +379,7 @@ def fit_wrong(rank: int, world_size: int, port: int, folder: str) -> None:
     asked = {"every": 5, "cell": "0/1", "start_from": f"{folder}/global"}
     for run, changed, told in (
         ("lost", {}, r"is of round 1, before which a cell makes 5 steps, but the run in .*lost has made 0"),
-        ("run", {"cell": "1/2"}, r"this job is cell 1, but the run in .*run is that of cell 0; give another"),
+        ("run", {"cell": "1/2"}, r"was saved with cell 0, but this one has 1"),
         ("run", {"round": 3}, r"federation.round is 3, but this run, after 5 steps and .*global, is in round 2"),
     ):
         with pytest.raises(XfflError, match=told):
@@ -397,18 +397,20 @@ def scripted(
         model = xffl.shard(Mixed(torch.float32), state, wrap=[nn.Linear])
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         dealt, place = state.data_place
+        kept = f"{named.get('XFFL_EXPORT', '')[:-1]}{rank}.pt"
         count = 100 * (dealt.cell_of(place) + 1)
         with xffl.FederatedScaling(
             model, optimizer, state, every=2, weight=lambda: float(count), algorithm=algorithm
         ) as scaling:
+            if named and Path(kept).exists():  # of the job before, whose steps are in the global model
+                scaling.load_state_dict(torch.load(kept))
             for step in range(*steps):
                 inputs = torch.randn(3, 24, generator=torch.Generator().manual_seed(100 * step + place))
                 model(inputs).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            kept = scaling.state_dict() if named else None
-            if kept is not None:
-                scaling.load_state_dict(kept)
+            if named:
+                torch.save(scaling.state_dict(), kept)
         return whole(model), place
 
 
@@ -423,6 +425,8 @@ def test_a_script_over_files_has_the_bits_of_one_over_a_network(sizes: tuple[int
             named = {"XFFL_CELL": f"{cell}/{','.join(map(str, sizes))}", "XFFL_EXPORT": exports[-1], **start}
             steps = (2 * number - 2, 2 * number)
             found = run_world(size, scripted, free_port(), None, steps, named, "median", init=False)
+            told = read_told(Path(exports[-1]), "export")
+            assert (told["steps"], told["weight"], told["round"]) == (2.0, size * 100.0 * (cell + 1), number)
             assert [place for _, place in found] == [sum(sizes[:cell]) + rank for rank in range(size)]
         assert aggregate_exports(exports, tmp_path / f"global_{number}").number == number
         start = {"XFFL_FROM": str(tmp_path / f"global_{number}")}
@@ -450,6 +454,10 @@ def test_what_a_job_of_one_cell_cannot_be(monkeypatch: pytest.MonkeyPatch) -> No
         ):
             with pytest.raises(ConfigError, match=told):
                 xffl.FederatedScaling(model, optimizer, state, every=2, **asked)
+        with xffl.FederatedScaling(model, optimizer, state, every=2) as twice:
+            pass
+        with pytest.raises(StateError, match="its with block is entered once; start another job"), twice:
+            pass
         scaling = xffl.FederatedScaling(model, None, state, every=2)
         with pytest.raises(StateError, match="no local step was counted"), scaling, torch.no_grad():
             model.weight.add_(1.0)

@@ -144,6 +144,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_busy_and_handlers_come_back(
 
 
 def test_what_is_forked_does_not_take_part() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an imported package may have a handler of its own
     with SignalInbox([signal.SIGUSR2, signal.SIGTERM]) as inbox:
         child = os.fork()
         if child == 0:
@@ -153,6 +154,7 @@ def test_what_is_forked_does_not_take_part() -> None:
             os._exit(0 if is_out and signal.set_wakeup_fd(-1) == -1 else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert inbox.wait(0.0) == []
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_handler_of_before_is_called_where_there_is_no_agreement() -> None:

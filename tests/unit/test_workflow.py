@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ PLACES = {
     "ssh": ("ssh:gpu1.{0}.example,processes=4", "ssh:me@gpu1.{0}.example:2222,processes=4"),
     "local": ("local,processes=4", "local,processes=4"),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_trainer_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let ``train`` be the module beside the configuration, and leave none behind."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    yield
+    sys.modules.pop("train", None)
 
 
 def write(folder: Path, way: str) -> Path:
@@ -63,10 +74,10 @@ def test_what_is_written_follows_the_configuration(tmp_path: Path) -> None:
     steps = yaml.safe_load((folder / "round.cwl").read_text())["steps"]
     assert [steps[f"train_{name}"]["in"]["cell"]["default"] for name in "ab"] == ["0/4,4", "1/4,4"]
     flow = yaml.safe_load((folder / "streamflow.yml").read_text())["deployments"]
-    assert flow["b"]["wraps"] == "b_login" and flow["b_login"]["config"]["username"] == "me"
-    assert flow["b_login"]["config"]["nodes"] == [{"hostname": "login.b.example:2222"}]
+    assert flow["b"]["wraps"] == "b-login" and flow["b-login"]["config"]["username"] == "me"
+    assert flow["b-login"]["config"]["nodes"] == [{"hostname": "login.b.example:2222"}]
     job = flow["a"]["config"]["services"]["job"]
-    assert job == {"partition": "gpu", "nodes": "1", "gpusPerNode": 4, "time": "2:00:00", "ntasks": 4}
+    assert job == {"partition": "gpu", "nodes": "1", "gpusPerNode": "4", "time": "2:00:00", "ntasks": 4}
     assert {file.name for file in (folder / "project").iterdir()} == {"config.yaml", "train.py"}
 
 
@@ -150,6 +161,14 @@ def test_what_cannot_go_over_files_is_refused_before_any_job(
         error = capsys.readouterr().err
         assert told in error and error.count("\n") == 1, error
         assert not (tmp_path / "w").exists()
+    (tmp_path / "config.yaml").write_text(
+        text.replace("CheckpointCallback", "ProgressCallback").split("    init_args")[0]
+    )
+    assert main(["workflow", "init", str(tmp_path / "config.yaml"), *places, "--out", str(tmp_path / "w")]) == 2
+    assert "give callbacks a CheckpointCallback" in capsys.readouterr().err
+    wrong = ["--facility", f"a=local,setup={tmp_path / 'none'}", "--facility", "b=local"]
+    assert main(["workflow", "init", str(EXAMPLE / "config.yaml"), *wrong, "--out", str(tmp_path / "w")]) == 2
+    assert "none cannot be used: No such file" in capsys.readouterr().err and not (tmp_path / "w").exists()
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "file").touch()
     assert main(["workflow", "init", str(EXAMPLE / "config.yaml"), *places, "--out", str(tmp_path / "w")]) == 2
@@ -162,3 +181,22 @@ def test_what_was_measured_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["workflow", "record", str(tmp_path / "results"), str(tmp_path / "metrics.json")]) == 0
     assert json.loads((tmp_path / "results" / "metrics" / "round_3.json").read_text()) == told
     assert capsys.readouterr().out == "round 3: val/loss 1.5\n"
+
+
+@pytest.mark.parametrize("site", ["project=mine home=/wrong start=x", "set -- $#; [ $1 = 0 ] && false", "false"])
+def test_a_site_changes_nothing_of_a_step(site: str, tmp_path: Path) -> None:
+    """Names, words and the end of a site's script are its own."""
+    (tmp_path / "site.sh").write_text(f"{site}\nxffl() {{ printf '<%s>' \"$@\"; }}\n{site.split(';')[-1]}\n")
+    (tmp_path / "a home" / "export").mkdir(parents=True)
+    words = ["--site", str(tmp_path / "site.sh"), "--home", str(tmp_path / "a home"), "--cell", "0/2", "--round", "1"]
+    words += ["--project", "/the project", "--configuration", "c.yaml", "--", "--data.path", "/x y"]
+    command = ["bash", str(WRITTEN / "steps.sh"), "train", *words]
+    environ = {**os.environ, "start": "other", "metrics": "other"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = ran.stdout.replace(str(tmp_path), "")
+    assert told == (
+        "<exec><--cell><0/2><--export></a home/export></the project/c.yaml><--federation.round><1>"
+        "<--experiment.output_dir></a home/run><--data.path></x y>"
+    )
+    assert (tmp_path / "export").is_dir()

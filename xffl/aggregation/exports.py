@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ from xffl.cluster.environment import read_over_files
 from xffl.distributed.agreement import agree
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = [
     "PART",
     "FileRound",
     "RoundPlan",
+    "agreed_global",
     "check_combiner",
     "check_folder",
     "compare",
@@ -71,6 +72,14 @@ class RoundPlan:
     algorithm: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def plain(self) -> dict[str, Any]:
+        """Return it as an export keeps it, without what changes no bit.
+
+        :return: Plain values.
+        """
+        kept = {name: one for name, one in self.options.items() if name in ("server", "combine")}
+        return {"algorithm": self.algorithm, "options": kept}
+
     def read(self) -> tuple[Any, Any]:
         """Return the combiner and the server optimizer that are asked for.
 
@@ -82,7 +91,7 @@ class RoundPlan:
         return found.get("combine", "mean"), found.get("server")
 
     def check(self) -> None:
-        """Refuse what cannot be done over files; an algorithm's options are left to :meth:`read`.
+        """Refuse what cannot be done over files.
 
         :raises ConfigError: if something cannot.
         """
@@ -99,10 +108,9 @@ class RoundPlan:
                 f"{name} {asked[name]!r} cannot be had in rounds over files, which know server and combine; leave it "
                 "out"
             )
-        if "combine" in asked:
-            check_combiner(make("combine", asked["combine"]))
+        check_combiner(make("combine", self.read()[0]))
         try:
-            json.dumps([self.algorithm, dict(self.options)])
+            json.dumps(self.plain())
         except TypeError as error:
             raise ConfigError(
                 f"what is asked of rounds goes into the exports, and {self.options} cannot; give server and combine by "
@@ -136,6 +144,7 @@ def export_cell(
     policies: Mapping[Pattern, str] | None = None,
     start: str | None = None,
     plan: RoundPlan | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> None:
     """Write what a round would take from this cell: the tensors that it moves, and what they count for.
 
@@ -157,6 +166,7 @@ def export_cell(
     :param start: The digest of the global model that this cell has started from, as :func:`read_global` returns it, so
         that exports that have started from unlike models are not combined.
     :param plan: What ``xffl aggregate`` is to make of the exports, where it is told nothing else.
+    :param sizes: The ranks of all cells, by which samples were dealt out; all exports of a round have the same.
     :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
     :raises CheckpointError: if it could not be written; on all ranks.
     """
@@ -176,7 +186,8 @@ def export_cell(
             "round": integer("round", round, 0),
             "steps": checked_number("steps", steps, "give this cell's local steps"),
             "start": start,
-            "plan": None if plan is None else {"algorithm": plan.algorithm, "options": dict(plan.options)},
+            "plan": None if plan is None else plan.plain(),
+            "sizes": None if sizes is None else list(sizes),
         }
 
     told, manifest = _agreed("exports", checked, model, policies)
@@ -232,6 +243,23 @@ def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
     return int(read_told(Path(path), "global")["round"]), digest_of_folder(Path(path))
 
 
+def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
+    """Return what :func:`read_global` does, the same on all ranks; collective over the world.
+
+    :param path: The folder that ``xffl aggregate`` has written.
+    :return: The round's number, and the digest.
+    :raises CheckpointError: if a rank finds no such folder, or another one than the others; on all ranks.
+    """
+    error: XfflError | None = None
+    found = (0, "")
+    try:
+        found = read_global(path)
+    except XfflError as wrong:
+        error = wrong
+    agree("global models", f"{found}", error=error)
+    return found
+
+
 def digest_of_folder(path: Path) -> str:
     """Return the digest of an export or a global model; local.
 
@@ -241,7 +269,15 @@ def digest_of_folder(path: Path) -> str:
     return read_record(settle(check_path(path))).indexes[HOME]
 
 
-def is_exported(path: str | os.PathLike[str], *, cell: int, cells: int, round: int, start: str | None) -> bool:  # noqa: A002
+def is_exported(
+    path: str | os.PathLike[str],
+    *,
+    cell: int,
+    cells: int,
+    round: int,  # noqa: A002 - as in a report
+    start: str | None,
+    plan: RoundPlan | None = None,
+) -> bool:
     """Tell whether an export stands there already, whole and as it was written; local.
 
     :param path: The folder.
@@ -249,9 +285,12 @@ def is_exported(path: str | os.PathLike[str], *, cell: int, cells: int, round: i
     :param cells: Of how many.
     :param round: The round that it is to be for.
     :param start: The digest of the global model that the cell is to have started from; ``None`` for the common start.
+    :param plan: What is to be made of it; ``None`` for whatever it says.
     :return: Whether it does.
     """
-    asked = {"cell": cell, "cells": cells, "round": round, "start": start}
+    asked: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
+    if plan is not None:
+        asked["plan"] = plan.plain()
     try:
         told = read_told(Path(path), "export")
         if any(told.get(name) != one for name, one in asked.items()):
@@ -292,15 +331,23 @@ class FileRound:
     ) -> None:
         plan.check()
         self._model, self._state, self._plan, self._policies = model, state, plan, policies
-        self._asked = read_over_files()
-        self._before = 0
-        self._start: str | None = None
+        cell, sizes = state.lone_cell or (0, (1,))
+        self._asked = read_over_files({"cell": f"{cell}/{len(sizes)}"})
+        self._before, self._is_begun = 0, False
+        self.start: str | None = None
+        """The digest of the global model that it has started from"""
 
     def begin(self) -> None:
-        """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""
+        """Start from the global model of ``XFFL_FROM``, if any; collective over the world.
+
+        :raises StateError: if it has begun before.
+        """
+        if self._is_begun:
+            raise StateError("a job of one cell makes one export, so its with block is entered once; start another job")
+        self._is_begun = True
         if self._asked.start is not None:
-            self._before = load_global(self._asked.start, self._model, self._state, policies=self._policies)
-            self._start = digest_of_folder(Path(self._asked.start))
+            self._before, self.start = agreed_global(self._asked.start)
+            load_global(self._asked.start, self._model, self._state, policies=self._policies)
 
     def end(self, weight: float | None, steps: float) -> None:
         """Export to ``XFFL_EXPORT``, if that is set; collective over the world.
@@ -321,8 +368,9 @@ class FileRound:
             steps=steps,
             round=self._before + 1,
             policies=self._policies,
-            start=self._start,
+            start=self.start,
             plan=self._plan,
+            sizes=sizes,
         )
 
 

@@ -42,6 +42,7 @@ _HINTS = {
     "cells": "give exports of one round",
     "round": "give exports of one round",
     "start": "give exports of cells that have started from the same global model",
+    "sizes": "train all cells with the same sizes of cells, by which samples are dealt out",
     "plan": "give all cells the same configuration of rounds",
 }
 
@@ -174,7 +175,7 @@ def _open(paths: Sequence[str | Path]) -> list[_Export]:
         export = _Export(path)
         told = export.told
         first = first or export
-        for what in ("cells", "round", "start", "plan"):
+        for what in ("cells", "sizes", "round", "start", "plan"):
             if told.get(what) != first.told.get(what):
                 raise CheckpointError(
                     f"{path} is of {what} {told.get(what)}, {first.path} of {first.told.get(what)}; {_HINTS[what]}"

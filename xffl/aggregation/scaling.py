@@ -290,6 +290,7 @@ class FederatedScaling:
             "client": None if client is None else client.state_dict(),
             "ledger": self._ledger.state_dict(),
             "effort": self._effort.state_dict(),
+            "start": None if self._over_files is None else self._over_files.start,
             "since": self._since,
             "target": self._target,
             "report": None if self._report is None else asdict(self._report),
@@ -321,7 +322,9 @@ class FederatedScaling:
         self._under_way = None
         if client is not None:
             client.load_state_dict(state["client"])
-        self._ledger.load_state_dict(state["ledger"])
+        # What was made before this job's global model is in it.
+        if self._over_files is None or state["start"] == self._over_files.start:
+            self._ledger.load_state_dict(state["ledger"])
         self._effort.load_state_dict(state["effort"])
         self._since, self._target = int(state["since"]), int(state["target"])
         # Saved where a merge told of a round, just before the next one was to start.
@@ -393,7 +396,9 @@ class FederatedScaling:
             raise wrong
         if self._weight is not None:
             self._ledger.add_count(checked_weight(self._weight()))
-        over_files.end(None if self._weight is None else self._ledger.count(0), self._ledger.effort(0))
+        weight = 0.0 if not self._ledger.is_waiting(0) else None if self._weight is None else self._ledger.count(0)
+        over_files.end(weight, self._ledger.effort(0))
+        self._ledger.settle(self._ledger.claim(0))
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""

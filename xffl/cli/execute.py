@@ -181,6 +181,9 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if over_files.measure is not None:
         raise ConfigError("--measure is for a configuration, whose trainer knows how to measure; leave it out")
     os.environ.update(over_files.variables())
+    if (done := _what_script_has_done(over_files)) is not None and _started(options) is None:
+        print(f"xffl: {done}", file=sys.stderr)
+        return ExitCode.OK
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     federated, replica_size, sources = complete_federation(asked, options.hsdp)
     if (started := _started(options)) is not None:
@@ -252,7 +255,7 @@ def _words_over_files(over_files: OverFiles) -> list[str]:
     asked = {
         "cell": over_files.cell,
         "start_from": over_files.start,
-        "export_to": over_files.export,
+        "export_to": over_files.export if over_files.measure is None else None,
         "measure_to": over_files.measure,
     }
     words = [word for key, one in asked.items() if one is not None for word in (f"--federation.{key}", one)]
@@ -272,6 +275,11 @@ def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> 
     number, cells = (0, 1) if over_files.cell is None else parse_cell(over_files.cell, "--cell")
     if isinstance(cells, int) and isinstance(federated, int):
         cells = (federated,) * cells
+    elif isinstance(federated, tuple) and over_files.cell is not None and len(federated) != _count(cells):
+        raise ConfigError(
+            f"--cell is {over_files.cell}, of {_count(cells)} cells, but the configuration has {len(federated)}; give "
+            "as many"
+        )
     elif (
         isinstance(cells, int) and isinstance(federated, tuple) and (len(federated) == cells or over_files.cell is None)
     ):
@@ -305,10 +313,26 @@ def _what_is_done(config: Any) -> str | None:
         return None
     number = round_before + 1 if asked.round is None else asked.round
     cell, cells = parse_cell(asked.cell, "federation.cell")
-    count = cells if isinstance(cells, int) else len(cells)
-    if is_exported(asked.export_to, cell=cell, cells=count, round=number, start=start):
+    if is_exported(asked.export_to, cell=cell, cells=_count(cells), round=number, start=start, plan=asked.plan):
         return f"{asked.export_to} is the export of cell {cell} for round {number} already, and whole"
     return None
+
+
+def _what_script_has_done(over_files: OverFiles) -> str | None:
+    """Tell where a script's job of one cell has been made before; ``None`` where it is to be made."""
+    if over_files.cell is None or over_files.export is None or not os.path.isdir(over_files.export):
+        return None
+    from xffl.aggregation.exports import is_exported, read_global
+
+    before, start = (0, None) if over_files.start is None else read_global(over_files.start)
+    cell, cells = parse_cell(over_files.cell, "--cell")
+    if is_exported(over_files.export, cell=cell, cells=_count(cells), round=before + 1, start=start):
+        return f"{over_files.export} is the export of cell {cell} for round {before + 1} already, and whole"
+    return None
+
+
+def _count(cells: int | tuple[int, ...]) -> int:
+    return cells if isinstance(cells, int) else len(cells)
 
 
 def _own_rule(config: object) -> Federation | None:

@@ -72,6 +72,7 @@ def run(options: Namespace) -> int:
 
 
 def _init(options: Namespace) -> None:
+    from xffl.training.callbacks import CheckpointCallback
     from xffl.training.configuration import read_job
 
     facilities = parse_facilities(options.facility)
@@ -84,6 +85,11 @@ def _init(options: Namespace) -> None:
         raise ConfigError(f"{options.configuration} has no federation.every of local steps; give it a number")
     # Refused now, not at the first round of jobs that have waited in queues.
     type(asked)(**{**_plain(asked), "cell": f"0/{len(facilities)}"})
+    if not any(isinstance(one, CheckpointCallback) for one in config.callbacks) or not config.experiment.resume:
+        raise ConfigError(
+            "each round is a job that goes on from the one before, but the configuration keeps nothing for it; give "
+            "callbacks a CheckpointCallback, and leave experiment.resume true"
+        )
     measured_by = facilities[0].name if options.measure is None else options.measure
     if measured_by not in ("none", *(one.name for one in facilities)):
         raise ConfigError(f"--measure is {measured_by!r}; give none or one of the facilities")
@@ -136,6 +142,7 @@ def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] |
 def _begin(options: Namespace) -> None:
     """Write the step's results for CWL into this folder: the model to go on from as ``start``, the round, if any."""
     from xffl.aggregation.exports import check_folder, read_told
+    from xffl.checkpoint.folder import settle
 
     first = integer("--first", options.first, 0, 1)
     results, last = Path(options.results), None
@@ -151,7 +158,7 @@ def _begin(options: Namespace) -> None:
             continue
     told: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
     if last is not None:
-        _give(results / f"round_{last}", Path("start"))
+        _give(settle(results / f"round_{last}"), Path("start"))
         told["start"] = {"class": "Directory", "location": "start"}
     told["more"] = told["round"] <= options.rounds
     Path("cwl.output.json").write_text(json.dumps(told) + "\n")

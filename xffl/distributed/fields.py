@@ -134,7 +134,10 @@ class StateFields:
         if self._lone_cell is None:
             return self.topology, rank
         cell, sizes = self._lone_cell
-        dealt = Topology(sum(sizes), sizes, self.topology.replica_size, self.topology.cell_shape)
+        replica = self.topology.replica_size  # other cells may be laid out otherwise
+        if replica is not None and any(size % replica for size in sizes):
+            replica = None
+        dealt = Topology(sum(sizes), sizes, replica, self.topology.cell_shape)
         return dealt, dealt.offsets[cell] + rank
 
     def is_node_setup(self) -> bool:

@@ -61,9 +61,9 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
     :param folder: A folder that is new or empty.
     :raises ConfigError: if it is neither, or something cannot be read or written.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already and not empty; give the name of a new folder")
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} is there already and not empty; give the name of a new folder")
         (folder / "sites").mkdir(parents=True)
         templates = files("xffl.workflow") / "templates"
         for name in _FIXED:
@@ -80,6 +80,7 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
         _write(folder / "inputs.yml", _INPUTS, _inputs(workflow, folder.resolve()))
         _write(folder / "streamflow.yml", _STREAMFLOW, _streamflow(workflow))
     except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"{error.filename or folder} cannot be used: {error.strerror}; give another") from error
 
 
@@ -221,13 +222,13 @@ def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
 def _streamflow(workflow: Workflow) -> dict[str, Any]:
     bindings: list[dict[str, Any]] = []
     deployments: dict[str, Any] = {}
-    for one in workflow.facilities:
+    for number, one in enumerate(workflow.facilities):
         steps = [f"/federation/train_{one.name}"]
         if one.name == workflow.measured_by:
             steps += ["/federation/measure", "/measure"]
         target = {"deployment": one.name} | ({"service": "job"} if one.is_slurm else {})
         bindings += [{"step": step, "target": target} for step in steps]
-        deployments |= _deployment(one, workflow.name)
+        deployments |= _deployment(one, None if workflow.sizes is None else workflow.sizes[number])
     cwl = {"file": "main.cwl", "settings": "inputs.yml"}
     return {
         "version": "v1.0",
@@ -236,20 +237,19 @@ def _streamflow(workflow: Workflow) -> dict[str, Any]:
     }
 
 
-def _deployment(one: Facility, name: str) -> dict[str, Any]:
+def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
     workdir = {} if one.workdir is None else {"workdir": one.workdir}
     if one.host is None and not one.is_slurm:
         return {one.name: {"type": "local", "config": {}} | workdir}
     found: dict[str, Any] = {}
-    login = f"{one.name}_login"
+    login = f"{one.name}-login"  # no facility has such a name
     if one.host is not None:
         ssh: dict[str, Any] = {"nodes": [{"hostname": one.host}]}
         ssh |= {} if one.user is None else {"username": one.user}
         ssh |= {} if one.key is None else {"sshKey": one.key}
         found[login if one.is_slurm else one.name] = {"type": "ssh", "config": ssh} | ({} if one.is_slurm else workdir)
     if one.is_slurm:
-        asked: dict[str, Any] = {key: int(value) if key == "gpusPerNode" else value for key, value in one.slurm.items()}
-        asked |= {} if one.processes is None else {"ntasks": one.processes}
+        asked: dict[str, Any] = {**one.slurm} | ({} if ranks is None else {"ntasks": ranks})
         config = {"maxConcurrentJobs": 2, "services": {"job": asked}}
         found[one.name] = {"type": "slurm", "config": config} | workdir | ({} if one.host is None else {"wraps": login})
     return found

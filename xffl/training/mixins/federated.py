@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_global
+from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
 from xffl.aggregation.manifest import Manifest
 from xffl.aggregation.recipe import check_plan
 from xffl.aggregation.scaling import FederatedScaling
@@ -191,7 +191,7 @@ class FederatedMixin(TrainerMixin):
             self._measure(Path(asked.measure_to))
 
     def _take(self, path: Path, asked: FederationConfig) -> None:
-        number, digest = read_global(path)
+        number, digest = agreed_global(path)
         if number < self._global_round:
             raise ConfigError(
                 f"federation.start_from {path} is of round {number}, but this run has started from round "
@@ -209,7 +209,8 @@ class FederatedMixin(TrainerMixin):
             raise StateError(
                 f"federation.start_from {path} is of round {number}, before which a cell makes {number * asked.steps} "
                 f"steps, but the run in {self.config.experiment.output_dir} has made {self.global_step}; give the "
-                "output_dir of its rounds so far, and callbacks a CheckpointCallback, which keeps them"
+                "output_dir of its rounds so far, and callbacks a CheckpointCallback, which keeps them. After a round "
+                "that ended early (training.max_steps, epochs, early stopping) there is no other"
             )
         load_global(path, self.federated_model(), self.state, policies=self._policies())
         self._global_round, self._global_digest = number, digest
@@ -243,7 +244,7 @@ class FederatedMixin(TrainerMixin):
     def give_to_round(self) -> None:
         """Export to ``federation.export_to``; collective over the world."""
         asked, lone = self.section("federation", FederationConfig), self.lone_cell()
-        if asked.export_to is None or lone is None:
+        if asked.export_to is None or lone is None or asked.measure_to is not None:
             return
         number = self._round_number(asked)
         if number > 0 and self.steps_since_round == 0:
@@ -263,6 +264,7 @@ class FederatedMixin(TrainerMixin):
             policies=self._policies(),
             start=self._global_digest,
             plan=asked.plan,
+            sizes=lone[1],
         )
 
     def _policies(self) -> Any:

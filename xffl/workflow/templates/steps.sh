@@ -1,22 +1,31 @@
 #!/usr/bin/env bash
 # One step of a round over files: bash steps.sh STEP --NAME VALUE ... -- WORD ...
 # Each has a .cwl file of its name. A step whose result stands there whole does nothing, so to start again is to go on.
-# shellcheck disable=SC2154 # names come from the command line
+# shellcheck disable=SC2154 # the names are declared in a loop
 set -eo pipefail
 
-step=$1
+declare -A xffl_step=([step]=$1 [start]='' [metrics]='') # what the step is given; a site's script has other names
 shift
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-    declare "${1#--}=$2"
+    xffl_step[${1#--}]=$2
     shift 2
 done
 [ $# -eq 0 ] || shift
 unset HOME # which CWL has set to the step's own folder
 export HOME=~
-# shellcheck source=/dev/null
-. "$site" # what this facility needs before xffl; "set -u" comes later, for its sake
-set -u
-case ${home:-/} in /*) ;; *) home=$HOME/$home ;; esac
+
+make_environment() { # what this facility needs before xffl; without this script's words and settings
+    set +e
+    # shellcheck source=/dev/null
+    . "${xffl_step[site]}"
+}
+make_environment
+set -euo pipefail
+
+for name in home cell project configuration round rounds first start metrics results; do
+    declare "$name=${xffl_step[$name]:-}"
+done
+case $home in /*) ;; *) home=$HOME/$home ;; esac
 
 give() { # FOLDER NAME: make it this step's result; no copy where the file system has links
     cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2" && cp -a "$1" "$2"; }
@@ -49,7 +58,7 @@ begin() { # where the rounds are made: the last whole round, from which to go on
 
 aggregate() { # where the rounds are made: the round, of all exports
     alone "$results"
-    [ -z "${metrics:-}" ] || xffl workflow record "$results" "$metrics"
+    [ -z "$metrics" ] || xffl workflow record "$results" "$metrics"
     xffl aggregate "$@" --out "$results/round_$round" --state "$results/server" --start "$results/round_0"
     give "$results/round_$round" model
     local more=false
@@ -63,4 +72,4 @@ record() { # where the rounds are made: keep what was measured
     cp "$metrics" metrics.json
 }
 
-"$step" "$@"
+"${xffl_step[step]}" "$@"
