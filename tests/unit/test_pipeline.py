@@ -103,7 +103,7 @@ def test_words_alone_cost_a_round_trip_for_each_bucket() -> None:
     st.floats(0, 3),
     st.builds(Pace, st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)),
 )
-@example(2.7647712212844633, (2.25,), 0.0, 8.0, True, 2.0, Pace(3, 1, 0))  # 1.95 %, the worst that was found
+@example(2.7647712212844633, (2.25,), 0.0, 8.0, True, 2.0, Pace(3, 1, 0))  # runs otherwise after 1,200 buckets
 @settings(deadline=None, max_examples=40)
 def test_extrapolation_agrees_with_simulating_all(
     pack: float,
@@ -117,4 +117,4 @@ def test_extrapolation_agrees_with_simulating_all(
     some = Stages(pack, hops, (combine,) * len(hops), latency, is_asked, home, 0.0)
     count = 3 * SIMULATED * pace.in_flight + 7
     for short, full in zip(follow(some, float(count), pace), simulate(some, count, 1.0, pace), strict=True):
-        assert short == pytest.approx(full, rel=0.03, abs=1e-9)
+        assert short == pytest.approx(full, rel=0.01, abs=1e-9)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -53,6 +53,9 @@ from xffl.cluster.srun import launch_srun
 from xffl.cluster.ssh import launch_ssh
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
+
+if TYPE_CHECKING:
+    from xffl.aggregation.exports import RoundPlan
 
 __all__ = ["build_parser", "run", "split_command"]
 
@@ -299,7 +302,7 @@ def _what_is_done(config: Any) -> str | None:
     asked = getattr(config, "federation", None)
     if asked is None or not asked.is_alone:
         return None
-    from xffl.aggregation.exports import is_exported, read_global
+    from xffl.aggregation.exports import read_global
 
     round_before, start = (0, None) if asked.start_from is None else read_global(asked.start_from)
     if asked.measure_to is not None:
@@ -312,22 +315,26 @@ def _what_is_done(config: Any) -> str | None:
     if asked.export_to is None or (asked.round is None and start is None):
         return None
     number = round_before + 1 if asked.round is None else asked.round
-    cell, cells = parse_cell(asked.cell, "federation.cell")
-    if is_exported(asked.export_to, cell=cell, cells=_count(cells), round=number, start=start, plan=asked.plan):
-        return f"{asked.export_to} is the export of cell {cell} for round {number} already, and whole"
-    return None
+    return _exported(asked.export_to, asked.cell, number, start, asked.plan)
 
 
 def _what_script_has_done(over_files: OverFiles) -> str | None:
     """Tell where a script's job of one cell has been made before; ``None`` where it is to be made."""
     if over_files.cell is None or over_files.export is None or not os.path.isdir(over_files.export):
         return None
-    from xffl.aggregation.exports import is_exported, read_global
+    from xffl.aggregation.exports import read_global
 
     before, start = (0, None) if over_files.start is None else read_global(over_files.start)
-    cell, cells = parse_cell(over_files.cell, "--cell")
-    if is_exported(over_files.export, cell=cell, cells=_count(cells), round=before + 1, start=start):
-        return f"{over_files.export} is the export of cell {cell} for round {before + 1} already, and whole"
+    return _exported(over_files.export, over_files.cell, before + 1, start, None)
+
+
+def _exported(export: str, cell: str, number: int, start: str | None, plan: RoundPlan | None) -> str | None:
+    """Tell where a cell's export for a round stands already."""
+    from xffl.aggregation.exports import is_exported
+
+    place, cells = parse_cell(cell, "--cell")
+    if is_exported(export, cell=place, cells=_count(cells), round=number, start=start, plan=plan):
+        return f"{export} is the export of cell {place} for round {number} already, and whole"
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,7 @@ def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] |
 
 
 def _begin(options: Namespace) -> None:
-    """Write the step's results for CWL into this folder: the model to go on from as ``start``, the round, if any."""
+    """Write the step's results for CWL into this folder, and print the folder that it is to give as ``start``."""
     from xffl.aggregation.exports import check_folder, read_told
     from xffl.checkpoint.folder import settle
 
@@ -158,19 +157,12 @@ def _begin(options: Namespace) -> None:
             continue
     told: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
     if last is not None:
-        _give(settle(results / f"round_{last}"), Path("start"))
+        print(settle(results / f"round_{last}"))
         told["start"] = {"class": "Directory", "location": "start"}
     told["more"] = told["round"] <= options.rounds
     Path("cwl.output.json").write_text(json.dumps(told) + "\n")
-    print(f"round {told['round']} is the next of {options.rounds}" if told["more"] else "all rounds are made")
-
-
-def _give(folder: Path, name: Path) -> None:
-    try:
-        shutil.copytree(folder, name, copy_function=os.link)
-    except (OSError, shutil.Error):  # another file system, or one without links
-        shutil.rmtree(name, ignore_errors=True)
-        shutil.copytree(folder, name)
+    where = f"round {told['round']} is the next of {options.rounds}" if told["more"] else "all rounds are made"
+    print(where, file=sys.stderr)
 
 
 def _record(options: Namespace) -> None:

@@ -12,7 +12,7 @@ from xffl.errors import ConfigError
 
 __all__ = ["Course", "Link", "Pace", "Stages", "follow", "simulate"]
 
-SIMULATED = 256
+SIMULATED = 1024
 """Buckets, for each one in flight, that are simulated before the rest is extrapolated."""
 
 

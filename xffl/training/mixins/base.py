@@ -150,10 +150,6 @@ class TrainerMixin:
         """Return which cell this job is, and the ranks of all cells, where each cell is a job of its own."""
         return None
 
-    def perform_validation_epoch(self, over: str = "cell") -> dict[str, float]:
-        """Measure the models, see :class:`~xffl.training.mixins.validation.ValidationMixin`."""
-        raise NotImplementedError
-
     @property
     def last_step(self) -> int | None:
         """The optimizer step after which this job ends, where its round goes over files."""

@@ -23,7 +23,7 @@ from xffl.cluster.cells import parse_cell
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import check_name
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.mixins.validation import ValidationMixin
 
 __all__ = ["FederatedConfigMixin", "FederatedMixin", "FederationConfig"]
 
@@ -137,7 +137,7 @@ class FederatedConfigMixin:
     federation: FederationConfig = field(default_factory=FederationConfig)
 
 
-class FederatedMixin(TrainerMixin):
+class FederatedMixin(ValidationMixin):
     """Run rounds between the cells while a trainer trains."""
 
     _scaling: FederatedScaling | None = None

@@ -53,7 +53,9 @@ measure() { # at a facility: what the global model is worth
 
 begin() { # where the rounds are made: the last whole round, from which to go on
     alone "$results"
-    xffl workflow begin "$results" --first "$first" --rounds "$rounds"
+    local last
+    last=$(xffl workflow begin "$results" --first "$first" --rounds "$rounds")
+    [ -z "$last" ] || give "$last" start
 }
 
 aggregate() { # where the rounds are made: the round, of all exports
