@@ -132,8 +132,9 @@ def facilities(
     path = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
     require(shutil.which("sshd", path=path), "sshd (openssh-server)")
     prefix, home = f"f{secrets.token_hex(2)}", tmp_path_factory.mktemp("fac")
-    environ = {**base_environ, "FAC_PREFIX": prefix, "PATH": path}
-    found: dict[str, Any] = {"prefix": prefix, "home": home}
+    net = f"10.{80 + secrets.randbelow(100)}"  # others, or what a killed test has left, have their own
+    environ = {**base_environ, "FAC_PREFIX": prefix, "FAC_NET": net, "PATH": path}
+    found: dict[str, Any] = {"prefix": prefix, "net": net, "home": home}
     (home / ".ssh").mkdir()
     with ExitStack() as stack:
         stack.callback(subprocess.run, [str(FACILITIES), "down"], env=environ, check=False, timeout=60)
@@ -141,7 +142,7 @@ def facilities(
         for number, name in enumerate(("a", "b"), 1):
             within = ("ip", "netns", "exec", f"{prefix}-{name}")
             sshd = home / f"k{name}"
-            own = {"SS_DIR": str(sshd), "SS_HOSTS": f"10.78.{number}.2:22022"}
+            own = {"SS_DIR": str(sshd), "SS_HOSTS": f"{net}.{number}.2:22022"}
             if name in CLUSTERS:
                 slurm = stack.enter_context(slurm_up(f"{name}:2", environ, home / f"s{name}", within=within))
                 own["SS_SETENV"] = f"SLURM_CONF={slurm['SLURM_CONF']}"
@@ -156,7 +157,8 @@ def facilities(
 def test_two_facilities_without_a_route_between_them(
     facilities: dict[str, Any], project: Path, joined: bytes, base_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    for here, there in (("a", "10.78.2.2"), ("b", "10.78.1.2")):
+    net = facilities["net"]
+    for here, there in (("a", f"{net}.2.2"), ("b", f"{net}.1.2")):
         way = ["ip", "-n", f"{facilities['prefix']}-{here}", "route", "get", there]
         told = subprocess.run(way, capture_output=True, text=True, timeout=60, check=False)
         assert told.returncode != 0 and "unreachable" in told.stderr
@@ -169,7 +171,7 @@ def test_two_facilities_without_a_route_between_them(
     ranks = 1 if ROUNDS == 3 else 4
     words = []
     for number, name in enumerate(("a", "b"), 1):
-        reached = f"ssh:root@10.78.{number}.2:22022,key={home / f'k{name}' / 'id'}"
+        reached = f"ssh:root@{net}.{number}.2:22022,key={home / f'k{name}' / 'id'}"
         reached += ",slurm,partition=all,time=30,nodes=1" if name in CLUSTERS else ""
         places = f"setup={site},home={home / name},workdir={home / f'w{name}'},processes={ranks}"
         words += ["--facility", f"{name}={reached},{places}"]

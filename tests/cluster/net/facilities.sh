@@ -2,9 +2,10 @@
 # facilities.sh up|down: network namespaces that stand for facilities. This host reaches each of them, as those do who
 # log in; between them there is no way: none has a route but to this host's end of its own link, which forwards nothing.
 #   FAC_PREFIX  names are FAC_PREFIX-a, FAC_PREFIX-b; short, since interfaces have the same
-# After "up": ip netns exec FAC_PREFIX-a COMMAND; a has 10.78.1.2 and b 10.78.2.2.
+#   FAC_NET     the first two numbers of their addresses, such as 10.78: a has 10.78.1.2 and b 10.78.2.2
+# After "up": ip netns exec FAC_PREFIX-a COMMAND
 set -eu
-prefix=${FAC_PREFIX:?prefix}
+prefix=${FAC_PREFIX:?prefix} net=${FAC_NET:?addresses}
 
 up() {
     local number=0 name space
@@ -13,9 +14,9 @@ up() {
         ip netns add "$space"
         ip -n "$space" link set lo up
         ip link add "$space" type veth peer name eth0 netns "$space"
-        ip addr add "10.78.$number.1/30" dev "$space"
+        ip addr add "$net.$number.1/30" dev "$space"
         ip link set "$space" up
-        ip -n "$space" addr add "10.78.$number.2/30" dev eth0
+        ip -n "$space" addr add "$net.$number.2/30" dev eth0
         ip -n "$space" link set eth0 up
     done
 }
@@ -29,4 +30,4 @@ down() {
     done
 }
 
-case ${1:-} in up) up ;; down) down ;; *) sed -n 2,6p "$0"; exit 2 ;; esac
+case ${1:-} in up) up ;; down) down ;; *) sed -n 2,7p "$0"; exit 2 ;; esac
