@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
-from xffl.aggregation import crossing
-from xffl.aggregation.feedback import Feedback
+from xffl.aggregation.compression.error_feedback import Feedback
+from xffl.aggregation.engine import transport as crossing
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "01_digits"))
 import digits

@@ -37,8 +37,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 import xffl
-from xffl.aggregation.layout import _bytes_of, _copy
-from xffl.aggregation.routes import start_moves
+from xffl.aggregation.engine.buffers import _bytes_of, _copy
+from xffl.aggregation.engine.groups import start_moves
 from xffl.cluster.hardware import resident_bytes
 
 KINDS = {"atomic": True, "in-place": False}

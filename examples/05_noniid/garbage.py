@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
-from xffl.aggregation.clients.base import Client, local
+from xffl.aggregation.algorithms.clients import Client, local
 from xffl.training.sampler import CellBatchSampler
 
 CELLS, BAD_CELL = 5, 3

@@ -17,7 +17,7 @@ from tests.nccl.traces import Record
 from tests.ports import free_port
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.levels import Level, Levels
+from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.parallel import DistributedStrategy

@@ -17,7 +17,7 @@ from tests.ranks.test_algorithms import vector
 from tests.ranks.test_protected import Array, Net, build, moved, same_bits
 from tests.ranks.test_round import complete, make_state
 from tests.worlds import run_world
-from xffl.aggregation.opening import Contribution
+from xffl.aggregation.engine.consensus import Contribution
 
 UNEVEN = [((4, 2), None), ((2, 4), 2)]
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.clients import Client, FedProx, Scaffold
-from xffl.aggregation.schedules import PerCell
+from xffl.aggregation.algorithms.clients import Client, FedProx, Scaffold
+from xffl.aggregation.algorithms.schedules import PerCell
 from xffl.distributed.distributed_state import DistributedState
 
 LAYOUTS = [((2, 2), None), ((4, 2), None), ((2, 1), 1)]

@@ -18,13 +18,13 @@ from tests.decoder import Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import RATE, STEPS, full_weights, joined, train_alone
 from tests.ranks.test_strategy_steps import ACCUMULATIONS, BATCHES, train_large_batches
 from tests.worlds import run_world
-from xffl.aggregation.torn import Tear, find_tear
+from xffl.aggregation.engine.inconsistent import Tear, find_tear
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
-from xffl.parallel.engine import ZeroModel
-from xffl.parallel.zero import find_masters, mark, round_view
+from xffl.parallel.deepspeed import ZeroModel
+from xffl.parallel.zero_view import find_masters, mark, round_view
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
 

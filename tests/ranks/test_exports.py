@@ -24,11 +24,11 @@ import xffl
 from tests.ports import free_port
 from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits
 from tests.worlds import be_launched, run_world
-from xffl.aggregation import pieces
+from xffl.aggregation import offline as pieces
+from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_told
 from xffl.aggregation.offline import aggregate_exports
-from xffl.aggregation.registry import make
-from xffl.checkpoint.folder import read_record, settle
+from xffl.checkpoint.format import read_record, settle
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.cli.main import main
 from xffl.cluster.environment import read_over_files
@@ -144,7 +144,7 @@ def test_a_round_over_files_has_the_bits_of_one_over_a_network(
     cells: tuple[int, ...], hsdp: int | None, dtype: torch.dtype, combine: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("xffl.aggregation.pieces.PIECE_BYTES", 1000)
+    monkeypatch.setattr("xffl.aggregation.offline.PIECE_BYTES", 1000)
     found = run_world(sum(cells), networked, free_port(), cells, hsdp, dtype, combine, init=False)
     folders = export_all(tmp_path, cells, hsdp, dtype)
     made = aggregate_exports(folders[::-1], tmp_path / "global", combine=combine)
@@ -517,7 +517,7 @@ def one_round(
 def test_a_server_optimizer_goes_on_from_round_to_round(
     server: object, sizes: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xffl.aggregation.pieces.PIECE_BYTES", 1000)
+    monkeypatch.setattr("xffl.aggregation.offline.PIECE_BYTES", 1000)
     expected = run_world(sum(sizes), five_rounds, free_port(), sizes, dtype, server, init=False)
     state = tmp_path / "server"
     for number in range(6):

@@ -44,7 +44,7 @@ from xffl.distributed import (
     FaultTolerantWorld,
 )
 from xffl.distributed.fault_tolerance import CommittedOptimizer
-from xffl.distributed.transport import NONCE_BYTES, ShardTransport
+from xffl.distributed.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
 from xffl.training import Callback, CellLoader, ExperimentConfig, FederationConfig, TrainingParameters
@@ -668,7 +668,7 @@ def test_a_giver_without_the_token_and_a_hostile_pickle_are_refused(
 def test_a_state_of_another_step_is_not_given(
     transports: list[ShardTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xffl.distributed.transport.START_S", 0.3)
+    monkeypatch.setattr("xffl.distributed.replica_transport.START_S", 0.3)
     giver, taker, _ = transports
     with ThreadPoolExecutor() as pool:
         sent = pool.submit(giver.send_checkpoint, [1], 7, STATE, timedelta(seconds=20))

@@ -18,7 +18,7 @@ from tests.ranks.test_algorithms import build, geometric_median, mean, median, m
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation import Level, Levels
-from xffl.aggregation.opening import Contribution
+from xffl.aggregation.engine.consensus import Contribution
 
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]

@@ -24,13 +24,13 @@ from tests.nccl.rules import faults_of
 from tests.nccl.traces import Call, HostWait, Join
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
-from xffl.aggregation import crossing
+from xffl.aggregation.algorithms.registry import make
+from xffl.aggregation.algorithms.server import server_of
+from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.progress import Progress
-from xffl.aggregation.registry import make
-from xffl.aggregation.server import server_of
-from xffl.distributed import backends
+from xffl.aggregation.privacy.differential import Privacy
+from xffl.distributed import consistency as backends
 from xffl.distributed.process_group import setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
@@ -359,7 +359,7 @@ def test_a_host_is_a_few_messages_ahead_of_its_gpu() -> None:
 
 
 def unconnected() -> None:
-    for place in ("xffl.parallel.weights", "xffl.aggregation.routes"):
+    for place in ("xffl.parallel.shard", "xffl.aggregation.engine.groups"):
         mock.patch(f"{place}.connect").start()
 
 
@@ -368,7 +368,7 @@ def in_another_order() -> None:
         connect([*groups][:: -1 if dist.get_rank() % 2 else 1], device)
 
     connect = backends.connect
-    mock.patch("xffl.aggregation.routes.connect", backwards).start()
+    mock.patch("xffl.aggregation.engine.groups.connect", backwards).start()
 
 
 def one_by_one() -> None:
@@ -419,25 +419,25 @@ def another_kind() -> None:
             else:
                 dist.all_reduce(values, group=group)
 
-    mock.patch("xffl.parallel.weights.connect", connect).start()
+    mock.patch("xffl.parallel.shard.connect", connect).start()
 
 
 def on_another_gpu() -> None:
-    mock.patch("xffl.parallel.weights.transfer_device", return_value=torch.device("cuda", 0)).start()
+    mock.patch("xffl.parallel.shard.transfer_device", return_value=torch.device("cuda", 0)).start()
 
 
 def strided() -> None:
     def connect(groups: Any, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(4, 2, device=device)[:, 0])
 
-    mock.patch("xffl.parallel.weights.connect", connect).start()
+    mock.patch("xffl.parallel.shard.connect", connect).start()
 
 
 def of_16_bits() -> None:
     def connect(groups: Any, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(4, dtype=torch.int16, device=device))
 
-    mock.patch("xffl.parallel.weights.connect", connect).start()
+    mock.patch("xffl.parallel.shard.connect", connect).start()
 
 
 def not_waited_for() -> None:
@@ -467,7 +467,7 @@ def the_host_waits_alone() -> None:
             dist.all_reduce(values, group=group)
             values.item()
 
-    mock.patch("xffl.parallel.weights.connect", connect).start()
+    mock.patch("xffl.parallel.shard.connect", connect).start()
 
 
 @pytest.mark.parametrize(
@@ -512,4 +512,4 @@ def test_gloo_does_not_send_from_gpus() -> None:
 
 def gpu_to_gloo() -> None:
     here = torch.device("cuda", torch.cuda.current_device())
-    mock.patch("xffl.parallel.weights.transfer_device", return_value=here).start()
+    mock.patch("xffl.parallel.shard.transfer_device", return_value=here).start()

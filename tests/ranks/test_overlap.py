@@ -17,8 +17,8 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import build, check_values, complete, digests, fill, make_state, tensors, weightings
 from tests.worlds import run_world
-from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.schedules import PerCell, Schedule
+from xffl.aggregation.algorithms.schedules import PerCell, Schedule
+from xffl.aggregation.privacy.differential import Privacy
 from xffl.distributed.process_group import cleanup_distributed_process_group
 
 LAYOUTS = [((1, 1), None), ((3, 1), None), ((2, 2), 1)]

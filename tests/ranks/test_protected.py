@@ -16,10 +16,10 @@ import xffl
 from tests.ranks.test_algorithms import move, vector
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.combine import Combiner
-from xffl.aggregation.crossing import Crossing
-from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.secure import Masker, SecureSum
+from xffl.aggregation.algorithms.combiners import Combiner
+from xffl.aggregation.engine.transport import Crossing
+from xffl.aggregation.privacy.differential import Privacy
+from xffl.aggregation.privacy.secure_sum import Masker, SecureSum
 
 Array = npt.NDArray[np.float64]
 
@@ -271,7 +271,7 @@ def test_a_server_needs_one_model_to_start_from() -> None:
 
 def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, list[float]]:
     """A rank fails before its update is protected, and sends on: what it sends must hold nothing of the update."""
-    from xffl.aggregation import protection
+    from xffl.aggregation.engine import exchange as protection
 
     state = make_state(rank, (2, 2), None)
     model = build(state)
@@ -310,7 +310,7 @@ def test_what_could_not_be_protected_does_not_leave(step: str) -> None:
 
 def fails_under_masks(rank: int, world_size: int) -> float:
     """A cell that fails sends no masked zeros: with its own row taken off the sum, each would read the third one's."""
-    from xffl.aggregation import protection
+    from xffl.aggregation.engine import exchange as protection
 
     state = make_state(rank, (1, 1, 1), None)
     torch.manual_seed(0)

@@ -17,11 +17,10 @@ from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import linear
 from tests.ranks.test_round_votes import raised
 from tests.worlds import run_world
-from xffl.aggregation.combine import Mean, Seen, Weighed
-from xffl.aggregation.levels import Levels
-from xffl.aggregation.opening import Contribution
-from xffl.aggregation.torn import TornError
-from xffl.aggregation.units import Level
+from xffl.aggregation.algorithms.combiners import Mean, Seen, Weighed
+from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.inconsistent import TornError
+from xffl.aggregation.hierarchical import Level, Levels
 
 NONE = "nothing was raised"
 PRIVACY = {"name": "dp_fedavg", "clip": 1.0, "noise": 0.5, "seed": 7}

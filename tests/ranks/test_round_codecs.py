@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation import crossing
-from xffl.aggregation.codec import codec_of
+from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.engine import transport as crossing
 from xffl.aggregation.mean import weighted_mean
 
 CODECS = ["bf16", "fp16", "int8", "int4:block=32", "int8:rounding=stochastic", "topk:0.1"]

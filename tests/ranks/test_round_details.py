@@ -20,11 +20,15 @@ from tests.ranks.test_round import complete, digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
 from tests.worlds import run_world
-from xffl.aggregation import crossing, feedback, late, protocol, routes, vote
-from xffl.aggregation.levels import Levels
-from xffl.aggregation.opening import Contribution
-from xffl.aggregation.routes import start_moves
-from xffl.aggregation.units import Level
+from xffl.aggregation.compression import error_feedback as feedback
+from xffl.aggregation.engine import consensus as protocol
+from xffl.aggregation.engine import exchange as late
+from xffl.aggregation.engine import groups as routes
+from xffl.aggregation.engine import status as vote
+from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.groups import start_moves
+from xffl.aggregation.hierarchical import Level, Levels
 from xffl.report.forms import IN_FLIGHT
 
 # What is averaged -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,10 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
-from xffl.aggregation import crossing, feedback, pool, protocol
+from xffl.aggregation.compression import error_feedback as feedback
+from xffl.aggregation.engine import buffers as pool
+from xffl.aggregation.engine import consensus as protocol
+from xffl.aggregation.engine import transport as crossing
 
 
 def linear(size: int = 8, seed: int = 0) -> nn.Linear:

@@ -27,8 +27,9 @@ from tests.ranks.test_round import (
     weightings,
 )
 from tests.worlds import run_world
-from xffl.aggregation import crossing, late
-from xffl.aggregation.routes import Move, start_moves
+from xffl.aggregation.engine import exchange as late
+from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine.groups import Move, start_moves
 
 LAYOUTS = [((1, 1), None), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.combine import Mean, Seen, Weighed
+from xffl.aggregation.algorithms.combiners import Mean, Seen, Weighed
 from xffl.report.forms import MOST_IN_FLIGHT
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import xffl
 from tests.decoder import Decoder
 from tests.worlds import run_world
-from xffl.aggregation.adaptive import Adaptive
+from xffl.aggregation.algorithms.server import Adaptive
 from xffl.distributed.distributed_state import DistributedState
 
 Shape = dict[str, int]

@@ -26,8 +26,7 @@ from tests.ranks.test_round_mesh import (
     train,
 )
 from tests.worlds import run_world
-from xffl.aggregation.levels import Level, Levels
-from xffl.aggregation.units import worlds_of
+from xffl.aggregation.hierarchical import Level, Levels, worlds_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
 

@@ -19,8 +19,10 @@ import xffl
 from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import everyones, linear, shaken
 from tests.worlds import run_world
-from xffl.aggregation import crossing, late, pool
-from xffl.aggregation.routes import Move, start_moves
+from xffl.aggregation.engine import buffers as pool
+from xffl.aggregation.engine import exchange as late
+from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine.groups import Move, start_moves
 
 
 def constant(value: float, dtype: torch.dtype, size: int = 16) -> nn.ParameterList:

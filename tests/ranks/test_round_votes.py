@@ -16,8 +16,10 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
-from xffl.aggregation import crossing, exchange, looks
-from xffl.aggregation.vote import Ballot, cast
+from xffl.aggregation.engine import exchange
+from xffl.aggregation.engine import exchange as looks
+from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine.status import Ballot, cast
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.clients import FedProx
+from xffl.aggregation.algorithms.clients import FedProx
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
 from xffl.parallel import FSDPStrategy

@@ -15,8 +15,8 @@ import xffl
 from tests.ranks.test_clients import RATE, Federation, Values, close, net, train
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation import pace
-from xffl.aggregation.schedules import Balanced, EverySeconds, PerCell, Schedule
+from xffl.aggregation import contributions as pace
+from xffl.aggregation.algorithms.schedules import Balanced, EverySeconds, PerCell, Schedule
 
 
 def counted(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, delay: int) -> list[Any]:

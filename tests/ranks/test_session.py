@@ -24,7 +24,7 @@ import xffl
 from tests.ports import free_port
 from tests.worlds import run_world
 from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
-from xffl.distributed.agreement import agree_on_store
+from xffl.distributed.consistency import agree_on_store
 from xffl.errors import TopologyError, XfflError
 
 ROOT = Path(__file__).parents[2]

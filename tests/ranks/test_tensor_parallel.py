@@ -20,10 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from tests.decoder import Decoder, loss_of, text_batch
 from tests.worlds import run_world
-from xffl.distributed.losses import loss_parallel
+from xffl.distributed.world import loss_parallel
 from xffl.errors import ConfigError
-from xffl.parallel.styles import Replicated
-from xffl.parallel.tensor_parallel import apply_tensor_parallel, plan_for
+from xffl.parallel.tensor_parallel import Replicated, apply_tensor_parallel, plan_for
 
 STEPS = 6
 BATCH = 8

@@ -47,7 +47,7 @@ def test_home_gives_up_before_across() -> None:
 
 def crosses_slowly(rank: int, world_size: int) -> bool:
     """Take part in a round whose exchange takes longer than ``home_s``, as a replica that waits at home for it."""
-    from xffl.aggregation.crossing import Crossing
+    from xffl.aggregation.engine.transport import Crossing
 
     state = DistributedState()
     state.set_global(dist.Backend("gloo"), torch.device("cpu"), "", 0, rank, world_size)

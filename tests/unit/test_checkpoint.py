@@ -31,9 +31,9 @@ from xffl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from xffl.checkpoint.folder import read_record, record_text
+from xffl.checkpoint.format import read_record, record_text
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.plain import from_plain, tensors_named, to_plain
+from xffl.distributed.sharding import from_plain, tensors_named, to_plain
 from xffl.training.models.writing import NewFolder
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

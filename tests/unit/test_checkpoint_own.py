@@ -129,7 +129,7 @@ def test_a_planted_pickle_in_own_state_is_not_run(tmp_path: Path) -> None:
 
 def test_what_is_written_later_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold the thread before it writes, and change everything meanwhile."""
-    from xffl.checkpoint import saving
+    from xffl.checkpoint import save as saving
 
     go, prepare = threading.Event(), saving._prepare
 

@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from xffl.aggregation.accountant import Accountant
+from xffl.aggregation.algorithms.combiners import GeometricMedian, MultiKrum
+from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup, schedule_of
 from xffl.aggregation.bench import Effort
-from xffl.aggregation.codec import Blockwise
+from xffl.aggregation.compression.codecs import Blockwise
+from xffl.aggregation.config import check_plan
+from xffl.aggregation.hierarchical import read_levels
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.recipe import check_plan
-from xffl.aggregation.robust import GeometricMedian, MultiKrum
-from xffl.aggregation.schedules import EveryEpochs, PerCell, Warmup, schedule_of
-from xffl.aggregation.secure import SecureSum
-from xffl.aggregation.units import read_levels
+from xffl.aggregation.privacy.differential import Accountant, Privacy
+from xffl.aggregation.privacy.secure_sum import SecureSum
 from xffl.checkpoint import CheckpointManager
 from xffl.checks import integer
 from xffl.cluster.environment import detect_environment

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xffl.aggregation.clients import Client, FedProx, Scaffold
-from xffl.aggregation.clients.base import check_step
-from xffl.aggregation.clients.effort import Effort
-from xffl.aggregation.optimizer_steps import unwrap
-from xffl.aggregation.starting import digest_of
+from xffl.aggregation.algorithms.clients import Client, FedProx, Scaffold, check_step
+from xffl.aggregation.contributions import Effort, unwrap
+from xffl.aggregation.engine.consensus import digest_of
 from xffl.errors import CheckpointError, ConfigError
 
 SGD = torch.optim.SGD

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation import aggregator, exchange
-from xffl.aggregation.codec import codec_of
-from xffl.aggregation.vote import Ballot
-from xffl.distributed.checks import DEFAULT_STREAMS
+from xffl.aggregation import aggregator
+from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.engine import exchange
+from xffl.aggregation.engine.status import Ballot
+from xffl.distributed.distributed_state import DEFAULT_STREAMS
 from xffl.errors import ConfigError
 from xffl.report import (
     Link,

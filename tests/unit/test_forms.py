@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xffl.aggregation.codec import codec_of
+from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.engine.groups import Routes
+from xffl.aggregation.engine.plan import Lane, Piece, Track, make_tracks
 from xffl.aggregation.options import Options
-from xffl.aggregation.plan import Lane, Piece
-from xffl.aggregation.routes import Routes
-from xffl.aggregation.tracks import Track, make_tracks
 from xffl.report.forms import FLIGHT_BYTES, IN_FLIGHT, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, in_flight
 from xffl.topology import Topology
 

@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xffl.aggregation.codec import codec_of
-from xffl.aggregation.journal import Journal
-from xffl.aggregation.layout import Layout
-from xffl.aggregation.ledger import Claim, Ledger
-from xffl.aggregation.manifest import Manifest
-from xffl.aggregation.plan import plan_lanes
-from xffl.aggregation.pool import Pool, aligned
-from xffl.aggregation.routes import Routes
-from xffl.aggregation.staging import Staging
-from xffl.aggregation.tracks import Track, make_tracks
+from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.contributions import Claim, Ledger
+from xffl.aggregation.engine.buffers import Layout, Pool, Staging, aligned
+from xffl.aggregation.engine.groups import Routes
+from xffl.aggregation.engine.plan import Track, make_tracks, plan_lanes
+from xffl.aggregation.engine.tensors import Manifest
+from xffl.aggregation.report import Journal
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import xffl
-from xffl.aggregation.levels import Levels
-from xffl.aggregation.units import Level, worlds_of
+from xffl.aggregation.hierarchical import Level, Levels, worlds_of
 from xffl.topology import Topology
 
 

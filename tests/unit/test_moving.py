@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.parallel.moving import to_device
+from xffl.parallel.strategy import to_device
 from xffl.training.models.base import _checksum
 
 META = torch.device("meta")

@@ -15,18 +15,18 @@ from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation.journal import Journal
+from xffl.aggregation.background import Background, apart
+from xffl.aggregation.contributions import Pace
+from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
-from xffl.aggregation.pace import Pace
-from xffl.aggregation.pending import Background, apart
-from xffl.aggregation.progress import Progress
+from xffl.aggregation.report import Journal
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
+from xffl.distributed.collectives import norms_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.norms import norms_of
 from xffl.errors import LaunchError, RoundError
-from xffl.parallel.loss_scale import LossScale
+from xffl.parallel.native import LossScale
 
 GPU = torch.device("cuda", 3)
 

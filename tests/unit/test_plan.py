@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.plan import Cut, Item, Lane, MeshCut, Part, Piece, digest, plan_lanes
+from xffl.aggregation.engine.plan import Cut, Item, Lane, MeshCut, Part, Piece, digest, plan_lanes
 from xffl.topology import Topology
 
 

@@ -14,10 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.accountant import Accountant
-from xffl.aggregation.crypto import Keystream
 from xffl.aggregation.mean import CHUNK
-from xffl.aggregation.privacy import Noise, Privacy, privatize
+from xffl.aggregation.privacy.differential import Accountant, Noise, Privacy, privatize
+from xffl.aggregation.privacy.secure_sum import Keystream
 from xffl.errors import CheckpointError, ConfigError, RoundError
 from xffl.extras import install_command
 

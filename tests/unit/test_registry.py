@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from xffl.aggregation import registry
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.combine import Coordinatewise, Mean
-from xffl.aggregation.registry import KINDS, Entry, entries, find, make, read_spec, resolve_algorithm
-from xffl.aggregation.scaling import FederatedScaling
-from xffl.aggregation.schedules import EverySteps, PerCell, Warmup
-from xffl.aggregation.server import ServerOptimizer
+from xffl.aggregation.algorithms import registry
+from xffl.aggregation.algorithms.combiners import Coordinatewise, Mean
+from xffl.aggregation.algorithms.registry import KINDS, Entry, entries, find, make, read_spec, resolve_algorithm
+from xffl.aggregation.algorithms.schedules import EverySteps, PerCell, Warmup
+from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def test_the_registry_loads_neither_torch_nor_numpy() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'numpy', 'matplotlib', 'mpi4py'): sys.modules[name] = None\n"
-        "from xffl.aggregation.registry import entries\n"
+        "from xffl.aggregation.algorithms.registry import entries\n"
         "print(len(entries()))"
     )
     ran = subprocess.run(
@@ -158,12 +158,12 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
         ("combine", f"{OWN}:power=high", "power='high'.*it takes power: float = 1.0"),
         ("combine", f"{OWN}:keep=(1,2,3)", "keep="),
         ("combine", {"name": OWN, "power": "2", "label": 3}, "label=3"),
-        ("combine", f"{__name__}.Stranger", "is no xffl.aggregation.combine.Combiner"),
+        ("combine", f"{__name__}.Stranger", "is no xffl.aggregation.algorithms.combiners.Combiner"),
         ("combine", f"{__name__}.Nobody", "Nobody cannot be imported"),
         ("combine", "no.such.module", "no.such.module cannot be imported"),
-        ("combine", Stranger(), "is no xffl.aggregation.combine.Combiner"),
-        ("combine", Lowest, "is no xffl.aggregation.combine.Combiner"),
-        ("combine", None, "is no xffl.aggregation.combine.Combiner"),
+        ("combine", Stranger(), "is no xffl.aggregation.algorithms.combiners.Combiner"),
+        ("combine", Lowest, "is no xffl.aggregation.algorithms.combiners.Combiner"),
+        ("combine", None, "is no xffl.aggregation.algorithms.combiners.Combiner"),
         ("schedule", "steps", "required: every"),
         ("schedule", "steps:every=0", "every must be a positive integer, got 0"),
         ("partition", 3, "cannot be called"),

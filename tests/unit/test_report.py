@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.plan import Cut, Item, plan_lanes
+from xffl.aggregation.engine.plan import Cut, Item, plan_lanes
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 from xffl.report import curves_figure, round_traffic, topology_figure, topology_text

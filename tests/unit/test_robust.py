@@ -13,10 +13,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.combine import Combiner, Coordinatewise, Mean, NormalizedMean, Seen, Weighed, Weighting
-from xffl.aggregation.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, NormClipping, TrimmedMean
-from xffl.aggregation.tracks import Turnout
-from xffl.aggregation.weighing import weighed
+from xffl.aggregation.algorithms.combiners import (
+    Combiner,
+    CoordinateMedian,
+    Coordinatewise,
+    GeometricMedian,
+    Krum,
+    Mean,
+    MultiKrum,
+    NormalizedMean,
+    NormClipping,
+    Seen,
+    TrimmedMean,
+    Weighed,
+    Weighting,
+)
+from xffl.aggregation.engine.exchange import weighed
+from xffl.aggregation.engine.plan import Turnout
 from xffl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.report import RoundReport
-from xffl.aggregation.schedules import (
+from xffl.aggregation.algorithms.schedules import (
     Balanced,
     Divergence,
     EveryEpochs,
@@ -22,6 +21,7 @@ from xffl.aggregation.schedules import (
     schedule_of,
     share_out,
 )
+from xffl.aggregation.report import RoundReport
 from xffl.errors import ConfigError
 
 PACES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12)

@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worlds import WorldError, run_world
-from xffl.aggregation import secure
-from xffl.aggregation.crypto import KeyPair, Keystream
-from xffl.aggregation.secure import CHUNK, Masker, SecureSum, make_masker
+from xffl.aggregation.privacy import secure_sum as secure
+from xffl.aggregation.privacy.secure_sum import CHUNK, KeyPair, Keystream, Masker, SecureSum, make_masker
 from xffl.errors import ConfigError, RoundError, StateError
 from xffl.topology import Topology
 

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from xffl.aggregation.adaptive import RULES, Adaptive
-from xffl.aggregation.server import ServerOptimizer, server_of
+from xffl.aggregation.algorithms.server import RULES, Adaptive, ServerOptimizer, server_of
 from xffl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -466,7 +465,7 @@ SPECS = ["fedadam", "fedadam:lr=0.2", "fedyogi", "AdamW", "sgd:foreach=true"]
 def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> None:
     code = (
         "import sys, torch\n"
-        "from xffl.aggregation.server import ServerOptimizer, server_of\n"
+        "from xffl.aggregation.algorithms.server import ServerOptimizer, server_of\n"
         "from torch.optim.lr_scheduler import LambdaLR\n"
         f"texts = [str(server_of(spec)) for spec in {SPECS!r}]\n"
         "rates = (lambda n: 1 / (n + 1), lambda n: 1 / (n + 2))\n"

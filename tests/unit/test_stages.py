@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.decoder import Decoder, text_batch
 from xffl.errors import ConfigError
-from xffl.parallel.stages import Skip, split_model
+from xffl.parallel.pipeline import Skip, split_model
 
 
 def test_splitting() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import xffl
-from xffl.aggregation.torn import TornError, find_tear, tearing, tears_of
+from xffl.aggregation.engine.inconsistent import TornError, find_tear, tearing, tears_of
 
 INPUTS = torch.ones(2, 4)
 

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
-    from xffl.aggregation.levels import Levels
+    from xffl.aggregation.federated_scaling import FederatedScaling
+    from xffl.aggregation.hierarchical import Level, Levels
     from xffl.aggregation.report import RoundReport
-    from xffl.aggregation.scaling import FederatedScaling
-    from xffl.aggregation.units import Level
 
 __all__ = ["Aggregator", "FederatedScaling", "Level", "Levels", "RoundReport"]
 
 _HOMES = {
     "Aggregator": "xffl.aggregation.aggregator",
-    "FederatedScaling": "xffl.aggregation.scaling",
-    "Level": "xffl.aggregation.units",
-    "Levels": "xffl.aggregation.levels",
+    "FederatedScaling": "xffl.aggregation.federated_scaling",
+    "Level": "xffl.aggregation.hierarchical",
+    "Levels": "xffl.aggregation.hierarchical",
     "RoundReport": "xffl.aggregation.report",
 }
 """Where the names live."""

@@ -19,18 +19,18 @@ from torch.distributed.tensor import DTensor
 
 from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.routes import start_moves
 from xffl.checks import integer_fields
 from xffl.cluster.hardware import describe_host
-from xffl.distributed.agreement import agree, ranks_text
-from xffl.distributed.backends import barrier, transfer_device
+from xffl.distributed.consistency import agree, barrier, ranks_text, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.parallel.shard import shard
 from xffl.topology import Topology
 
 __all__ = ["Effort", "build_model", "measure", "round_variants"]
+
 
 SMALL_BYTES = 8
 """Payload of the probes that measure latency."""

@@ -18,20 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.combine import Weighting
-from xffl.aggregation.entries import Entry
-from xffl.aggregation.manifest import Manifest, Pattern
+from xffl.aggregation.algorithms.combiners import Weighting
+from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
+from xffl.aggregation.engine.status import checked_number, checked_weight
+from xffl.aggregation.engine.tensors import Entry, Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
-from xffl.aggregation.registry import find_algorithm, make, resolve_algorithm
-from xffl.aggregation.vote import checked_number, checked_weight
 from xffl.checkpoint import load_checkpoint, save_checkpoint
-from xffl.checkpoint.folder import Record, read_record, settle
-from xffl.checkpoint.steps import check_path
+from xffl.checkpoint.format import Record, check_path, read_record, settle
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
-from xffl.distributed.agreement import agree
 from xffl.distributed.collectives import bytes_of, from_bytes
+from xffl.distributed.consistency import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -50,6 +48,7 @@ __all__ = [
     "read_global",
     "read_told",
 ]
+
 
 PART = "round"
 """The only part of an export, and of what is made of several."""

@@ -12,6 +12,7 @@ import torch
 
 __all__ = ["CHUNK", "arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
 
+
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
 

@@ -1,20 +1,33 @@
-"""A round over files: what ``xffl aggregate`` makes of the exports of cells that no network joins.
+"""Tensors of a checkpoint's folder in pieces: mapped and read, combined by somebody, and written as they come.
 
-No process group, and no more memory than some pieces of a tensor: inputs are mapped, combined piece by piece with the
-arithmetic of a round over the network, and written as they come. The result has the same bits.
+Nothing is held in memory but the pieces that are under way.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import math
+import mmap
+import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.optim import Optimizer
 
-from xffl.aggregation.combine import Combiner, Coordinatewise
+from xffl import __version__
+from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
+from xffl.aggregation.algorithms.registry import make
+from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server_of
+from xffl.aggregation.engine.exchange import energy_of, weighed
+from xffl.aggregation.engine.plan import Turnout
 from xffl.aggregation.exports import (
     PART,
     RoundPlan,
@@ -24,19 +37,392 @@ from xffl.aggregation.exports import (
     digest_of_folder,
     read_told,
 )
-from xffl.aggregation.looks import energy_of
-from xffl.aggregation.mean import combined, weighted_mean
-from xffl.aggregation.offline_server import OfflineServer
-from xffl.aggregation.pieces import Box, PieceReader, PieceWriter, boxes
-from xffl.aggregation.registry import make
-from xffl.aggregation.server import server_of
-from xffl.aggregation.tracks import Turnout
-from xffl.aggregation.weighing import weighed
-from xffl.checkpoint.folder import find_record
-from xffl.checkpoint.steps import check_path
+from xffl.aggregation.mean import combined, weighted_mean, wide_type
+from xffl.checkpoint.format import (
+    ALGORITHM,
+    INDEX,
+    Record,
+    aside,
+    check_path,
+    find_record,
+    publish,
+    read_record,
+    settle,
+    sync,
+    write_text,
+)
+from xffl.checkpoint.storage import check_data, read_index
+from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 
-__all__ = ["Round", "aggregate_exports"]
+__all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
+
+
+PIECE_BYTES = 8 << 20
+"""What is read at a time."""
+DATA = "__0_0.distcp"
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a piece of a tensor begins, and its sizes."""
+
+
+class PieceReader:
+    """The tensors of a checkpoint of one cell, read in pieces.
+
+    :param path: Its folder.
+    :param part: The part that the tensors are of.
+    """
+
+    def __init__(self, path: Path, part: str) -> None:
+        folder = settle(path)
+        self.path, self._part, self.home = path, part, folder / "cell_0"
+        self.index = read_index(self.home, read_record(folder).indexes.get(self.home.name))
+        self._maps: dict[str, mmap.mmap] = {}
+        self._pieces: dict[tuple[str, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for size, _ in self.index.files.values())
+
+    def check(self) -> None:
+        """Compare the files with their checksums.
+
+        :raises CheckpointError: if one differs.
+        """
+        check_data(self.home, self.index)
+
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return a tensor's data type and shape.
+
+        :param name: The tensor.
+        :return: Both.
+        """
+        tensor = self.index.tensors[f"{self._part}/{name}"]
+        return tensor.dtype, tuple(tensor.shape)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a piece of a tensor as a flat copy of real numbers.
+
+        :param name: The tensor.
+        :param box: The piece.
+        :return: Its values.
+        :raises CheckpointError: if the files do not hold it.
+        """
+        tensor = self.index.tensors[f"{self._part}/{name}"]
+        width = tensor.dtype.itemsize
+        starts, sizes = box
+        found = np.empty((*sizes, width), np.uint8)
+        filled = 0
+        for chunk in tensor.chunks:
+            low = [max(a, b) for a, b in zip(starts, chunk.offsets, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(starts, sizes, chunk.offsets, chunk.sizes, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+                target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, starts, strict=True))
+                data = self._bytes(name, chunk.relative_path, chunk.offset, chunk.length, (*chunk.sizes, width))
+                found[target] = data[source]
+                filled += math.prod(b - a for a, b in zip(low, high, strict=True))
+        if filled != math.prod(sizes):
+            raise CheckpointError(f"{self.home / INDEX} does not say where all of {name!r} lies; write it anew")
+        real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
+        return torch.from_numpy(found.reshape(-1)).view(real)
+
+    def _bytes(
+        self, name: str, file: str, offset: int, length: int, shape: tuple[int, ...]
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the bytes of one of torch's files inside a file, where they lie."""
+        if (file, offset) not in self._pieces:
+            if file not in self._maps:
+                with (self.home / file).open("rb") as stream:
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            whole = memoryview(self._maps[file])[offset : offset + length]
+            try:
+                start, size = _storage(whole)
+                if size != math.prod(shape):
+                    raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
+            except (ValueError, KeyError, zipfile.BadZipFile) as error:
+                raise CheckpointError(
+                    f"{self.home / file} does not hold {name!r} as xffl writes it ({error}); write it anew"
+                ) from error
+            flat = np.frombuffer(whole[start : start + size], np.uint8)
+            self._pieces[file, offset] = flat
+        return self._pieces[file, offset].reshape(shape)
+
+    def close(self) -> None:
+        """Give the mapped files back."""
+        self._pieces.clear()
+        self._maps.clear()
+
+
+class PieceWriter:
+    """A checkpoint of one cell that is written in pieces, and takes its name when it is whole.
+
+    :param target: The folder to make; a checkpoint of that name is replaced.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target, self._partial = target, aside(target, "partial")
+        before = settle(target)
+        if before != target:
+            before.rename(target)
+        if self._partial.exists():  # of a call that was killed
+            shutil.rmtree(self._partial)
+        self._home = self._partial / "cell_0"
+        self._home.mkdir(parents=True)
+        self._file, self._sum, self._size = (self._home / DATA).open("wb"), hashlib.sha256(), 0
+        self._tensors: dict[str, dict[str, Any]] = {}
+
+    def write(self, name: str, box: Box, values: torch.Tensor, shape: Sequence[int]) -> None:
+        """Write a piece of a tensor.
+
+        :param name: The tensor.
+        :param box: Where the piece lies in it.
+        :param values: Its values, flat, in the tensor's data type.
+        :param shape: The whole tensor's shape.
+        """
+        buffer = io.BytesIO()
+        torch.save(values.view(box[1]), buffer)
+        data = buffer.getbuffer()
+        self._file.write(data)
+        self._sum.update(data)
+        dtype = str(values.dtype).removeprefix("torch.")
+        kept = self._tensors.setdefault(name, {"dtype": dtype, "shape": list(shape), "chunks": []})
+        kept["chunks"].append([list(box[0]), list(box[1]), DATA, self._size, len(data)])
+        self._size += len(data)
+
+    def publish(self, part: str, values: Mapping[str, Plain], told: Mapping[str, Plain]) -> None:
+        """Give the folder its name.
+
+        :param part: The only part.
+        :param values: Plain values of the part.
+        :param told: What the checkpoint says of itself.
+        """
+        self._file.close()
+        sync(self._home / DATA)
+        files = {DATA: (self._size, self._sum.hexdigest())}
+        index = {"checksum": ALGORITHM, "files": files, "tensors": self._tensors, "ties": {}, "values": dict(values)}
+        text = json.dumps(index, allow_nan=False)
+        write_text(self._home / INDEX, text)
+        sync(self._home)
+        record = Record(
+            xffl=__version__,
+            torch=torch.__version__,
+            saved_at=datetime.now(timezone.utc).isoformat(),
+            world_size=1,
+            cells=(1,),
+            replica_size=None,
+            cell_shape=None,
+            after_round=True,
+            parts=(part,),
+            own=(),
+            values=dict(told),
+            indexes={"cell_0": hashlib.sha256(text.encode()).hexdigest()},
+        )
+        publish(self._target, record)
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        self._file.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Cut a tensor into boxes that follow each other in memory, of a few MiB at most; pure.
+
+    :param dtype: Its data type.
+    :param shape: Its shape.
+    :yield: Each box.
+    """
+    yield from _cut(shape, max(1, PIECE_BYTES // dtype.itemsize))
+
+
+def _cut(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    if math.prod(shape) <= limit or not shape:
+        yield (0,) * len(shape), shape
+        return
+    row = math.prod(shape[1:])
+    step = max(1, limit // row)
+    for start in range(0, shape[0], step):
+        count = min(step, shape[0] - start)
+        for starts, sizes in _cut(shape[1:], limit) if count * row > limit else [((0,) * (len(shape) - 1), shape[1:])]:
+            yield (start, *starts), (count, *sizes)
+
+
+def _storage(data: memoryview) -> tuple[int, int]:
+    """Return where the bytes of the only storage begin in one of torch's files, and how many they are."""
+    archive = zipfile.ZipFile(io.BufferedReader(_Reader(data)))
+    (entry,) = (one for one in archive.infolist() if one.filename.rpartition("/")[0].endswith("/data"))
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("it is compressed")
+    local = bytes(data[entry.header_offset : entry.header_offset + 30])
+    start = entry.header_offset + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+    return start, entry.file_size
+
+
+class _Reader(io.RawIOBase):
+    """A part of a mapped file, to be read like one; nothing is copied but what is asked for."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._place = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._place : self._place + len(buffer)]
+        buffer[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._data)}[whence]
+        self._place = base + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+
+STATE = "server"
+"""The only part of a state; its tensors are ``server/model/NAME``, and ``server/KEY/NAME`` of the optimizer."""
+
+
+class OfflineServer:
+    """Take the agreed model on by a round, as the ranks do in a networked round; elementwise.
+
+    :param server: The server optimizer.
+    :param folder: Where the states of all rounds are.
+    :param told: What the exports of this round say of themselves.
+    :param start: The model that all cells have started from, for the first round.
+    :raises CheckpointError: if there is no state of the round before, or it is of another model or optimizer.
+    """
+
+    def __init__(self, server: ServerOptimizer, folder: Path, told: Mapping[str, Any], start: Path | None) -> None:
+        self._server, self._told = server, told
+        self._target = folder / f"round_{told['round']}"
+        self._writer: PieceWriter | None = None
+        self._numbers: dict[str, Any] = {}
+        self._elements: list[str] = []
+        probe = server.make([torch.zeros(1)])
+        self._schedule = server.make_schedule(probe)
+        self._asked, self._probe = asked_of(probe, self._schedule), probe
+        before = folder / f"round_{told['round'] - 1}"
+        record = find_record(settle(before))
+        if record is not None and record.parts == (STATE,):
+            kept: dict[str, Any] = from_plain(record.values[STATE], {})
+            compare(kept["tensors"], told["tensors"], str(before), "the exports")
+            saved = kept["asked"]
+            others = sorted(key for key in self._asked.keys() & saved.keys() if self._asked[key] != saved[key])
+            if others:
+                there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (saved, self._asked))
+                raise CheckpointError(
+                    f"{before} is the state of a server optimizer with {there}, and {here} is asked for; go on with "
+                    "the same server"
+                )
+            self._old, self._prefix = PieceReader(before, STATE), "model/"
+            self._elements, self._numbers = kept["elements"], kept["numbers"]
+            probe.param_groups[0].update(kept["options"])
+            if self._schedule is not None:
+                self._schedule.load_state_dict(kept["schedule"])
+        elif start is not None:
+            first = read_told(start, "global")
+            compare(first["tensors"], told["tensors"], str(start), "the exports")
+            self._old, self._prefix = PieceReader(start, PART), ""
+        else:
+            raise CheckpointError(
+                f"{folder} has no state of round {told['round'] - 1}, so the model that the cells have started from is "
+                "not known; for a first round give it (--start)"
+            )
+        self._old.check()
+        self._made: Optimizer | None = None
+        self._made_elements: list[str] = []
+
+    def begin(self) -> None:
+        """Begin to write the state after the round."""
+        self._writer = PieceWriter(self._target)
+
+    @torch.no_grad()
+    def step(self, name: str, box: Box, mean: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Take a piece of a tensor on.
+
+        :param name: The tensor.
+        :param box: The piece.
+        :param mean: What the cells have made of it, flat, of real numbers.
+        :param shape: The whole tensor's shape.
+        :return: What it becomes, in the mean's data type.
+        """
+        assert self._writer is not None, "begun"
+        # The state is of real numbers; those of a complex tensor are pairs of them.
+        is_pairs = mean.numel() != math.prod(box[1])
+        flat, whole = ((*shape, 2), ((*box[0], 0), (*box[1], 2))) if is_pairs else (shape, box)
+        place = whole if self._prefix else box
+        kept = self._old.read(f"{self._prefix}{name}", place).to(wide_type(mean.dtype))
+        optimizer = self._server.make([kept])
+        optimizer.param_groups[0].update({key: _copied(value) for key, value in self._options().items()})
+        state = {key: self._old.read(f"{key}/{name}", place) for key in self._elements}
+        state |= {key: _number(value) for key, value in self._numbers.items()}
+        if state:
+            optimizer.state[kept].update(state)
+        # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
+        kept.grad = torch.sub(kept.to(mean.dtype).to(kept.dtype), mean.to(kept.dtype))
+        optimizer.step()
+        made = optimizer.state.get(kept, {})
+        elements = sorted(
+            key for key, value in made.items() if isinstance(value, torch.Tensor) and value.shape == kept.shape != ()
+        )
+        self._writer.write(f"{STATE}/model/{name}", whole, kept.detach(), flat)
+        for key in elements:
+            self._writer.write(f"{STATE}/{key}/{name}", whole, made[key].detach(), flat)
+        if kept.numel() or self._made is None:
+            self._made, self._made_elements = optimizer, elements
+            self._made_numbers = {key: _plain(value) for key, value in made.items() if key not in elements}
+        return kept.to(mean.dtype)
+
+    def publish(self) -> None:
+        """Give the state after the round its name."""
+        assert self._writer is not None and self._made is not None, "begun, and something was trained"
+        self._probe.param_groups[0]["params"][0].grad = torch.zeros(1)
+        self._probe.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        kept = {
+            "tensors": self._told["tensors"],
+            "asked": self._asked,
+            "elements": self._made_elements,
+            "numbers": self._made_numbers,
+            "options": self._options(),
+            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+        }
+        self._writer.publish(STATE, {}, {STATE: to_plain(kept, STATE)})
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        if self._writer is not None:
+            self._writer.discard()
+
+    def _options(self) -> dict[str, Any]:
+        return {key: value for key, value in self._probe.param_groups[0].items() if key != "params"}
+
+
+def _plain(value: Any) -> Any:
+    """Write what an optimizer counts: numbers, also as tensors of one element."""
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    return value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
 
 _HINTS = {
     "cells": "give exports of one round",

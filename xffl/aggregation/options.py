@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from xffl.aggregation.combine import Combiner, Coordinatewise, Mean, Weighting
-from xffl.aggregation.privacy import Privacy
-from xffl.aggregation.registry import make
-from xffl.aggregation.secure import SecureSum
-from xffl.aggregation.server import ServerOptimizer, server_of
+from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, Mean, Weighting
+from xffl.aggregation.algorithms.registry import make
+from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
+from xffl.aggregation.privacy.differential import Privacy
+from xffl.aggregation.privacy.secure_sum import SecureSum
 from xffl.checks import integer
 from xffl.errors import ConfigError
 from xffl.report.forms import FORMS
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
+
 
 NONFINITE = ("reject", "drop_cell")
 
@@ -72,9 +73,9 @@ class Options:
         r"""Read and check what an aggregator is asked for; local.
 
         :param combine: A combiner or a spec of one.
-        :param server: As in :func:`xffl.aggregation.server.server_of`.
-        :param privacy: ``None``, a :class:`~xffl.aggregation.privacy.Privacy`, or a spec of one.
-        :param secure: True, False, or a :class:`~xffl.aggregation.secure.SecureSum`.
+        :param server: As in :func:`xffl.aggregation.algorithms.server.server_of`.
+        :param privacy: ``None``, a :class:`~xffl.aggregation.privacy.differential.Privacy`, or a spec of one.
+        :param secure: True, False, or a :class:`~xffl.aggregation.privacy.secure_sum.SecureSum`.
         :param \**plain: The other options.
         :return: The options.
         :raises ConfigError: if one cannot be meant, or two do not go together.
@@ -86,7 +87,9 @@ class Options:
         optimizer = server_of(server)
         private = None if privacy is None else make("privacy", privacy)
         if not isinstance(private, Privacy | None):
-            raise ConfigError(f"privacy {privacy!r} is no Privacy; give xffl.aggregation.privacy.Privacy(clip, noise)")
+            raise ConfigError(
+                f"privacy {privacy!r} is no Privacy; give xffl.aggregation.privacy.differential.Privacy(clip, noise)"
+            )
         sums = None if secure is False else SecureSum() if secure is True else make("privacy", secure)
         if not isinstance(sums, SecureSum | None):
             raise ConfigError(f"secure {secure!r} is neither True nor False, nor a SecureSum; give one of them")

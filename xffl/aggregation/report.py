@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 
-__all__ = ["RoundReport"]
+import torch
+from torch.autograd import profiler
+
+__all__ = ["Journal", "RoundReport"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,134 @@ class RoundReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     hidden: float = 0.0
     codec_error: float | None = None
+
+
+class Journal:
+    """Seconds of each phase, bytes sent, and the first local failure of one round.
+
+    ``bytes_across`` and ``bytes_home`` are what this rank sent to other cells and to its own, ``failure`` is the first
+    exception of :meth:`noting`. A GPU's phases are timed on its current stream: the host only hands them over.
+
+    :param device: Where values move and are combined.
+    :param before: The journal of the round before, whose marks on the GPU's stream are used again: it must not be asked
+        any more.
+    """
+
+    def __init__(self, device: torch.device, before: Journal | None = None) -> None:
+        self.is_on_gpu = device.type == "cuda"
+        self._marks: list[torch.cuda.Event] = [] if before is None else before._marks
+        self._marked = 0
+        self.failure: Exception | None = None
+        self.bytes_across = 0
+        self.bytes_home = 0
+        self._seconds: dict[str, float] = {}
+        # A GPU's phases, which it may not have come to, with the seconds that they took the host.
+        self._handed_over: list[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._first_post: float | torch.cuda.Event | None = None
+        self._last_arrival: float | torch.cuda.Event | None = None
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase. Of what a GPU has still to do, those that it took the host: nobody waits for the others."""
+        found = dict(self._seconds)
+        for name, seconds, start, end in self._handed_over:
+            found[name] = found.get(name, 0.0) + _between(start, end, seconds)
+        return found
+
+    @property
+    def hidden(self) -> float:
+        """Seconds from the first post to the last arrival in which this rank did not wait for the slow link."""
+        if self._first_post is None or self._last_arrival is None:
+            return 0.0
+        return max(0.0, _between(self._first_post, self._last_arrival, 0.0) - self.phases.get("across", 0.0))
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add to the seconds of a phase.
+
+        :param phase: Its name.
+        :param seconds: How long it took.
+        """
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def hand_over(self, phase: str, seconds: float, start: torch.cuda.Event) -> None:
+        """Note a phase that a GPU has been given; it ends when the GPU has come so far.
+
+        :param phase: Its name.
+        :param seconds: How long that took the host.
+        :param start: Where it begins on the GPU's current stream.
+        """
+        self._handed_over.append((phase, seconds, start, self.mark()))
+
+    def posted(self, nbytes: int) -> None:
+        """Note that something has been given to the slow link, or asked for.
+
+        :param nbytes: Bytes that leave.
+        """
+        self.bytes_across += nbytes
+        if self._first_post is None:
+            self._first_post = self.mark() if self.is_on_gpu else time.perf_counter()
+
+    def arrived(self) -> None:
+        """Note that something has come over the slow link."""
+        self._last_arrival = self.mark() if self.is_on_gpu else time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """Mark where the GPU's current stream is."""
+        if self._marked == len(self._marks):
+            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        mark = self._marks[self._marked]
+        self._marked += 1
+        mark.record()
+        return mark
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
+        return _Phase(self, name, is_noting=False)
+
+    def noting(self, phase: str) -> AbstractContextManager[None]:
+        """Note a local failure for the vote and go on, so that no other rank waits for this one."""
+        return _Phase(self, phase, is_noting=True)
+
+
+class _Phase:
+    """A phase while it lasts. A bucket goes through six of them, and a generator would cost several times as much."""
+
+    __slots__ = ("_from", "_is_noting", "_journal", "_name", "_span", "_start")
+
+    def __init__(self, journal: Journal, name: str, *, is_noting: bool) -> None:
+        self._journal, self._name, self._is_noting = journal, name, is_noting
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._from = self._journal.mark() if self._journal.is_on_gpu else None
+        # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
+        self._span: AbstractContextManager[object] | None = None
+        if profiler._is_profiler_enabled:
+            shown: AbstractContextManager[object] = profiler.record_function(f"xffl.{self._name}")
+            shown.__enter__()
+            self._span = shown
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
+        journal, seconds = self._journal, time.perf_counter() - self._start
+        if self._from is None:
+            journal.add(self._name, seconds)
+        else:
+            journal.hand_over(self._name, seconds, self._from)
+        if not self._is_noting or not isinstance(error, Exception):
+            return False
+        journal.failure = journal.failure or error  # told to all ranks by the vote
+        return True
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event, otherwise: float) -> float:
+    """Return the seconds between two moments; ``otherwise`` before a GPU has come to the second one."""
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]
+    if not end.query():  # type: ignore[no-untyped-call]
+        return otherwise
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.distributed.plain import Plain, tensors_named, to_plain
-from xffl.distributed.sharding import sharded_parameters
+from xffl.distributed.sharding import Plain, sharded_parameters, tensors_named, to_plain
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "saved_options",
     "trained_names",
 ]
+
 
 Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
@@ -241,7 +241,7 @@ def saved_options(name: str, values: Mapping[str, Plain]) -> dict[str, Plain]:
 
     :param name: The optimizer's part.
     :param values: The values of a checkpoint, or of :func:`collect`.
-    :return: Options, as :func:`xffl.distributed.plain.to_plain` wrote them, by parameter.
+    :return: Options, as :func:`xffl.distributed.sharding.to_plain` wrote them, by parameter.
     """
     options: dict[str, Plain] = {}
     for key, group in values.items():

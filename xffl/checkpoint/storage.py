@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from xffl.checkpoint.checksums import ALGORITHM, FileEntry, check_file, checksum, entry_of
-from xffl.checkpoint.folder import INDEX, sync, write_text
-from xffl.distributed.plain import Plain
+from xffl.checkpoint.format import ALGORITHM, INDEX, FileEntry, check_file, checksum, entry_of, sync, write_text
+from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError
 
 __all__ = ["CellIndex", "CellReader", "CellWriter", "check_data", "read_index", "read_tensor"]

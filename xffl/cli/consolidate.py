@@ -42,7 +42,7 @@ def run(options: Namespace) -> int:
     :raises ConfigError: if an option cannot be meant.
     :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
     """
-    from xffl.checkpoint.consolidate import consolidate_checkpoint
+    from xffl.checkpoint.export import consolidate_checkpoint
 
     done = consolidate_checkpoint(
         options.checkpoint,

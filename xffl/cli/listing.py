@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli.formatter import HelpFormatter
 
 if TYPE_CHECKING:
-    from xffl.aggregation.registry import Entry
+    from xffl.aggregation.algorithms.registry import Entry
 
 __all__ = ["build_parser", "run"]
 
@@ -51,7 +51,7 @@ def run(options: Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from xffl.aggregation.registry import entries
+    from xffl.aggregation.algorithms.registry import entries
 
     found = entries(options.kind)
     if options.json:
@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
 
 def _options(entry: Entry) -> str:
     """Tell an entry's options; for all but algorithms this imports what it names, and torch with it."""
-    from xffl.aggregation.registry import describe_options, load
+    from xffl.aggregation.algorithms.registry import describe_options, load
 
     if not entry.target:
         words = {**entry.aggregator, **entry.scaling}

@@ -141,7 +141,7 @@ def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] |
 def _begin(options: Namespace) -> None:
     """Write the step's results for CWL into this folder, and print the folder that it is to give as ``start``."""
     from xffl.aggregation.exports import check_folder, read_told
-    from xffl.checkpoint.folder import settle
+    from xffl.checkpoint.format import settle
 
     first = integer("--first", options.first, 0, 1)
     results, last = Path(options.results), None

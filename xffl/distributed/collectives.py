@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.distributed.backends import barrier
-from xffl.distributed.standing import Standing
+from xffl.distributed.consistency import barrier
+from xffl.distributed.parallel_dims import JOINED, Place, Standing
+from xffl.distributed.parameters import AXES
 from xffl.errors import ConfigError
 
-__all__ = ["Collectives", "bytes_of", "from_bytes"]
+__all__ = ["Collectives", "alike", "bytes_of", "from_bytes", "norms_of", "total_norm", "values_of"]
+
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -111,3 +114,104 @@ def _own_values(tensor: torch.Tensor) -> torch.Tensor:
         )
     # A backend moves the memory, which does not tell whether it is to be conjugated or negated.
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+HELD = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
+"""Axes that the dimensions of a state's own meshes stand for."""
+
+
+def total_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float, place: Place, cell: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of the gradients of all ranks of a cell.
+
+    Collective over the cell: one all-reduce of one number. What several ranks hold is counted on one of them: the one
+    whose coordinate is 0 along every axis that does not cut the tensor; stages of a pipeline hold different tensors.
+
+    :param parameters: This rank's parameters.
+    :param norm_type: Order of the norm, above 0.
+    :param place: Where this rank stands in its cell.
+    :param cell: The ranks of the cell.
+    :param device: Where this rank computes.
+    :return: One fp32 number.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    held = [_whole(gradient) for gradient in gradients]
+    local = [values_of(gradient) for gradient in held]
+    if math.isinf(norm_type):
+        largest = norms_of([part for part in local if part.numel()], norm_type, device)
+        found = largest.max() if len(largest) else largest.sum()
+        # gloo's maximum passes over what is not a number, so that goes beside it.
+        both = torch.stack([found.isnan().to(found), found.nan_to_num(0.0, posinf=torch.inf)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell)
+        return both[1].where(both[0] == 0, torch.nan).float()
+    counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, place)]
+    total = (norms_of(counted, norm_type, device) ** norm_type).sum()
+    dist.all_reduce(total, group=cell)
+    return (total ** (1.0 / norm_type)).float()
+
+
+def norms_of(parts: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm of each tensor by itself; local.
+
+    :param parts: Plain tensors, not empty where the order is infinite.
+    :param norm_type: Order of the norm.
+    :param device: Where the numbers are to be.
+    :return: Numbers in fp64, those of tensors that are alike together. A GPU takes a few kernels for all of them.
+    """
+    found = [torch.stack(torch._foreach_norm(same, norm_type, dtype=_wide(same[0]))) for same in alike(parts)]
+    return torch.cat(
+        [norms.to(device, torch.float64) for norms in found] or [torch.zeros(0, dtype=torch.float64, device=device)]
+    )
+
+
+def alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors of each device and data type, which one kernel can work on; local.
+
+    :param parts: Plain tensors.
+    :yield: Lists, none of them empty.
+    """
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for part in parts:
+        found.setdefault((part.device, part.dtype), []).append(part)
+    yield from found.values()
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's numbers of a gradient; of a sparse one those that are not 0, each once."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whose parts are values, not summands that are still to be added up."""
+    if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
+
+
+def _counts_here(gradient: torch.Tensor, place: Place) -> bool:
+    cut = {"pp"}
+    if isinstance(gradient, DTensor):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, gradient.placements, strict=True):
+            if not placement.is_replicate():
+                cut.update(_axes(name))
+        if not names:
+            raise ConfigError(
+                f"a gradient lies on {gradient.device_mesh}, whose dimensions have no names; shard over world.get_mesh"
+            )
+    return all(axis in cut or place.at[axis] == 0 for axis in AXES)
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """Return the axes of the cell that a dimension of a mesh stands for; names may end in a number."""
+    stem = name.rstrip("0123456789").removesuffix("_")
+    known = {axis: (axis,) for axis in AXES} | JOINED | HELD
+    if stem not in known:
+        raise ConfigError(f"a gradient is cut along {name!r}, which is no axis of the world; shard over world.get_mesh")
+    return known[stem]
+
+
+def _wide(part: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(part.dtype, torch.float32)

@@ -1,29 +1,713 @@
-"""Who talks to whom: the state of one process in the world, its cell and its replica.
-
-The fields and methods are a public contract; the arithmetic behind them is :class:`xffl.topology.Topology`. A set-up is
-a layer over the one before: it counts only once all ranks have made their groups, and taking it off restores what was.
-"""
+"""The fields of the state, and what its setters share."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from math import prod
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import integer
-from xffl.distributed import checks
-from xffl.distributed.groups import ALL_KINDS, cell_mesh, make_groups
-from xffl.distributed.layers import laid, take_off
-from xffl.distributed.process_state import ProcessState
-from xffl.errors import StateError, TopologyError
+from xffl.checks import index_of, integer
+from xffl.cluster.network import Timeouts
+from xffl.distributed.consistency import agree
+from xffl.distributed.groups import ALL_KINDS, cell_mesh, destroy_group, make_groups
+from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["DistributedState", "create_device_mesh", "logger"]
+__all__ = [
+    "DEFAULT_STREAMS",
+    "DEFAULT_TIMEOUT_S",
+    "SETUP_FIELDS",
+    "DistributedState",
+    "Layer",
+    "ProcessState",
+    "StateFields",
+    "check_backend",
+    "check_device",
+    "check_init_device",
+    "check_mesh",
+    "check_node",
+    "check_place",
+    "check_ranks",
+    "check_rendezvous",
+    "check_replicas",
+    "check_streams",
+    "check_world",
+    "create_device_mesh",
+    "laid",
+    "logger",
+    "state_table",
+    "take_off",
+]
+
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Seconds after which a collective over the world gives up."""
+
+_ACROSS = ("xffl_federated",)
+"""How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
+_RELAYING = ("xffl_replica", "xffl_federation", "xffl_holders", "xffl_part")
+"""Those of groups over which what has crossed is handed round at home: they wait for senders who wait for others."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class StateFields:
+    """Everything that a process knows about its place; ``None`` where a feature is off."""
+
+    backend: dist.Backend | None = None
+    """Communication backend"""
+    master_addr: str | None = None
+    """Rendez-vous address"""
+    master_port: int | None = None
+    """Rendez-vous port"""
+    rank: int | None = None
+    """Global rank"""
+    world_size: int | None = None
+    """Global world size"""
+    node_local_rank: int | None = None
+    """Rank of the process inside the local computing node"""
+    node_local_size: int | None = None
+    """Number of processes on the local computing node"""
+    node_rank: int | None = None
+    """Rank of the computing node with respect to all the other ones"""
+    node_world_size: int | None = None
+    """Global number of computing nodes involved in the training process"""
+    replica_local_rank: int | None = None
+    """Rank of the process inside the local replica sharding group: the shard that it holds"""
+    replica_local_size: int | None = None
+    """Group size of a replica sharding group"""
+    replica_rank: int | None = None
+    """Rank of the replica among those of the world (of the federated group, if there is one)"""
+    replica_world_size: tuple[int, ...] | None = None
+    """Number of replicas in the world (in each federated group, if there are any)"""
+    federated_local_rank: int | None = None
+    """Rank of the process inside the local federated group"""
+    federated_local_size: tuple[int, ...] | None = None
+    """Sizes of all federated groups"""
+    federated_rank: int | None = None
+    """Federated group rank with respect to all the other ones"""
+    federated_world_size: int | None = None
+    """Global number of federated groups involved in the training process"""
+    fsdp_mesh: DeviceMesh | None = None
+    """FSDP device mesh, ``[shards]``"""
+    hsdp_mesh: DeviceMesh | None = None
+    """HSDP device mesh, ``[replicas, shards]``"""
+    is_sender: bool | None = None
+    """True if the rank should communicate (All-Gather) across network cells, False otherwise"""
+    receive_from: int | None = None
+    """The rank from which to receive the averaged parameters (Broadcast), ``None`` on senders"""
+    federated_group: tuple[dist.ProcessGroup, ...] | None = None
+    """Process groups, one for each stream, of the ranks that hold the same shard across federated groups; ``None`` on
+    ranks that send nothing"""
+    replica_group: tuple[dist.ProcessGroup, ...] | None = None
+    """Process groups, one for each stream, of the ranks that hold the same shard inside the federated group"""
+    federation: dist.ProcessGroup | None = None
+    """Process group of all ranks of the same federated group"""
+    device_type: torch.device | None = None
+    """Chosen deployment device"""
+    current_device: torch.device | int | None = None
+    """Specific device currently in use by the process"""
+    init_device: torch.device | None = None
+    """Chosen initialization device"""
+    meta_initialization: bool | None = None
+    """True if meta initialization is enabled, False otherwise"""
+    streams: tuple[torch.cuda.Stream, ...] | None = None
+    """Pool of available CUDA streams"""
+
+    _topology: Topology | None = field(default=None, init=False, repr=False)
+    """What stands behind the fields of the set-up."""
+    _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
+    _layers: list[Layer] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Set-ups, oldest first; the newest is the one that shows."""
+    _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
+    """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
+
+    def __str__(self) -> str:
+        """Write the fields that are set as a table of two columns."""
+        return state_table({f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")})
+
+    @property
+    def topology(self) -> Topology:
+        """The arithmetic behind the set-up: the federation's, else one cell of all ranks.
+
+        :raises StateError: before ``set_global``.
+        """
+        return Topology(self._place()[1]) if self._topology is None else self._topology
+
+    @property
+    def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
+        """Which cell this job is, and the ranks of all, where each cell is a job of its own: rounds go over files."""
+        return self._lone_cell
+
+    @property
+    def data_place(self) -> tuple[Topology, int]:
+        """The ranks that samples are dealt out to, and this rank's number among them.
+
+        Those of this world; where this job is one cell of several that are jobs of their own, those of all jobs, as
+        they would be in one.
+
+        :raises StateError: before ``set_global``.
+        """
+        rank = self._place()[0]
+        if self._lone_cell is None:
+            return self.topology, rank
+        cell, sizes = self._lone_cell
+        replica = self.topology.replica_size  # other cells may be laid out otherwise
+        if replica is not None and any(size % replica for size in sizes):
+            replica = None
+        dealt = Topology(sum(sizes), sizes, replica, self.topology.cell_shape)
+        return dealt, dealt.offsets[cell] + rank
+
+    def is_node_setup(self) -> bool:
+        """Check if the local compute node information is set up.
+
+        :return: True if the local compute node information is set up, False otherwise.
+        """
+        return None not in (self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size)
+
+    def is_fsdp_setup(self) -> bool:
+        """Check if FSDP is set up.
+
+        :return: True if FSDP is set up, False otherwise.
+        """
+        return self.fsdp_mesh is not None
+
+    def is_hsdp_setup(self) -> bool:
+        """Check if HSDP is set up. Does not check the HSDP device mesh.
+
+        :return: True if HSDP is set up, False otherwise.
+        """
+        replica = (self.replica_local_rank, self.replica_local_size, self.replica_rank, self.replica_world_size)
+        return None not in replica
+
+    def is_federated_scaling_setup(self) -> bool:
+        """Check if Federated Scaling is set up.
+
+        :return: True if Federated Scaling is set up, False otherwise.
+        """
+        own = (self.federated_local_rank, self.federated_rank)
+        return None not in (*own, self.federated_local_size, self.federated_world_size)
+
+    def create_process_group(self, ranks: tuple[int, ...] | torch.Tensor, group_desc: str | None) -> dist.ProcessGroup:
+        """Create a new process group with the specified ranks.
+
+        Collective over these ranks only. All ranks of the world must make the same number of groups in the same order
+        (a rank that has none makes one of itself), since torch derives a group's name from how many the rank has. The
+        group's timeout is that of its level (:class:`xffl.cluster.network.Timeouts`); a group over which the results of
+        rounds are handed round at home waits longer than the exchange that it waits for.
+
+        :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
+        :param group_desc: Description of the process group.
+        :return: Process group handle.
+        :raises TopologyError: if the ranks are none of this world, or this rank is not among them.
+        :raises StateError: if torch.distributed is not initialized.
+        """
+        rank, world_size = self._joined_place("create_process_group")
+        levels, name = self._timeouts, group_desc or ""
+        timeout_s = levels.home_s
+        if name.startswith(_ACROSS):
+            timeout_s = levels.across_s
+        elif name.startswith(_RELAYING):
+            timeout_s = (levels.across_s + levels.session_s) / 2
+        group: dist.ProcessGroup = dist.new_group(
+            list(check_ranks(ranks, rank, world_size)),
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=True,
+            group_desc=group_desc,
+        )
+        return group
+
+    def _agreed(self, what: str, check: Callable[[], T], show: Callable[[T], str] = str) -> T:
+        """Check arguments, let the ranks compare what they found, and return it.
+
+        Collective over the world, where it is initialized.
+        """
+        try:
+            found = check()
+        except XfflError as error:
+            agree(what, "", error=error)
+            raise
+        except (TypeError, ValueError) as error:  # an argument of a kind that nobody thought of
+            agree(what, "", error=ConfigError(f"{what} cannot be read: {error}"))
+            raise
+        agree(what, show(found))
+        return found
+
+    def _place(self) -> tuple[int, int]:
+        """Return the rank and the world's size."""
+        if self.rank is None or self.world_size is None:
+            raise StateError("the state does not know its rank and world yet; call set_global first")
+        return self.rank, self.world_size
+
+    def _joined_place(self, call: str) -> tuple[int, int]:
+        """Return the rank and the world's size, of a world that is initialized."""
+        place = self._place()
+        if not dist.is_initialized():
+            raise StateError(
+                f"{call} makes process groups, but torch.distributed is not initialized; open xffl.session(), or call "
+                "init_process_group first"
+            )
+        check_world(place)
+        return place
+
+    def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
+        """Make a group that goes with the newest set-up."""
+        group = self.create_process_group(ranks, group_desc)
+        if self._layers:
+            self._layers[-1].groups.append(group)
+        return group
+
+    def _device_kind(self) -> str:
+        return "cpu" if self.device_type is None else self.device_type.type
+
+    def _handles(self) -> int:
+        """Count the handles of groups that carry a round: one for each stream."""
+        return 1 if self.streams is None else len(self.streams)
+
+
+@dataclass
+class ProcessState(StateFields):
+    """The setters of what does not depend on how the model is spread."""
+
+    def set_global(
+        self,
+        backend: dist.Backend | str,
+        device_type: torch.device | str,
+        master_addr: str | None,
+        master_port: int | None,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """Set global process group information.
+
+        Collective over the world, where it is initialized.
+
+        :param backend: Communication backend to use, which this build of torch has.
+        :param device_type: Type of device to use, ``cpu`` or ``cuda``.
+        :param master_addr: Address of the master node for the rendez-vous; empty where ranks meet otherwise.
+        :param master_port: Port of the master node for the rendez-vous; 0 where ranks meet otherwise.
+        :param rank: Global process rank, ``0 <= rank < world_size``.
+        :param world_size: Global world size, at least 1.
+        :raises ConfigError: if backend, device or rendez-vous cannot be meant.
+        :raises TopologyError: if the rank is outside the world, or torch.distributed or the node says otherwise.
+        :raises StateError: if a set-up stands on what was said before.
+        """
+
+        def check() -> tuple[dist.Backend, torch.device, tuple[str | None, int | None], tuple[int, int]]:
+            if self._layers:
+                raise StateError(f"set_global comes before {self._layers[-1].call}; undo that first")
+            place = check_place("rank", rank, "world_size", world_size)
+            check_world(place)
+            node = (self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size)
+            check_node(node, place[1])
+            device = check_device("device_type", device_type)
+            meeting = check_rendezvous(master_addr, master_port)
+            return check_backend(backend), torch.device(device.type), meeting, place
+
+        backend_, device, meeting, place = self._agreed(
+            "arguments of set_global", check, lambda it: f"{it[0]}, {it[1]}, {it[2]}, {it[3][1]} ranks"
+        )
+        self.backend, self.device_type = backend_, device
+        self.master_addr, self.master_port = meeting
+        self.rank, self.world_size = place
+
+    def set_node(self, node_local_rank: int, node_local_size: int, node_rank: int, node_world_size: int) -> None:
+        """Set the process' information relative to the local node. Nodes may hold different numbers of processes.
+
+        Collective over the world, where it is initialized.
+
+        :param node_local_rank: Local compute node rank, ``0 <= node_local_rank < node_local_size``.
+        :param node_local_size: World size of the local compute node.
+        :param node_rank: Rank of the local compute node among all the available nodes in the training.
+        :param node_world_size: Number of compute nodes involved in the training process.
+        :raises TopologyError: if a rank is outside its size, or the nodes do not fit the world.
+        """
+
+        def check() -> tuple[int, int, int, int]:
+            local = check_place("node_local_rank", node_local_rank, "node_local_size", node_local_size)
+            node = check_place("node_rank", node_rank, "node_world_size", node_world_size)
+            check_node((*local, *node), self.world_size)
+            return (*local, *node)
+
+        found = self._agreed("arguments of set_node", check, lambda it: f"{it[3]} nodes")
+        self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = found
+
+    def set_exec_device(self, current_device: torch.device | int, streams: int | None = None) -> None:
+        """Set the device that this process works on, and make it torch's current one.
+
+        Collective over the world, where it is initialized.
+
+        :param current_device: Training device; a number is the index of a GPU.
+        :param streams: Number of CUDA streams to instantiate; None means 4 on CUDA and none on CPU.
+        :raises ConfigError: if there is no such device, it is not of the state's type, or CPU is to have streams.
+        :raises StateError: if groups were made for another number of streams.
+        """
+
+        def check() -> tuple[torch.device, int | None]:
+            kind = None if self.device_type is None else self.device_type.type
+            device = check_device("current_device", current_device, kind)
+            if device == torch.device("cuda"):  # without an index
+                device = torch.device("cuda", torch.cuda.current_device())
+            count = check_streams(streams, device)
+            if self._layers and (count or 1) != self._handles():
+                raise StateError(
+                    f"{count} streams were asked for, but {self._layers[-1].call} made groups for {self._handles()}; "
+                    "call set_exec_device before it"
+                )
+            return device, count
+
+        device, count = self._agreed("arguments of set_exec_device", check, lambda it: f"{it[0].type}, streams={it[1]}")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.current_device = device
+        new = (torch.cuda.Stream(device) for _ in range(count or 0))  # type: ignore[no-untyped-call]
+        self.streams = None if count is None else tuple(new)
+
+    def set_init_device(self, init_device: torch.device | None, meta_initialization: bool = False) -> None:
+        """Set the device that models are initialized on.
+
+        Collective over the world, where it is initialized.
+
+        :param init_device: Initialization device; ranks may differ. None means the meta device where meta
+            initialization is asked for, else the device that the process works on.
+        :param meta_initialization: If meta device initialization is required.
+        :raises ConfigError: if the device does not exist, or is the meta device without meta initialization.
+        """
+
+        def check() -> tuple[torch.device | None, bool]:
+            return check_init_device(init_device, meta_initialization)
+
+        found = self._agreed("arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}")
+        self.init_device, self.meta_initialization = found
+
+
+SETUP_FIELDS = (
+    "_topology",
+    "replica_local_rank",
+    "replica_local_size",
+    "replica_rank",
+    "replica_world_size",
+    "federated_local_rank",
+    "federated_local_size",
+    "federated_rank",
+    "federated_world_size",
+    "fsdp_mesh",
+    "hsdp_mesh",
+    "is_sender",
+    "receive_from",
+    "federated_group",
+    "replica_group",
+    "federation",
+)
+"""The fields that a set-up fills; each set-up says all of them."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """One set-up: the call that made it, the fields to put back and the groups to destroy with it."""
+
+    call: str
+    before: dict[str, Any]
+    world: dist.ProcessGroup | None
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    is_open: bool = True
+    """Whether the set-up is still being made; its steps belong to it."""
+
+    def destroy(self) -> None:
+        """Destroy the groups, newest first. Nothing moves; groups of a world that is gone went with it."""
+        if self.world is not None and self.world is _world():
+            while self.groups:
+                destroy_group(self.groups.pop())
+
+
+class Layered(Protocol):
+    """What has layers, the newest last."""
+
+    _layers: list[Layer]
+
+
+@contextmanager
+def laid(state: Layered, call: str) -> Iterator[None]:
+    """Lay a set-up over a state while the block fills its fields; within another set-up, be a step of that.
+
+    Collective over the world: at the end the ranks tell each other whether it worked, so that either all have it, or
+    all raise the same error and are as they were. No rank goes on before all have made their groups. Where making a
+    group failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
+
+    :param state: The state whose fields are filled.
+    :param call: Name of the setter, for messages.
+    :raises XfflError: if the set-up failed on any rank.
+    """
+    layers = state._layers
+    if layers and layers[-1].is_open:
+        yield
+        return
+    layer = Layer(call, {name: getattr(state, name) for name in SETUP_FIELDS}, _world())
+    for name in SETUP_FIELDS:
+        setattr(state, name, None)
+    layers.append(layer)
+    error: XfflError | None = None
+    try:
+        try:
+            yield
+        except XfflError as wrong:
+            error = wrong
+        except Exception as wrong:  # noqa: BLE001 - whatever it is, the others must hear of it
+            error = StateError(f"{call} could not make its process groups: {wrong}")
+            error.__cause__ = wrong
+        agree(f"outcomes of {call}", "done", error=error)
+        layer.is_open = False
+    except BaseException:
+        take_off(state)
+        raise
+
+
+def take_off(state: Layered, *, destroys: bool = True) -> None:
+    """Take the newest set-up off: put back the fields of before, and destroy the groups. Nothing moves.
+
+    :param state: A state with at least one set-up.
+    :param destroys: Whether the groups are destroyed, for which NCCL waits until all that they carry has ended. Those
+        of a rank that leaves by itself go with its process.
+    """
+    layer = state._layers.pop()
+    for name, value in layer.before.items():
+        setattr(state, name, value)
+    if destroys:
+        layer.destroy()
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+DEFAULT_STREAMS = 4
+"""CUDA streams of a rank, if not asked for otherwise."""
+
+
+def check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
+    """Return a place counted from 0 and the number of places."""
+    whole = integer(size_name, size, error=TopologyError)
+    part = integer(what, place, None, hint=f"give 0 to {whole - 1}", error=TopologyError)
+    if not 0 <= part < whole:
+        raise TopologyError(f"{what} {part} is outside {size_name} {whole}; give 0 to {whole - 1}")
+    return part, whole
+
+
+def check_world(place: tuple[int, int]) -> None:
+    """Raise where torch.distributed is initialized for another rank or world than the state."""
+    if dist.is_initialized() and place != (dist.get_rank(), dist.get_world_size()):
+        raise TopologyError(
+            f"rank {place[0]} of {place[1]} is not what torch.distributed was initialized with, rank {dist.get_rank()} "
+            f"of {dist.get_world_size()}; give set_global the same"
+        )
+
+
+def check_node(node: tuple[int | None, int | None, int | None, int | None], world_size: int | None) -> None:
+    """Raise where nodes of at least one rank each cannot make up the world.
+
+    :param node: Local rank, local size, node's rank and number of nodes; unknown ones are ``None``.
+    :param world_size: Ranks of the world, if known.
+    """
+    _, local_size, _, nodes = node
+    if local_size is None or nodes is None or world_size is None:
+        return
+    if local_size > world_size - (nodes - 1) or (nodes == 1 and local_size != world_size):
+        raise TopologyError(
+            f"a node of {local_size} ranks among {nodes} nodes does not fit the world of {world_size} ranks; give "
+            "sizes where every node holds at least one rank and all together hold the world"
+        )
+
+
+def check_backend(backend: object) -> dist.Backend:
+    """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
+    if not isinstance(backend, str):
+        raise ConfigError(f"backend {backend!r} is no name; give 'gloo' or 'nccl'")
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
+        if name not in known:
+            raise ConfigError(f"backend {backend!r} is unknown; torch has {', '.join(known)}")
+        if not dist.is_backend_available(name):
+            raise ConfigError(f"backend {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
+    return dist.Backend(backend)
+
+
+def check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
+    """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
+    if master_addr is not None and not isinstance(master_addr, str):
+        raise ConfigError(f"master_addr {master_addr!r} is no host name or address; give rank 0's")
+    if master_port is None:
+        port = None
+    else:
+        port = integer("master_port", master_port, None, hint="give 1 to 65535")
+        if not 0 <= port < 65536:
+            raise ConfigError(f"master_port {port} is no port; give 1 to 65535")
+    if bool(master_addr) != bool(port):
+        raise ConfigError(f"master_addr {master_addr!r} and master_port {port} belong together; give both or neither")
+    return master_addr, port
+
+
+def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
+    """Return a device that this process can use.
+
+    :param what: Name of the argument, for the message.
+    :param device: A device, its name, or the index of a CUDA device.
+    :param kind: The kind of device that the state is set up for, if any.
+    :param may_be_meta: Whether the meta device will do.
+    :return: The device.
+    :raises ConfigError: if there is no such device, or it is of another kind.
+    """
+    shown = str(device)
+    number = index_of(device)
+    if number is not None:
+        if number < 0:
+            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
+        device = f"cuda:{number}"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from None
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'")
+    if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
+        raise ConfigError(f"{what} {str(device)!r} computes nothing here; give 'cpu' or 'cuda'")
+    if kind is not None and device.type != kind:
+        raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
+            raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
+    return device
+
+
+def check_init_device(device: object, is_meta: object) -> tuple[torch.device | None, bool]:
+    """Return where models are initialized: on the meta device where that is asked for and no device is given."""
+    if not isinstance(is_meta, bool):
+        raise ConfigError(f"meta_initialization {is_meta!r} is no truth value; give True or False")
+    if device is None:
+        return (torch.device("meta") if is_meta else None), is_meta
+    found = check_device("init_device", device, may_be_meta=True)
+    if found.type == "meta" and not is_meta:
+        raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
+    return found, is_meta
+
+
+def check_streams(streams: object, device: torch.device) -> int | None:
+    """Return how many CUDA streams to make: none on CPU."""
+    if streams is None:
+        return DEFAULT_STREAMS if device.type == "cuda" else None
+    count = integer("streams", streams, hint=f"give at least 1, or None for {DEFAULT_STREAMS}")
+    if device.type != "cuda":
+        raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
+    return count
+
+
+def check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the ranks of a group that holds this rank."""
+    if isinstance(ranks, torch.Tensor):
+        ranks = ranks.flatten().tolist()
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+        raise TopologyError(f"ranks {ranks!r} name no group; give a tuple of ranks")
+    members = tuple(
+        integer("rank", member, None, hint=f"give 0 to {world_size - 1}", error=TopologyError) for member in ranks
+    )
+    for member in members:
+        if not 0 <= member < world_size:
+            raise TopologyError(f"rank {member} is outside the world of {world_size}; give 0 to {world_size - 1}")
+    if len(set(members)) != len(members):
+        raise TopologyError(f"ranks {members} name a rank twice; give each once")
+    if rank not in members:
+        raise TopologyError(f"rank {rank} is none of the group's ranks {members}; only members make a group")
+    return members
+
+
+def check_replicas(
+    shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
+) -> Topology:
+    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told.
+
+    The order of the ranks in a cell is that of ``inside``, if any: its shape.
+    """
+    rank, world_size = place
+    knob = "give the replicas of each federated group, (n,) without federation"
+    if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
+        raise TopologyError(f"replica_world_size {counts!r} counts no replicas; {knob}")
+    numbers = [check_place("replica 0", 0, "replica_world_size", count)[1] for count in counts]
+    shard, ranks = check_place("replica_local_rank", shard, "replica_local_size", size)
+    if sum(numbers) * ranks != world_size:
+        raise TopologyError(
+            f"{tuple(numbers)} replicas of {ranks} ranks need {sum(numbers) * ranks} ranks, but the world has "
+            f"{world_size}; {knob}"
+        )
+    shape = None if inside is None else inside.cell_shape
+    topology = Topology(world_size, tuple(number * ranks for number in numbers), ranks, shape)
+    at = topology.coordinates(rank)
+    if (at.shard, at.replica) != (shard, replica):
+        raise TopologyError(
+            f"replica_local_rank {shard} and replica_rank {replica!r} are not those of rank {rank}, which are "
+            f"{at.shard} and {at.replica}; give those, or call set_hsdp({ranks})"
+        )
+    return topology
+
+
+def check_mesh(mesh: object, kind: str) -> DeviceMesh:
+    """Return a mesh that FSDP can shard over."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh {mesh!r} is no DeviceMesh; give a one-dimensional one, or None for all ranks")
+    if mesh.ndim != 1:
+        raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
+    if mesh.device_type != kind:
+        raise ConfigError(f"mesh {mesh!r} is on {mesh.device_type}, the state on {kind}; give a mesh on {kind}")
+    if mesh.get_coordinate() is None:
+        raise TopologyError(f"mesh {mesh!r} does not hold rank {mesh.get_rank()}; give each rank its own mesh")
+    return mesh
+
+
+SHOWN = 8
+"""Members of a tuple that are written out before the rest is counted."""
+
+
+def state_table(values: Mapping[str, Any]) -> str:
+    """Write the values that are set as a table of two columns.
+
+    :param values: Values by name; those that are ``None`` are left out.
+    :return: One line for each value, or a line that says that nothing is set.
+    """
+    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
+    if not rows:
+        return "DistributedState: nothing is set"
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dist.ProcessGroup):
+        return _group(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], dist.ProcessGroup):
+        return f"{_group(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
+    if isinstance(value, tuple):
+        return _elided(value)
+    return str(value)
+
+
+def _group(group: dist.ProcessGroup) -> str:
+    return f"ranks {_elided(dist.get_process_group_ranks(group))}" if dist.is_initialized() else "destroyed"
+
+
+def _elided(values: Any) -> str:
+    shown = ", ".join(str(value) for value in values[:SHOWN])
+    return f"({shown}, ... {len(values)} in all)" if len(values) > SHOWN else f"({shown})"
+
 
 logger: logging.Logger = logging.getLogger("xffl")
 """Default xFFL logger"""
@@ -66,7 +750,7 @@ class DistributedState(ProcessState):
 
         def check() -> DeviceMesh | None:
             self._check_order("set_fsdp")
-            return None if mesh is None else checks.check_mesh(mesh, self._device_kind())
+            return None if mesh is None else check_mesh(mesh, self._device_kind())
 
         given = self._agreed("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
         replaced = self._layers[-1] if self._layers else None
@@ -151,7 +835,7 @@ class DistributedState(ProcessState):
         if self.is_hsdp_setup():
             raise StateError(f"HSDP with replicas of {self.replica_local_size} is set up; call unset_hsdp() first")
         shard, size, replica = replica_local_rank, replica_local_size, replica_rank
-        topology = checks.check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
+        topology = check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
         with laid(self, "set_hsdp"):
             self._topology = topology
             self.replica_local_rank, self.replica_local_size = shard, size
@@ -304,7 +988,7 @@ class DistributedState(ProcessState):
     def _forget(self, *, destroys: bool = True) -> None:
         """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more.
 
-        :param destroys: As for :func:`xffl.distributed.layers.take_off`.
+        :param destroys: As for :func:`xffl.distributed.distributed_state.take_off`.
         """
         while self._layers:
             take_off(self, destroys=destroys)

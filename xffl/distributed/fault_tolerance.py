@@ -1,7 +1,8 @@
 """A world that is one of several replica groups, each a job of its own, which may be lost and come back.
 
 torchft's manager agrees with the other groups, step by step, who takes part; it averages gradients over them, and lets
-a group that has come back take the state of one that lives. What is sent for that is :mod:`xffl.distributed.transport`.
+a group that has come back take the state of one that lives. What is sent for that is
+:mod:`xffl.distributed.replica_transport`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from xffl.cluster.network import list_interfaces
 from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
-from xffl.distributed.agreement import agree
-from xffl.distributed.backends import control_device
 from xffl.distributed.collectives import bytes_of, from_bytes
+from xffl.distributed.consistency import agree, control_device
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.handover import digest, give, local, take
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
-from xffl.distributed.plain import to_plain
-from xffl.distributed.sharding import reshard
-from xffl.distributed.transport import ShardTransport
+from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
+from xffl.distributed.sharding import reshard, to_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.extras import optional_import
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from torchft import Manager
 
 __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
+
 
 CONNECT_S = 10.0
 """How long groups wait for each other to connect, once they have agreed on who lives."""

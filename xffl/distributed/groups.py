@@ -26,6 +26,7 @@ __all__ = [
     "make_round_groups",
 ]
 
+
 logger = logging.getLogger("xffl")
 
 Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]

@@ -13,6 +13,7 @@ from xffl.errors import ConfigError
 
 __all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "FaultToleranceParameters", "MeshSizes"]
 
+
 AUTO: Literal["auto"] = "auto"
 """As a size: what the others leave of the cell's ranks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import socket
@@ -9,14 +10,16 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from xffl.checks import index_of
-from xffl.cluster.cells import Federation, check_federation
+from xffl.cluster.allocation import Host, own_host
+from xffl.cluster.cells import Federation, check_federation, sizes_of_ranks
 from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import (
     ProcessEnvironment,
@@ -29,21 +32,21 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
-from xffl.distributed import checks
-from xffl.distributed.agreement import agree, agree_on_store, ranks_text
-from xffl.distributed.backends import barrier
-from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.fields import DEFAULT_TIMEOUT_S
-from xffl.distributed.leaving import stop_threads, wait_for_threads
-from xffl.distributed.machine import find_sizes
+from xffl.distributed import distributed_state as checks
+from xffl.distributed.consistency import agree, agree_on_store, barrier, ranks_text
+from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.parameters import DeviceParameters
-from xffl.errors import ConfigError, LaunchError, StateError, XfflError
+from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
     "cleanup_distributed_process_group",
+    "find_sizes",
+    "leave_after",
     "set_up_cells",
     "setup_distributed_process_group",
+    "stop_threads",
+    "wait_for_threads",
     "waits_when_destroyed",
 ]
 
@@ -449,3 +452,85 @@ def set_up_cells(
         state.set_hsdp(hsdp, cell_shape)
     else:
         state.set_fsdp()
+
+
+def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tuple[int, ...] | None:
+    """Return the sizes of the cells; with a rule, those that it makes of the hosts on which the ranks run.
+
+    With a rule collective over the world: an all-gather of a few names, and the comparison of the sizes. With sizes
+    nothing moves.
+
+    :param federated: Sizes, or a rule as :func:`xffl.cluster.cells.parse_federation` returns it; ``None`` for none.
+    :param node_rank: Number of this rank's node, where it is known.
+    :return: The sizes, the same on all ranks.
+    :raises ConfigError: if the rule or its file cannot be read.
+    :raises TopologyError: if the rule does not fit the hosts, or their ranks.
+    """
+    if not isinstance(federated, str):
+        return federated
+    own = own_host()
+    places: list[Any] = [(own, node_rank)]
+    if dist.is_initialized():
+        places *= dist.get_world_size()
+        dist.all_gather_object(places, (own, node_rank))
+    error: XfflError | None = None
+    sizes: tuple[int, ...] = ()
+    try:
+        _check_names(places, federated)
+        sizes = sizes_of_ranks([host for host, _ in places], federated)
+    except XfflError as wrong:  # a file may differ from host to host
+        error = wrong
+    agree(f"cells by {federated}", str(sizes), error=error)
+    return sizes
+
+
+def _check_names(places: list[tuple[Host, int | None]], rule: str) -> None:
+    """Raise where several nodes have one name: no rule could tell them apart."""
+    nodes: dict[str, int | None] = {}
+    for host, node in places:
+        if nodes.setdefault(host.name, node) != node:
+            raise TopologyError(
+                f"rule {rule!r} finds cells by hosts, but nodes {nodes[host.name]} and {node} are both called "
+                f"{host.name}. HINT: set XFFL_HOST on each, or give sizes such as 4,4"
+            )
+
+
+class _Waits(Protocol):
+    """Something under way that can be waited for."""
+
+    def wait(self) -> None: ...
+
+    def stop(self, within_s: float) -> None: ...
+
+
+_STOP_S = 2.0
+"""How long something under way may take to end by itself where nobody waits for its result, and when it is told to."""
+
+_under_way: WeakSet[_Waits] = WeakSet()
+
+
+def leave_after(work: _Waits) -> None:
+    """Have this process wait for something that communicates on a thread of its own when it leaves the world; local.
+
+    Where the process ends without having left, what is under way is stopped.
+
+    :param work: Something to wait for, or to stop where this process leaves alone; kept only as long as somebody else
+        keeps it.
+    """
+    _under_way.add(work)
+
+
+def wait_for_threads() -> None:
+    """Wait until nothing is under way; local, but what is under way may need other ranks."""
+    for work in list(_under_way):
+        work.wait()
+
+
+@atexit.register
+def stop_threads() -> None:
+    """End what is still under way, within seconds; local.
+
+    A thread that wakes up in C++ while Python ends its process aborts it (before Python 3.14).
+    """
+    for work in list(_under_way):
+        work.stop(_STOP_S)

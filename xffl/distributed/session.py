@@ -11,8 +11,7 @@ from xffl.cluster.cells import Federation, parse_cell
 from xffl.cluster.environment import read_over_files
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts
-from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.fields import DEFAULT_TIMEOUT_S
+from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.errors import ConfigError

@@ -13,32 +13,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, parallel
 
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.failure import note_failure
-from xffl.distributed.agreement import agree
-from xffl.distributed.backends import barrier
-from xffl.distributed.collectives import Collectives
+from xffl.distributed.collectives import Collectives, total_norm
+from xffl.distributed.consistency import agree, barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.losses import loss_parallel
-from xffl.distributed.machine import find_sizes
-from xffl.distributed.meshes import make_cell_meshes
-from xffl.distributed.norms import total_norm
+from xffl.distributed.parallel_dims import dtype_of, make_cell_meshes
 from xffl.distributed.parameters import DeviceParameters, MeshSizes
 from xffl.distributed.process_group import (
     cleanup_distributed_process_group,
+    find_sizes,
     set_up_cells,
     setup_distributed_process_group,
     waits_when_destroyed,
 )
-from xffl.distributed.standing import dtype_of
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["DistributedWorld"]
+__all__ = ["DistributedWorld", "loss_parallel"]
 
 
 class DistributedWorld(Collectives):
@@ -83,7 +79,7 @@ class DistributedWorld(Collectives):
         """Join the other processes and make the meshes.
 
         Collective over the world: every rank makes the same groups (see
-        :func:`xffl.distributed.meshes.make_cell_meshes`).
+        :func:`xffl.distributed.parallel_dims.make_cell_meshes`).
 
         :param state: A state of a world that is joined already, with replicas as the device parameters ask for, or
             with no set-up yet; by default the world is joined, and left again by :meth:`teardown`.
@@ -420,3 +416,18 @@ def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) ->
             f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, the device "
             f"parameters ask for {mesh.replica_size} and {shape}; set the state up with device_parameters"
         )
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Let cross-entropy work on logits that are cut by the vocabulary; the backward pass belongs inside, too.
+
+    No rank gathers the logits: a few numbers for each token are all-reduced over the mesh. torch's context of the same
+    name stays switched on where the block raises; this one does not.
+    """
+    context = parallel.loss_parallel()
+    context.__enter__()
+    try:
+        yield
+    finally:
+        context.__exit__(None, None, None)

@@ -24,6 +24,7 @@ __all__ = [
     "with_precision",
 ]
 
+
 HOOKS = ("none", "fp16", "bf16", "powersgd")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ZERO_STAGES = (0, 1, 2, 3)

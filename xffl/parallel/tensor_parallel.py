@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from xffl.errors import ConfigError
-from xffl.parallel.positions import fill_positions, find_positions
-from xffl.parallel.styles import GatheredInput, Replicated
+from xffl.parallel.context_parallel import fill_positions, find_positions
 
-__all__ = ["apply_tensor_parallel", "plan_for"]
+__all__ = ["GatheredInput", "Replicated", "apply_tensor_parallel", "plan_for"]
+
 
 QUERIES = ("q_proj", "wq")
 KEYS = ("k_proj", "v_proj", "wk", "wv")
@@ -64,7 +64,7 @@ def plan_for(
     :param model: The model, not yet spread.
     :param sequence_parallel: Whether activations between blocks are cut along the sequence (dimension 1).
     :param loss_parallel: Whether the logits stay cut by the vocabulary, as DTensors, for a loss under
-        :func:`xffl.parallel.styles.loss_parallel`; else every rank gets all of them.
+        :func:`xffl.parallel.tensor_parallel.loss_parallel`; else every rank gets all of them.
     :return: Styles by full name of a module.
     :raises ConfigError: if the model has no layers that are known, fused projections, or parameters of other layers.
     """
@@ -390,3 +390,73 @@ def _join(owner: str, name: str) -> str:
 def _some(names: Any, shown: int = SHOWN) -> str:
     listed = list(names)
     return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+
+
+class Replicated(ParallelStyle):
+    """Let every rank hold a module's whole weights, as DTensors, and compute with them on what it has.
+
+    Nothing moves in the forward pass. Unlike torch's ``SequenceParallel`` it takes weights of any values and leaves
+    frozen ones frozen, and what goes in and comes out are plain tensors.
+
+    :param layout: How the first input lies over the mesh: ``Shard(1)`` for parts of a sequence.
+    :param output_layout: How the output shall lie; by default as it comes.
+    """
+
+    def __init__(self, *, layout: Placement | None = None, output_layout: Placement | None = None) -> None:
+        super().__init__()
+        self.layout = layout or Replicate()
+        self.output_layout = output_layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(replica, parameter.requires_grad))
+        module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, self.layout), with_kwargs=True)
+        module.register_forward_hook(self._give)
+        return module
+
+    def _give(self, module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
+        if self.output_layout is not None:
+            output = output.redistribute(placements=[self.output_layout])
+        return output.to_local()
+
+    def __repr__(self) -> str:
+        return f"Replicated(layout={self.layout}, output_layout={self.output_layout})"
+
+
+class GatheredInput(ParallelStyle):
+    """Make a module's first input whole once for all projections that read it, and reduce its gradient once.
+
+    One all-gather forward and one reduce-scatter backward for ``Shard(1)``; one all-reduce backward for
+    ``Replicate()``. The first input is the first floating-point tensor of the call, by position or by name (torch's
+    ``PrepareModuleInput`` wants to know all arguments of the call).
+
+    :param layout: How the input lies over the mesh.
+    """
+
+    def __init__(self, *, layout: Placement) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, Replicate()), with_kwargs=True)
+        return module
+
+    def __repr__(self) -> str:
+        return f"GatheredInput(layout={self.layout})"
+
+
+def _take(
+    mesh: DeviceMesh, layout: Placement, wanted: Placement, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change the first tensor of a call from its layout into the wanted one, as a DTensor."""
+    values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    floating = [key for key, value in values.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    tensors = floating or [key for key, value in values.items() if isinstance(value, torch.Tensor)]
+    if not tensors:
+        raise ConfigError(f"{type(module).__name__} was called without a tensor, but its plan says how one lies")
+    value = values[tensors[0]]
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [layout], run_check=False)
+    values[tensors[0]] = value.redistribute(placements=[wanted])
+    return tuple(values[index] for index in range(len(args))), {key: values[key] for key in kwargs}

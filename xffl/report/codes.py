@@ -1,4 +1,4 @@
-"""How many bytes a codec makes of values: the sizes of :mod:`xffl.aggregation.codec`, without torch."""
+"""How many bytes a codec makes of values: the sizes of :mod:`xffl.aggregation.compression.codecs`, without torch."""
 
 from __future__ import annotations
 

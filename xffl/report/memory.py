@@ -193,7 +193,7 @@ class Share(NamedTuple):
 
 
 def form_of(axes: Mapping[str, int]) -> str:
-    """Tell how a cell's ranks hold the model, or their stage of it, as :func:`xffl.parallel.spreading.spread` does.
+    """Tell how a cell's ranks hold the model, or their stage of it, as :func:`xffl.parallel.shard.spread` does.
 
     :param axes: Ranks along the axes of the mesh; those left out have 1.
     :return: ``plain``, ``ddp`` or ``fsdp``.
@@ -354,7 +354,7 @@ def _check_optimizer(axes: Mapping[str, int], form: str, training: TrainingSize,
 
 
 def _layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Deal layers out as :func:`xffl.parallel.stages.split_model` does: embedding and head count as a layer each."""
+    """Deal layers out as :func:`xffl.parallel.pipeline.split_model` does: embedding and head count as a layer each."""
     counts = [1] * stages
     loads = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
     for _ in range(layers - stages):

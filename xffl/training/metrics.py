@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.distributed.agreement import ranks_text
+from xffl.distributed.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import REPLICATE_AXIS, Topology

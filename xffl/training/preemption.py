@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import note_failure
-from xffl.distributed.agreement import agree
-from xffl.distributed.backends import barrier
+from xffl.distributed.consistency import agree, barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError
 from xffl.training.listener import Goal, Listener, own_store

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from xffl.checkpoint.rotation import check_checkpoints
-from xffl.distributed.agreement import agree
+from xffl.checkpoint.manager import check_checkpoints
+from xffl.distributed.consistency import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.loggers.lines import cut_lines

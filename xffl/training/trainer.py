@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from xffl.aggregation.report import RoundReport
 from xffl.checkpoint import auto_resume, find_latest_checkpoint
-from xffl.distributed.agreement import agree
+from xffl.distributed.consistency import agree
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, LaunchError, StateError

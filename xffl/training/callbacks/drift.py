@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from xffl.aggregation.optimizer_steps import enclosing_calls, unwrap
+from xffl.aggregation.contributions import enclosing_calls, unwrap
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.entries import tensors_of
+from xffl.aggregation.engine.tensors import tensors_of
 from xffl.distributed.sharding import reshard, spread_as
 from xffl.errors import ConfigError
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.entries import tensors_of
+from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.spread import local
@@ -180,6 +180,6 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _bare(name: str) -> str:
-    from xffl.aggregation.entries import WRAPPERS
+    from xffl.aggregation.engine.tensors import WRAPPERS
 
     return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)

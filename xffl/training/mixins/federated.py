@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from xffl.aggregation.config import check_plan
+from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
-from xffl.aggregation.manifest import Manifest
-from xffl.aggregation.recipe import check_plan
-from xffl.aggregation.scaling import FederatedScaling
-from xffl.checkpoint.folder import write_text
+from xffl.aggregation.federated_scaling import FederatedScaling
+from xffl.checkpoint.format import write_text
 from xffl.checks import index_of, integer_fields
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.sharding import sharded_parameters

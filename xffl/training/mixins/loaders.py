@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
-from xffl.aggregation.registry import make
+from xffl.aggregation.algorithms.registry import make
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 from xffl.topology import Topology

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from xffl.distributed.agreement import agree
+from xffl.distributed.consistency import agree
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import check_name
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger

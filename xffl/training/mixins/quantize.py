@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xffl.distributed.agreement import agree
+from xffl.distributed.consistency import agree
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.extras import optional_import
 from xffl.parallel.config import check_name

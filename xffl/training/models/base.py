@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint.steps import this_cell
-from xffl.distributed.agreement import agree
-from xffl.distributed.backends import control_device
+from xffl.checkpoint.format import this_cell
 from xffl.distributed.collectives import bytes_of
+from xffl.distributed.consistency import agree, control_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, XfflError

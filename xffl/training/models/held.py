@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from xffl.aggregation.entries import tensors_of, ties_of
+from xffl.aggregation.engine.tensors import tensors_of, ties_of
 from xffl.errors import ConfigError
 from xffl.parallel.pipeline import PipelineModel
 

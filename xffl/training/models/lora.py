@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from xffl.aggregation.entries import tensors_of
-from xffl.checkpoint.steps import check_path, this_cell, together
+from xffl.aggregation.engine.tensors import tensors_of
+from xffl.checkpoint.format import check_path, this_cell, together
 from xffl.checks import integer
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
-from xffl.parallel.materialize import is_meta
+from xffl.parallel.meta_init import is_meta
 from xffl.training.models.held import bare_model, is_adapter
 from xffl.training.models.packages import package
 from xffl.training.models.writing import ADVICE, NewFolder, whole

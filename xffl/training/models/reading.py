@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xffl.checkpoint.steps import together
+from xffl.checkpoint.format import together
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError

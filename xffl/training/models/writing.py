@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint.folder import aside, delete, sync, sync_all
-from xffl.checkpoint.steps import check_path, this_cell, together
+from xffl.checkpoint.format import aside, check_path, delete, sync, sync_all, this_cell, together
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError

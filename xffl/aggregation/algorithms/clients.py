@@ -1,0 +1,399 @@
+"""The local method of the cells: what changes the gradients between rounds."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+
+from xffl.aggregation.engine.tensors import Manifest, Pattern
+from xffl.distributed.consistency import agree
+from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.parallel.zero_view import find_masters
+
+__all__ = ["Client", "FedProx", "Scaffold", "add_to_gradient", "check_step", "local", "restore", "set_up"]
+
+
+class Client(ABC):
+    """Change what a cell's local steps do. Derive from it, and give an instance to :class:`xffl.FederatedScaling`.
+
+    Every rank has one. All calls are local: what cells have to tell each other travels in the round, as :attr:`extra`.
+    Between two rounds come ``before_step`` and ``after_step`` of each optimizer, then ``before_round``, and, only if
+    the round was taken, ``after_round``; after a round that was rejected or skipped, more steps and another
+    ``before_round`` follow.
+
+    The ranks compare clients as text: let ``str`` name the options.
+    """
+
+    @abstractmethod
+    def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Take the agreed weights that training starts from; called once, before the first step.
+
+        :param parameters: The trainable parameters that rounds average, sharded as they are, by name. What is frozen or
+            stays in the cell is not among them, and to be left alone.
+        :param optimizers: What steps them.
+        """
+
+    @property
+    def extra(self) -> nn.Module | None:
+        """Tensors that are averaged in each round beside the model, from :meth:`setup` on.
+
+        They must be parameters and keep their identity; a tensor that belongs to a parameter of the model is sharded
+        like it.
+        """
+        return None
+
+    @abstractmethod
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Change the gradients that an optimizer is about to use.
+
+        :param optimizer: One of the optimizers.
+        """
+
+    def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:  # noqa: B027 - not all need it
+        """Take note of a step.
+
+        :param optimizer: The optimizer that made it.
+        :param factors: For each of its parameter groups, the number of gradients that the step went along (see
+            :mod:`xffl.aggregation.contributions`): 1 without momentum.
+        """
+
+    def before_round(self) -> None:  # noqa: B027 - not all need it
+        """Fill :attr:`extra` with what this cell has to tell."""
+
+    def after_round(self, *, is_dropped: bool) -> None:  # noqa: B027 - not all need it
+        """Take over what was agreed: the model and :attr:`extra` hold it now.
+
+        :param is_dropped: Whether this cell was left out of the round for values that are not finite.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs on this rank.
+
+        :return: Numbers, texts and copies of tensors.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned on this rank; after :meth:`setup`.
+
+        :param state: The saved state.
+        :raises CheckpointError: if it is that of other parameters.
+        """
+
+    def __str__(self) -> str:
+        return type(self).__qualname__
+
+
+def set_up(
+    client: Client, model: nn.Module, optimizers: Sequence[Optimizer], policies: Mapping[Pattern, str] | None
+) -> None:
+    """Let a client take a model's weights as they are; collective over the world.
+
+    :param client: The client of this rank.
+    :param model: The model that trains.
+    :param optimizers: What steps it.
+    :param policies: What happens to which tensors, as :class:`xffl.Aggregator` takes it.
+    :raises ConfigError: if it cannot be set up, or the ranks' clients differ; on all ranks.
+    """
+    error: XfflError | None = None
+    try:
+        if find_masters(model) is not None:
+            raise ConfigError("ZeRO's gradients are out of a client's reach; train with strategy='fsdp'")
+        stepped = {entry.name: entry.tensor() for entry in Manifest(model, policies).entries if entry.is_stepped}
+        client.setup(stepped, optimizers)  # type: ignore[arg-type]
+    except XfflError as wrong:
+        error = wrong
+    except Exception as wrong:  # noqa: BLE001 - told to all ranks
+        error = ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
+    agree("clients", str(client), error=error)
+
+
+def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise where a client cannot change the gradients that a step is about to use; local.
+
+    :param optimizer: The optimizer.
+    :param args: What its ``step`` was called with, itself first.
+    :param kwargs: What its ``step`` was called with by name.
+    :raises ConfigError: if the step computes gradients itself, or they are still scaled.
+    """
+    if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
+        raise ConfigError(
+            "step(closure) computes gradients where a client cannot change them; call backward() first, and step()"
+        )
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ConfigError(
+            "the gradients are still scaled, which a client's part of them would not be; call "
+            "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a tensor, sharded or not, as they lie in memory; call it without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: float = 1.0) -> None:
+    """Add this rank's elements to a gradient; a sparse one stays so, and gets the rows in which the change is not 0."""
+    gradient = parameter.grad
+    assert gradient is not None, "called for what is about to be stepped"
+    if gradient.is_sparse:
+        rows = change.mul(factor).to(gradient.dtype).to_sparse(gradient.sparse_dim())
+        parameter.grad = gradient + rows
+    else:
+        local(gradient).add_(change, alpha=factor)
+
+
+def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:
+    """Copy saved tensors into those that are there.
+
+    :param targets: This rank's elements, by name.
+    :param saved: As many tensors, by the same names.
+    :param what: What they are, for the message.
+    :raises CheckpointError: if names or shapes differ.
+    """
+    differ = sorted(name for name in targets.keys() | saved.keys() if _shape(targets, name) != _shape(saved, name))
+    if differ:
+        raise CheckpointError(
+            f"the saved {what} is that of other parameters or another sharding (look at {', '.join(differ[:3])}); "
+            "resume with the same model, policies and federation"
+        )
+    for name, target in targets.items():
+        target.copy_(saved[name])
+
+
+def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
+
+
+class FedProx(Client):
+    """Add ``mu / 2 * |w - w_global|^2`` to the loss of every cell, as ``mu * (w - w_global)`` to the gradients.
+
+    Local: one more copy of this rank's shard, and a pass over it before each step. A parameter without a gradient is
+    left alone; a sparse gradient stays sparse, and gets the rows that have moved since the round. Gradients are changed
+    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 the weights are those of no client, to the last
+    bit.
+
+    Li et al., 2020, arXiv 1812.06127.
+
+    :param mu: Strength of the pull, at least 0; the paper's experiments try 0.001, 0.01, 0.1 and 1.
+    :raises ConfigError: if ``mu`` is no such number.
+    """
+
+    def __init__(self, mu: float = 0.01) -> None:
+        is_number = isinstance(mu, (int, float)) and not isinstance(mu, bool)
+        if not is_number or not 0.0 <= mu < math.inf:
+            raise ConfigError(
+                f"mu {mu!r} is no finite number from 0; give the strength of the pull to the global model"
+            )
+        self.mu = float(mu)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._anchors: dict[nn.Parameter, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Copy the weights that training starts from.
+
+        :param parameters: As :meth:`Client.setup` says.
+        :param optimizers: As :meth:`Client.setup` says.
+        """
+        self._parameters = dict(parameters)
+        self._anchors = {parameter: local(parameter).clone() for parameter in parameters.values()}
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Add the pull to the gradients.
+
+        :param optimizer: One of the optimizers.
+        """
+        if self.mu == 0.0:  # adding 0 would turn a gradient of -0.0 into 0.0
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self._anchors:
+                    add_to_gradient(parameter, local(parameter) - self._anchors[parameter], factor=self.mu)
+
+    @torch.no_grad()
+    def after_round(self, *, is_dropped: bool) -> None:
+        """Copy the agreed weights.
+
+        :param is_dropped: As :meth:`Client.after_round` says; a cell that was left out has the agreed weights, too.
+        """
+        for parameter, anchor in self._anchors.items():
+            anchor.copy_(local(parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights of the last round.
+
+        :return: Copies of this rank's elements.
+        """
+        return {"anchors": {name: self._anchors[one].clone() for name, one in self._parameters.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned.
+
+        :param state: The saved state, of this rank.
+        :raises CheckpointError: if it is that of other parameters.
+        """
+        restore({name: self._anchors[one] for name, one in self._parameters.items()}, state["anchors"], "FedProx")
+
+    def __str__(self) -> str:
+        return f"FedProx(mu={self.mu})"
+
+
+class Scaffold(Client):
+    """Add ``c - c_i`` to the gradients of cell ``i``: what its mean gradient lacks of the mean over the cells.
+
+    The paper's option II: with ``x`` the weights after the last round, ``y_i`` those of the cell now, and ``K * eta``
+    the sum of the learning rates of its steps, ``c_i+ = c_i - c + (x - y_i) / (K * eta)``. That is the cell's mean
+    gradient since the round. It travels in the round, and ``c`` is its mean over the cells, with
+    the round's weights: with equal weights the corrections add up to zero over the cells.
+
+    With momentum a learning rate counts as often as the step goes along gradients
+    (:mod:`xffl.aggregation.contributions`); gradients of earlier rounds that the momentum still holds blur the mean.
+    Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round sends ``c``
+    again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round leaves out
+    for values that are not finite keeps its correction.
+
+    Local, but for as many bytes more in each round as the model has in fp32. Memory: four copies of this rank's shard,
+    one of which only during a round; in fp32, or wider if the parameters are.
+
+    Karimireddy et al., 2020, arXiv 1910.06378.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._anchors: dict[nn.Parameter, torch.Tensor] = {}
+        self._corrections: dict[nn.Parameter, torch.Tensor] = {}
+        # What is sent in a round (c_i+), and what comes out of it (c).
+        self._variates: dict[nn.Parameter, nn.Parameter] = {}
+        self._sent: dict[nn.Parameter, torch.Tensor] = {}
+        self._reach: dict[nn.Parameter, float] = {}
+        self._extra: nn.Module | None = None
+
+    @torch.no_grad()
+    def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Copy the weights that training starts from, and make control variates of 0.
+
+        :param parameters: As :meth:`Client.setup` says.
+        :param optimizers: As :meth:`Client.setup` says.
+        :raises ConfigError: if one of them is not SGD.
+        """
+        others = sorted({type(one).__name__ for one in optimizers if not isinstance(one, SGD)})
+        if others:
+            raise ConfigError(
+                f"SCAFFOLD reads the cells' mean gradients off their steps, which {', '.join(others)} scales element "
+                "by element; use torch.optim.SGD, with or without momentum"
+            )
+        stepped = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        self._parameters = {name: one for name, one in parameters.items() if one in stepped}
+        for one in self._parameters.values():
+            dtype = torch.promote_types(one.dtype, torch.float32)
+            self._anchors[one] = local(one).clone()
+            self._corrections[one] = torch.zeros_like(local(one), dtype=dtype)
+            self._variates[one] = nn.Parameter(torch.zeros_like(one, dtype=dtype), requires_grad=False)
+            self._reach[one] = 0.0
+        self._extra = _nested({name: self._variates[one] for name, one in self._parameters.items()})
+
+    @property
+    def extra(self) -> nn.Module | None:
+        """The control variates, named like the parameters."""
+        return self._extra
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Correct the gradients.
+
+        :param optimizer: One of the optimizers.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self._corrections:
+                    add_to_gradient(parameter, self._corrections[parameter])
+
+    def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:
+        """Add up the learning rates.
+
+        :param optimizer: The optimizer that made a step.
+        :param factors: As :meth:`Client.after_step` says.
+        """
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            reach = float(group["lr"]) * factor * (-1.0 if group["maximize"] else 1.0)
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self._reach:
+                    self._reach[parameter] += reach
+
+    @torch.no_grad()
+    def before_round(self) -> None:
+        """Write this cell's mean gradients into :attr:`extra`."""
+        self._sent = {}
+        for parameter, variate in self._variates.items():
+            value = local(variate)
+            if self._reach[parameter]:
+                value.copy_(self._anchors[parameter]).sub_(local(parameter))
+                value.div_(self._reach[parameter]).sub_(self._corrections[parameter])
+            self._sent[parameter] = value.clone()
+
+    @torch.no_grad()
+    def after_round(self, *, is_dropped: bool) -> None:
+        """Take over the weights and the mean of the variates.
+
+        :param is_dropped: As :meth:`Client.after_round` says.
+        """
+        for parameter, variate in self._variates.items():
+            self._anchors[parameter].copy_(local(parameter))
+            if not is_dropped:
+                torch.sub(local(variate), self._sent[parameter], out=self._corrections[parameter])
+            self._reach[parameter] = 0.0
+        self._sent = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights of the last round, the control variates, and the learning rates since.
+
+        :return: Copies of this rank's elements, and numbers.
+        """
+        tensors = {what: {name: one.clone() for name, one in held.items()} for what, held in self._held().items()}
+        return {**tensors, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned.
+
+        :param state: The saved state, of this rank.
+        :raises CheckpointError: if it is that of other parameters.
+        """
+        for what, held in self._held().items():
+            restore(held, state[what], "SCAFFOLD")
+        self._reach.update({one: float(state["reach"][name]) for name, one in self._parameters.items()})
+
+    @torch.no_grad()
+    def _held(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that outlive a round, by kind and name."""
+        named = self._parameters.items()
+        return {
+            "anchors": {name: self._anchors[one] for name, one in named},
+            "corrections": {name: self._corrections[one] for name, one in named},
+            "variates": {name: local(self._variates[one]) for name, one in named},
+        }
+
+
+def _nested(tensors: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Return a module that holds tensors under dotted names."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, tensor)
+    return root

@@ -1,0 +1,529 @@
+"""How the values of the cells become one: what every combiner is, and the two means."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from xffl.aggregation.mean import piece_length, weighted_mean
+from xffl.checks import integer_fields
+from xffl.errors import ConfigError
+
+__all__ = [
+    "Combiner",
+    "CoordinateMedian",
+    "Coordinatewise",
+    "GeometricMedian",
+    "Krum",
+    "Mean",
+    "MultiKrum",
+    "NormClipping",
+    "NormalizedMean",
+    "Seen",
+    "TrimmedMean",
+    "Weighed",
+    "Weighting",
+    "reduced",
+    "total_of",
+]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a round knows about the cells that contribute to it, in their order; the same numbers on all ranks.
+
+    :param weights: Weight of each cell, finite, none negative, at least one positive.
+    :param steps: Effective number of local steps of each cell since the last round.
+    :param norms: L2 norm of each cell's update ``x_c - x_global`` over the whole stepped model, finite; ``None`` unless
+        the combiner asks for them.
+    :param distances: Squared L2 distance between any two cells over the whole stepped model, ``[n][n]``, finite,
+        symmetric, 0 on the diagonal; ``None`` unless the combiner asks for them.
+    """
+
+    weights: tuple[float, ...]
+    steps: tuple[float, ...]
+    norms: tuple[float, ...] | None = None
+    distances: tuple[tuple[float, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What is made of the cells: stepped tensors become ``x_global + scale * (sum(w * x) / sum(w) - x_global)``.
+
+    :param weights: One for each contributing cell, finite, none negative, at least one positive.
+    :param scale: Length of the step, in units of the way to the mean; finite.
+    :raises ConfigError: if the numbers cannot be meant.
+    """
+
+    weights: tuple[float, ...]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(weight) and weight >= 0.0 for weight in self.weights) or not any(self.weights):
+            raise ConfigError(
+                f"the cells were given the weights {self.weights}, which must be finite, none negative and one "
+                "positive; choose another combiner or mend its options"
+            )
+        if not math.isfinite(self.scale):
+            raise ConfigError(f"the step was given the scale {self.scale}, which must be finite; mend the combiner")
+
+
+def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the weights times the power of two that makes the largest of them 0.5 to 1; pure.
+
+    Sums of them stay in range, and all digits are kept (but of weights that are nothing beside the largest).
+
+    :param weights: Finite weights, none negative, at least one positive.
+    :return: As many weights.
+    """
+    exponent = math.frexp(max(weights))[1]
+    return tuple(math.ldexp(weight, -exponent) for weight in weights)
+
+
+def total_of(parts: Sequence[float]) -> float:
+    """Return the sum of numbers of which none is negative, infinite where it leaves the range; pure."""
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        return math.inf
+
+
+class Combiner:
+    """Make one value of the cells' values. Derive from :class:`Coordinatewise` or :class:`Weighting`.
+
+    Combiners are local, pure and deterministic: every rank gets the same result from the same numbers. They keep no
+    state. Whoever runs the round calls :meth:`check` with the number of cells that contribute before anything else.
+    """
+
+    def check(self, cells: int) -> None:
+        """Raise if so few cells cannot be combined.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few.
+        """
+        if cells < 1:
+            raise ConfigError(f"{cells} cells contribute to the round, but it takes 1; give a cell a positive weight")
+
+
+class Coordinatewise(Combiner, ABC):
+    """Combine every element by itself, from all cells' values of it. The cells' weights play no part."""
+
+    @abstractmethod
+    def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Combine the rows.
+
+        :param values: ``[n, numel]``, fp32 or fp64, a row for each contributing cell in order; may be overwritten.
+        :param out: ``[numel]`` of the same data type and device, no part of ``values``; overwritten.
+        """
+
+
+class Weighting(Combiner, ABC):
+    """Choose a weight for each cell, from what is known about whole cells.
+
+    The class attributes ``needs_distances`` and ``needs_norms`` say what has to be measured: each costs a pass over all
+    values and a small reduction. ``has_scale`` says that the step may be longer or shorter than the way to the mean.
+    """
+
+    needs_distances: bool = False
+    needs_norms: bool = False
+    has_scale: bool = False
+
+    @abstractmethod
+    def weigh(self, seen: Seen) -> Weighed:
+        """Weigh the cells.
+
+        :param seen: What is known about those that contribute.
+        :return: Their weights, and the length of the step.
+        """
+
+
+@dataclass(frozen=True)
+class Mean(Weighting):
+    """Take the mean by the cells' own weights.
+
+    McMahan et al., 2017, arXiv 1602.05629.
+    """
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Return the weights as they are.
+
+        :param seen: What is known about the cells.
+        :return: The same weights.
+        """
+        return Weighed(seen.weights)
+
+
+@dataclass(frozen=True)
+class NormalizedMean(Weighting):
+    """Take the mean of the updates for each local step: cells that made more steps do not pull harder (FedNova).
+
+    With ``p_c = w_c / sum(w)``, ``a_c`` the effective steps of cell ``c`` and ``tau = sum(p_c * a_c)``, a cell's update
+    counts ``p_c * tau / a_c`` times. Where all cells made as many steps, this is :class:`Mean` to the last bit.
+
+    Wang et al., 2020, arXiv 2007.07481.
+    """
+
+    has_scale = True
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Divide each cell's weight by its steps.
+
+        :param seen: What is known about the cells; steps are positive where weights are.
+        :return: Weights in the ratios ``p_c / a_c``, and the scale ``tau * sum(p_c / a_c)``.
+        :raises ConfigError: if a cell with a weight has no positive, finite number of steps.
+        """
+        least = math.inf
+        for index, (weight, steps) in enumerate(zip(seen.weights, seen.steps, strict=True)):
+            if weight > 0.0 and not (math.isfinite(steps) and steps > 0.0):
+                raise ConfigError(
+                    f"contributing cell {index} reports {steps} local steps, but its update is divided by them; "
+                    "give steps= above 0, or the weight 0"
+                )
+            if weight > 0.0:
+                least = min(least, steps)
+        # Against the fewest steps no number leaves its range, and equal ones leave the weights as they are.
+        shares = reduced(seen.weights)
+        paces = [steps / least if weight > 0.0 else 1.0 for weight, steps in zip(seen.weights, seen.steps, strict=True)]
+        slowed = tuple(share / pace for share, pace in zip(shares, paces, strict=True))
+        total = math.fsum(shares)
+        longer = math.fsum(share * pace for share, pace in zip(shares, paces, strict=True))
+        return Weighed(slowed, math.fsum(slowed) / total * (longer / total))
+
+
+FAR = 1e300
+"""Squared distance beyond which sums of some leave the range of a 64-bit float."""
+
+SETTLED = 1e-12
+"""Relative change of all weights below which the geometric median has been found."""
+
+
+@dataclass(frozen=True)
+class CoordinateMedian(Coordinatewise):
+    """Take the median of every element; of an even number of cells the mean of the two middle values.
+
+    Fewer than half of the cells may send anything at all. The cells' weights are not used. Of zeros of both signs
+    either may come out; equal values keep every bit.
+
+    Yin et al., 2018, arXiv 1803.01498 (definition 1). flwr's ``aggregate_median`` is the same.
+    """
+
+    def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Combine the rows; local.
+
+        :param values: ``[n, numel]``, without NaN; overwritten. An infinite value counts as large.
+        :param out: ``[numel]``, the medians.
+        """
+        _middle_mean(values, (values.shape[0] - 1) // 2, out)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Coordinatewise):
+    """Take, of every element, the mean without the largest and the smallest values.
+
+    ``int(share * n)`` of ``n`` values are left out at each end, so that as many cells may send anything at all. The
+    cells' weights are not used. A share that would leave out nothing is refused, since what remains is a plain mean;
+    ``share=0`` asks for just that.
+
+    Yin et al., 2018, arXiv 1803.01498 (definition 2), where ``share * n`` is a whole number. flwr's
+    ``aggregate_trimmed_avg`` rounds as we do, but takes the plain mean of cells too few to leave out one.
+
+    :param share: Part of the cells that is left out at each end, at least 0, below 0.5.
+    :raises ConfigError: if the share is anything else.
+    """
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 <= self.share < 0.5:
+            raise ConfigError(f"share {self.share!r} is not at least 0 and below 0.5; give share=0.2 for 20 % each end")
+
+    def check(self, cells: int) -> None:
+        """Raise if nothing would be left out.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few for the share.
+        """
+        super().check(cells)
+        if self.share > 0 and self._cut(cells) == 0:
+            raise ConfigError(
+                f"a trimmed mean with share {self.share} leaves out nothing of {cells} contributing cells, but it has "
+                f"to leave out one at each end; give at least {math.ceil(1 / self.share)} cells, a larger share= (of 3 "
+                "cells or more), or share=0 for the plain mean"
+            )
+
+    def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Combine the rows; local.
+
+        :param values: ``[n, numel]``, without NaN; overwritten. Infinite values do no harm where they are left out.
+        :param out: ``[numel]``, the trimmed means.
+        """
+        _middle_mean(values, self._cut(values.shape[0]), out)
+
+    def _cut(self, cells: int) -> int:
+        return int(self.share * cells)
+
+
+@dataclass(frozen=True)
+class Krum(Weighting):
+    """Take the one cell that lies closest to its nearest neighbours.
+
+    A cell's score is the sum of its squared distances to the ``n - faulty - 2`` other cells that are nearest to it; the
+    lowest score wins, of equal scores the lowest cell. The cells' weights are not used.
+
+    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` scores alike, but measures in the data's own
+    precision (distances of large fp32 values are infinite) and takes any number of cells, where the paper's guarantee
+    needs ``n >= 2 * faulty + 3``.
+
+    :param faulty: Number of cells that may send anything at all, 0 or more.
+    :raises ConfigError: if the number is anything else.
+    """
+
+    needs_distances = True
+
+    faulty: int = 1
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "faulty", minimum=0, hint="give faulty=1 for one bad cell")
+
+    def check(self, cells: int) -> None:
+        """Raise if the faulty cells could win.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few.
+        """
+        super().check(cells)
+        least = 2 * self.faulty + 3
+        if cells < least:
+            raise ConfigError(
+                f"{cells} contributing cells are too few for Krum with faulty={self.faulty}: it takes 2 * faulty + 3, "
+                f"{least}; give as many cells or a smaller faulty="
+            )
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Choose the cells of the lowest scores.
+
+        :param seen: What is known about the cells, distances included.
+        :return: Weight 1 for each cell chosen, else 0.
+        """
+        assert seen.distances is not None, "needs_distances asks for them"
+        cells = len(seen.distances)
+        scores = []
+        for cell, row in enumerate(seen.distances):
+            others = sorted(row[:cell] + row[cell + 1 :])
+            scores.append(total_of(others[: cells - self.faulty - 2]))
+        chosen = sorted(range(cells), key=lambda cell: scores[cell])[: self._chosen(cells)]
+        return Weighed(tuple(float(cell in chosen) for cell in range(cells)))
+
+    def _chosen(self, cells: int) -> int:
+        """Return how many cells are taken."""
+        return 1
+
+
+@dataclass(frozen=True)
+class MultiKrum(Krum):
+    """Take the plain mean of the cells with the lowest scores of :class:`Krum`.
+
+    As in the paper, those that are chosen count alike; the cells' weights are not used.
+
+    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` with ``to_keep`` averages those that are chosen
+    by their numbers of examples, which a faulty cell may invent.
+
+    :param faulty: Number of cells that may send anything at all, 0 or more.
+    :param selected: Number of cells that are averaged, 1 or more; ``None`` for all but ``faulty``. More than that let
+        a faulty one in.
+    :raises ConfigError: if a number is anything else.
+    """
+
+    selected: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer_fields(self, "selected", hint="leave it out for all but faulty", may_be_none=True)
+
+    def check(self, cells: int) -> None:
+        """Raise if the faulty cells could win, or if more cells are to be chosen than there are.
+
+        :param cells: Number of cells that contribute to the round.
+        :raises ConfigError: if they are too few.
+        """
+        super().check(cells)
+        if self.selected is not None and self.selected > cells:
+            raise ConfigError(
+                f"Multi-Krum has to select {self.selected} of {cells} contributing cells; give selected={cells} or less"
+            )
+
+    def _chosen(self, cells: int) -> int:
+        return cells - self.faulty if self.selected is None else self.selected
+
+
+@dataclass(frozen=True)
+class GeometricMedian(Weighting):
+    """Take the point with the least sum of weighted distances to the cells (RFA).
+
+    Cells of less than half of the weight may send anything at all. Found by the smoothed Weiszfeld steps of the paper,
+    from the mean on: each cell counts ``w_c / max(smoothing, ||x_c - v||)`` in the next ``v``. As ``v`` is a mean of
+    the cells, all of it follows from the distances between them; a step costs ``n * n`` operations and moves no data.
+
+    Pillutla et al., 2019, arXiv 1912.13445. There only a few steps are made, since each one is a round of
+    communication; here steps are made until no weight changes by more than 1e-12 of itself.
+
+    :param iterations: Most steps to make, 1 or more.
+    :param smoothing: Distance of the whole model below which a cell counts no more than at this distance; above 0.
+    :raises ConfigError: if a number is anything else.
+    """
+
+    needs_distances = True
+
+    iterations: int = 1000
+    smoothing: float = 1e-6
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "iterations", hint="give iterations=1000")
+        _check_positive("smoothing", self.smoothing, "1e-6")
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Weigh the cells by their distances from the geometric median.
+
+        :param seen: What is known about the cells, distances included.
+        :return: Weights that sum to 1.
+        """
+        assert seen.distances is not None, "needs_distances asks for them"
+        near = _near(seen.distances)
+        shares = self._settle(
+            _shares(list(reduced(tuple(seen.weights[cell] for cell in near)))),
+            tuple(tuple(seen.distances[cell][other] for other in near) for cell in near),
+        )
+        found = dict(zip(near, shares, strict=True))
+        return Weighed(tuple(found.get(cell, 0.0) for cell in range(len(seen.weights))))
+
+    def _settle(self, own: list[float], distances: tuple[tuple[float, ...], ...]) -> list[float]:
+        """Return the shares with which the cells make up their geometric median."""
+        products = _products(distances, own)
+        shares = own
+        for _ in range(self.iterations):
+            before = shares
+            # ||x_c - v||^2 = <x_c, x_c> - 2 <x_c, v> + <v, v>, with v = sum of shares * x
+            along = [math.fsum(share * number for share, number in zip(shares, row, strict=True)) for row in products]
+            middle = math.fsum(share * number for share, number in zip(shares, along, strict=True))
+            squares = [row[cell] - 2.0 * along[cell] + middle for cell, row in enumerate(products)]
+            lengths = [max(self.smoothing, math.sqrt(max(square, 0.0))) for square in squares]
+            shares = _shares([weight / length for weight, length in zip(own, lengths, strict=True)])
+            if all(abs(new - old) <= SETTLED * old for new, old in zip(shares, before, strict=True)):
+                break
+        return shares
+
+
+@dataclass(frozen=True)
+class NormClipping(Weighting):
+    """Shorten the updates that are longer than a limit, then take the mean by the cells' weights.
+
+    An update ``x_c - x_global`` of L2 norm ``u`` counts ``min(1, clip / u)`` times, so that no cell moves the model by
+    more than its share of ``clip``.
+
+    Sun et al., 2019, arXiv 1911.07963.
+
+    :param clip: Longest update that counts in full, L2 over the whole model; above 0.
+    :raises ConfigError: if the length is anything else.
+    """
+
+    needs_norms = True
+    has_scale = True
+
+    clip: float
+
+    def __post_init__(self) -> None:
+        _check_positive("clip", self.clip, "the usual length of an honest update")
+
+    def weigh(self, seen: Seen) -> Weighed:
+        """Shorten by way of weights and scale.
+
+        :param seen: What is known about the cells, norms included.
+        :return: Weights in the ratios ``w_c * min(1, clip / u_c)``, and by how much they shrank in all.
+        """
+        assert seen.norms is not None, "needs_norms asks for them"
+        own = reduced(seen.weights)
+        clipped = tuple(
+            weight * (self.clip / norm if norm > self.clip else 1.0)
+            for weight, norm in zip(own, seen.norms, strict=True)
+        )
+        return Weighed(clipped, math.fsum(clipped) / math.fsum(own))
+
+
+def _middle_mean(values: torch.Tensor, cut: int, out: torch.Tensor) -> None:
+    """Write the mean of each column's values without the ``cut`` smallest and largest ones into ``out``.
+
+    A sorting network over rows: it moves whole rows through minimum and maximum, 20 times as fast on a CPU as sorting
+    short columns, and NaN stays NaN. Ascending sums do not depend on the order of the cells.
+    """
+    cells, numel = values.shape
+    comparisons = _network(cells)
+    length = piece_length(values.device)
+    scratch = values.new_empty(min(length, numel))
+    for chunk, part in zip(torch.split(values, length, dim=1), torch.split(out, length), strict=True):
+        rows = list(chunk.unbind())
+        first = rows[0].clone()
+        spare = scratch[: part.numel()]
+        for low, high in comparisons:
+            torch.minimum(rows[low], rows[high], out=spare)
+            torch.maximum(rows[low], rows[high], out=rows[high])
+            rows[low], spare = spare, rows[low]
+        weighted_mean(rows[cut : cells - cut], [1.0] * (cells - 2 * cut), part)
+        # Which of -0 and 0 counts as smaller depends on the processor: zeros get the first cell's sign, if it has one.
+        torch.where(part == 0.0, torch.where(first == 0.0, first, 0.0), part, out=part)
+
+
+def _network(rows: int) -> list[tuple[int, int]]:
+    """Return the comparisons of Batcher's odd-even merge sort (Knuth, TAOCP 3, section 5.3.4)."""
+    comparisons = []
+    run = 1
+    while run < rows:
+        gap = run
+        while gap >= 1:
+            for start in range(gap % run, rows - gap, 2 * gap):
+                for low in range(start, min(start + gap, rows - gap)):
+                    if low // (2 * run) == (low + gap) // (2 * run):
+                        comparisons.append((low, low + gap))
+            gap //= 2
+        run *= 2
+    return comparisons
+
+
+def _near(distances: tuple[tuple[float, ...], ...]) -> list[int]:
+    """Return the cells around the one that has most others near it: all but those so far off that squares overflow."""
+
+    def rank(row: tuple[float, ...]) -> tuple[int, float]:
+        near = [math.sqrt(square) for square in row if square <= FAR]
+        return -len(near), math.fsum(near)
+
+    return [cell for cell, square in enumerate(sorted(distances, key=rank)[0]) if square <= FAR]
+
+
+def _products(distances: tuple[tuple[float, ...], ...], weights: list[float]) -> list[list[float]]:
+    """Return the inner products of the cells, seen from the cell nearest to all.
+
+    Seen from there honest cells are short, and the rounding of one that is 1e38 off does not reach the cell itself.
+    """
+    sums = [
+        math.fsum(weight * math.sqrt(square) for weight, square in zip(weights, row, strict=True)) for row in distances
+    ]
+    away = distances[sums.index(min(sums))]
+    return [
+        [0.5 * (away[cell] + (away[other] - square)) for other, square in enumerate(row)]
+        for cell, row in enumerate(distances)
+    ]
+
+
+def _shares(weights: list[float]) -> list[float]:
+    """Return the weights divided by their sum."""
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def _check_positive(what: str, number: float, example: str) -> None:
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not (is_number and math.isfinite(number) and number > 0):
+        raise ConfigError(f"{what} {number!r} is no number above 0; give {example}")

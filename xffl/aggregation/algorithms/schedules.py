@@ -1,0 +1,309 @@
+"""When rounds take place: how many local steps each cell makes until the next one.
+
+A schedule is arithmetic on what all ranks know: the rounds so far and what the last one's report tells. So no cell has
+to ask another one when to meet, and cells may make different numbers of steps between the same two rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xffl.aggregation.algorithms import registry
+from xffl.aggregation.report import RoundReport
+from xffl.checks import integer, integer_fields
+from xffl.errors import ConfigError
+
+__all__ = [
+    "Balanced",
+    "Divergence",
+    "EveryEpochs",
+    "EverySeconds",
+    "EverySteps",
+    "PerCell",
+    "Schedule",
+    "Warmup",
+    "schedule_of",
+]
+
+
+class Schedule(ABC):
+    """Say how many local steps a cell makes until the next round.
+
+    Schedules hold options only, no state: the ranks compare them as text, which is made of the attributes.
+    """
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether a round may be skipped, since the cells' models lie close together."""
+        return False
+
+    def check(self, cells: int) -> None:  # noqa: B027 - most schedules fit any federation
+        """Raise where the schedule does not fit a federation; local.
+
+        :param cells: Number of cells.
+        :raises ConfigError: if the schedule is made for another number of cells.
+        """
+
+    @abstractmethod
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
+        """Return the local steps of a cell until the next round; local, and the same on all ranks of the cell.
+
+        :param rounds: Rounds that have taken place.
+        :param cell: The cell.
+        :param report: What the last round told, or the last check that skipped one; ``None`` before the first. Use only
+            what is the same on all ranks.
+        :return: Local steps, at least 1.
+        """
+
+    def least_divergence(self, rounds: int) -> float | None:
+        """Return how far apart the cells' models have to be for the next round; the same on all ranks.
+
+        :param rounds: Rounds that have taken place.
+        :return: The least L2 distance of the cells' models from the last agreed one, as a root mean square with the
+            cells' weights; ``None`` where the round takes place anyway.
+        """
+        return None
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__qualname__}({options})"
+
+
+def schedule_of(every: object) -> Schedule:
+    """Return the schedule that is meant; local.
+
+    :param every: Local steps, a schedule, or its name with options as :func:`xffl.aggregation.algorithms.registry.make`
+        takes it.
+    :return: The schedule.
+    :raises ConfigError: if it is none of them.
+    """
+    if isinstance(every, Schedule):
+        return every
+    if isinstance(every, (str, Mapping)):
+        schedule: Schedule = registry.make("schedule", every)
+        return schedule
+    return EverySteps(every)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class EverySteps(Schedule):
+    """Meet after a fixed number of local steps, the same in all cells.
+
+    :param every: Local steps, at least 1.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "every", hint="give the local steps between two rounds")
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        return self.every
+
+
+@dataclass(frozen=True)
+class EveryEpochs(Schedule):
+    """Meet after whole passes over the data, which cells with loaders of different length make in different steps.
+
+    :param epochs: Passes between two rounds, at least 1.
+    :param steps_per_epoch: Local steps of a pass: the length of a rank's loader, divided by the batches that are
+        accumulated for a step; one number for all cells, or one for each.
+    """
+
+    epochs: int
+    steps_per_epoch: int | Sequence[int]
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "epochs", hint="give the passes between two rounds")
+        object.__setattr__(self, "steps_per_epoch", _counts("steps_per_epoch", self.steps_per_epoch))
+
+    def check(self, cells: int) -> None:  # noqa: D102
+        _check_cells("steps_per_epoch", self.steps_per_epoch, cells)
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        return self.epochs * _of_cell(self.steps_per_epoch, cell)
+
+
+@dataclass(frozen=True)
+class EverySeconds(Schedule):
+    """Meet after a time, which each cell turns into local steps by how long its own have taken.
+
+    The step times are those that the last round's vote has told, so nothing more is sent, all ranks of a cell count the
+    same steps, and fast and slow cells arrive together.
+
+    :param seconds: Seconds of local steps between two rounds.
+    :param first: Local steps before the first round, and of a cell whose steps were not measured.
+    """
+
+    seconds: float
+    first: int = 10
+
+    def __post_init__(self) -> None:
+        _check_positive("seconds", self.seconds, "the time between two rounds")
+        integer_fields(self, "first", hint="give the local steps before the first round")
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        pace = 0.0 if report is None else report.step_seconds[cell]
+        return max(1, round(self.seconds / pace)) if pace > 0 else self.first
+
+
+@dataclass(frozen=True)
+class Balanced(Schedule):
+    """Share out the local steps so that fast and slow cells arrive together.
+
+    The steps of a cell are proportional to its speed, as the last round's vote has told it, and their mean over the
+    cells stays what it is. Give the cells' different numbers of steps their due with ``combine="fednova"``.
+
+    :param every: Local steps between two rounds, as a mean over the cells; before anything was measured, of each.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "every", hint="give the mean number of local steps between two rounds")
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        paces = () if report is None else report.step_seconds
+        # A cell that was not measured (it made no step) neither gives steps to the others nor takes theirs.
+        speeds = {cell: 1.0 / pace for cell, pace in enumerate(paces) if pace > 0}
+        return share_out(self.every * len(speeds), speeds)[cell] if cell in speeds else self.every
+
+
+def share_out(total: int, parts: Mapping[int, float]) -> dict[int, int]:
+    """Share out a number in proportion, at least 1 to each, so that the sum is kept.
+
+    :param total: What to share out, at least as much as there are takers.
+    :param parts: What each taker's share is proportional to, positive.
+    :return: The share of each taker.
+    """
+    free = dict(parts)
+    shares: dict[int, int] = {}
+    exact: dict[int, float] = {}
+    while free:
+        rest, whole = total - len(shares), sum(free.values())
+        exact = {taker: rest * (part / whole) for taker, part in free.items()}
+        low = [taker for taker, share in exact.items() if share < 1.0]
+        if not low:
+            break
+        shares.update(dict.fromkeys(low, 1))  # the others have less to share, so look again
+        free = {taker: part for taker, part in free.items() if taker not in shares}
+    shares.update({taker: math.floor(exact[taker]) for taker in free})
+    left = total - sum(shares.values())
+    for taker in sorted(free, key=lambda taker: (math.floor(exact[taker]) - exact[taker], taker))[:left]:
+        shares[taker] += 1
+    return shares
+
+
+@dataclass(frozen=True)
+class PerCell(Schedule):
+    """Meet after a fixed number of local steps of each cell.
+
+    :param counts: Local steps by cell, at least 1 each.
+    """
+
+    counts: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", _counts("counts", tuple(self.counts)))
+
+    def check(self, cells: int) -> None:  # noqa: D102
+        _check_cells("counts", self.counts, cells)
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        return self.counts[cell]
+
+
+@dataclass(frozen=True)
+class Divergence(Schedule):
+    """Meet only where the models have moved far enough since they last met.
+
+    After every ``every`` local steps the cells tell how far they are from the last agreed model: a vote of a few bytes
+    a rank. The round takes place where the root mean square of these L2 distances, with the cells' weights, is at least
+    the threshold; else training goes on, and the steps count in the next round (dynamic averaging, Kamp et al., 2018,
+    arXiv 1807.03210). Each rank keeps the last agreed values of what it holds in fp32; an aggregator that is made
+    beforehand needs ``norms=True``.
+
+    :param every: Local steps between two checks, at least 1.
+    :param threshold: Least distance for a round, in the units of the weights.
+    """
+
+    every: int
+    threshold: float
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "every", hint="give the local steps between two checks")
+        _check_positive("threshold", self.threshold, "the least distance for a round")
+
+    @property
+    def has_threshold(self) -> bool:  # noqa: D102
+        return True
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        return self.every
+
+    def least_divergence(self, rounds: int) -> float | None:  # noqa: D102
+        return self.threshold
+
+
+@dataclass(frozen=True)
+class Warmup(Schedule):
+    """Meet more often at first, while the models still change fast.
+
+    :param rounds: Rounds of the warm-up, at least 1.
+    :param every: Local steps between two of them, at least 1.
+    :param then: What follows: local steps, a schedule, or its name with options.
+    """
+
+    rounds: int
+    every: int
+    then: int | str | Mapping[str, Any] | Schedule
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "rounds", hint="give the rounds of the warm-up")
+        integer_fields(self, "every", hint="give the local steps between two rounds of the warm-up")
+        object.__setattr__(self, "then", schedule_of(self.then))
+
+    @property
+    def _next(self) -> Schedule:
+        assert isinstance(self.then, Schedule), "made one at the start"
+        return self.then
+
+    @property
+    def has_threshold(self) -> bool:  # noqa: D102
+        return self._next.has_threshold
+
+    def check(self, cells: int) -> None:  # noqa: D102
+        self._next.check(cells)
+
+    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
+        return self.every if rounds < self.rounds else self._next.steps(rounds - self.rounds, cell, report)
+
+    def least_divergence(self, rounds: int) -> float | None:  # noqa: D102
+        return None if rounds < self.rounds else self._next.least_divergence(rounds - self.rounds)
+
+
+def _check_positive(name: str, number: object, meaning: str) -> None:
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not 0.0 < number < math.inf:  # type: ignore[operator]
+        raise ConfigError(f"{name} {number!r} is no positive, finite number; give {meaning}")
+
+
+def _counts(name: str, counts: int | Sequence[int]) -> int | tuple[int, ...]:
+    """Return a count for all cells as it is, and one for each as a tuple."""
+    hint = "give local steps, as one number or one for each cell"
+    if isinstance(counts, Sequence):
+        return tuple(integer(name, count, hint=hint) for count in counts)
+    return integer(name, counts, hint=hint)
+
+
+def _of_cell(counts: int | Sequence[int], cell: int) -> int:
+    return counts[cell] if isinstance(counts, Sequence) else counts
+
+
+def _check_cells(name: str, counts: int | Sequence[int], cells: int) -> None:
+    if isinstance(counts, Sequence) and len(counts) != cells:
+        raise ConfigError(f"{name} {counts} has {len(counts)} numbers for {cells} cells; give one for each cell")

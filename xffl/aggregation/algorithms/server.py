@@ -1,0 +1,359 @@
+"""Server (outer) optimizers: what turns averaged pseudo-gradients into new global weights.
+
+A pseudo-gradient is the global value minus the cells' mean, so that an optimizer that goes down the gradient goes
+towards the mean: SGD with a learning rate of 1 and no momentum ends exactly there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from xffl.aggregation.algorithms.registry import check_options, locate, read_spec
+from xffl.errors import ConfigError, XfflError
+
+__all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "server_of"]
+
+
+Factory = Callable[..., Optimizer]
+Schedule = Callable[[Optimizer], LRScheduler]
+
+_PLAIN_MEAN = ("none", "fedavg")
+"""Names that ask for no server optimizer."""
+
+_UNFIT = {
+    "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",
+    "Adafactor": "its second moments are of a matrix's rows and columns, and it scales by norms of whole tensors",
+    "Muon": "it makes whole matrices orthogonal",
+    "SparseAdam": "it wants sparse gradients, and pseudo-gradients are dense",
+}
+"""Classes of torch.optim that cannot step flat pieces of shards, and why."""
+
+_PROBE_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """How to make a server optimizer, and how its learning rate goes.
+
+    Making one is local, and tries it out on a few numbers. What it makes steps flat pieces of this rank's shards, cut
+    anywhere, so only elementwise optimizers will do. ``str()`` tells the class, its options and its schedule, alike on
+    all ranks that were given the same.
+
+    :param factory: A class of :mod:`torch.optim`, or a function that takes a list of tensors and ``options`` and
+        returns an optimizer. The same tensors must give the same steps on every rank that holds them.
+    :param options: Its keywords.
+    :param schedule: Called with the optimizer, returns the schedule of its learning rate: one step for each round that
+        the optimizer takes part in.
+    :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where the
+        parameters are.
+    :raises ConfigError: if it cannot be made with these options, needs a closure, or is not elementwise.
+    """
+
+    factory: Factory
+    options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    device: str | torch.device | None = None
+    _text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise ConfigError(f"server {self.factory!r} cannot be called; give an optimizer's class or name")
+        if self.device is not None:
+            object.__setattr__(self, "device", _device(self.device))
+        object.__setattr__(self, "_text", self._try_out())
+
+    def __str__(self) -> str:
+        return self._text
+
+    def make(self, tensors: list[torch.Tensor]) -> Optimizer:
+        """Make the optimizer of some tensors; local.
+
+        :param tensors: Flat tensors, on the device of the step.
+        :return: The optimizer. Its state is made by the first step.
+        :raises ConfigError: if the factory returns something else.
+        """
+        made = self.factory(tensors, **self.options)
+        if not isinstance(made, Optimizer):
+            raise ConfigError(f"server {_title(self.factory)} makes {made!r}, which is no torch.optim.Optimizer")
+        return made
+
+    def make_schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Make the schedule of an optimizer's learning rate; local.
+
+        :param optimizer: What :meth:`make` returned.
+        :return: The schedule, to be stepped once after each step of the optimizer; ``None`` where there is none.
+        :raises ConfigError: if the function returns something else.
+        """
+        if self.schedule is None:
+            return None
+        made = self.schedule(optimizer)
+        if not isinstance(made, LRScheduler):
+            raise ConfigError(
+                f"schedule {_title(self.schedule)} makes {made!r}, which is no LRScheduler of torch.optim"
+            )
+        return made
+
+    def _try_out(self) -> str:
+        """Step a few numbers as one tensor and as two ranks' pieces; return what was made, as text."""
+        title = _title(self.factory)
+        for parent in inspect.getmro(self.factory) if inspect.isclass(self.factory) else ():
+            if parent.__module__.startswith("torch.optim") and parent.__name__ in _UNFIT:
+                raise ConfigError(_refusal(title, _UNFIT[parent.__name__]))
+        # Uneven, so that means and norms of the pieces differ from those of the whole.
+        start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
+        try:
+            whole, text = self._probe(start)
+            pieces = torch.cat([self._probe(piece)[0] for piece in (start[:2], start[2:])])
+        except XfflError:
+            raise
+        except Exception as wrong:
+            raise ConfigError(
+                f"server {title} cannot step with the options {dict(self.options)!r}: {type(wrong).__name__}: {wrong}"
+            ) from wrong
+        if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
+            raise ConfigError(_refusal(title, "the same numbers, cut in two or stepped again, went elsewhere"))
+        return text
+
+    def _probe(self, start: torch.Tensor) -> tuple[torch.Tensor, str]:
+        tensor = start.clone()
+        optimizer = self.make([tensor])
+        schedule = self.make_schedule(optimizer)
+        text = _described(optimizer, schedule)
+        rates = []
+        for _ in range(_PROBE_ROUNDS):
+            rates.append(optimizer.param_groups[0]["lr"])
+            tensor.grad = tensor.clone()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        # A schedule may be any function; its first rates tell more than the data that it holds.
+        text += "" if schedule is None else f", first rates {_plain(rates)}"
+        return tensor, text + ("" if self.device is None else f", on {torch.device(self.device).type}")
+
+
+def server_of(spec: object) -> ServerOptimizer | None:
+    """Return the server optimizer that a spec asks for; local.
+
+    :param spec: ``None``, ``none`` or ``fedavg``: the plain mean. An entry of kind ``server`` or a class of
+        :mod:`torch.optim`, by name (``AdamW``) or dotted path (one's own, too), with options after a colon
+        (``fedadam:lr=0.03``) or in a mapping (``{"name": "fedadam", "lr": 0.03}``). There, ``device`` and ``schedule``
+        may stand as well: a schedule is a function, or a spec of a class in :mod:`torch.optim.lr_scheduler`. A
+        :class:`ServerOptimizer` is returned as it is; another callable becomes its factory.
+    :return: The server optimizer; ``None`` for the plain mean.
+    :raises ConfigError: if there is nothing of that name, or it cannot be used (see :class:`ServerOptimizer`).
+    """
+    if spec is None or isinstance(spec, ServerOptimizer):
+        return spec
+    if not isinstance(spec, (str, Mapping)):
+        if not callable(spec):
+            raise ConfigError(f"server {spec!r} is no name, mapping, optimizer's class or function; give one of them")
+        return ServerOptimizer(spec)
+    name, options = read_spec("server", spec)
+    if name in _PLAIN_MEAN:
+        if options:
+            raise ConfigError(f"server {name!r} is the plain mean, which has no options such as {', '.join(options)}")
+        return None
+    device, schedule = options.pop("device", None), options.pop("schedule", None)
+    factory, preset = locate("server", name, home="torch.optim")
+    checked = check_options(f"server {name!r}", factory, options, bound=preset, leading=1)
+    return ServerOptimizer(factory, {**preset, **checked}, _schedule_of(schedule), device)
+
+
+def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
+    """Write what a server optimizer was made with; local.
+
+    :param optimizer: The optimizer, before its first step.
+    :param schedule: The schedule of its learning rate.
+    :return: The classes, its options and what the schedule holds, by name, as text.
+    """
+    asked = {"class": type(optimizer).__qualname__, "schedule": "none"}
+    asked |= {key: _plain(value) for key, value in _options(optimizer).items()}
+    if schedule is not None:
+        asked["schedule"] = type(schedule).__qualname__
+        asked |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
+    return asked
+
+
+def _schedule_of(spec: object) -> Schedule | None:
+    if spec is None:
+        return None
+    if not isinstance(spec, (str, Mapping)):
+        if not callable(spec):
+            raise ConfigError(f"schedule {spec!r} is no name, mapping or function; give one of them")
+        return spec
+    name, given = read_spec("schedule of the server", spec)
+    factory, _ = locate("schedule of the server", name, home="torch.optim.lr_scheduler")
+    options = check_options(f"schedule {name!r} of the server", factory, given, leading=1)
+
+    def schedule(optimizer: Optimizer) -> LRScheduler:
+        made: LRScheduler = factory(optimizer, **options)
+        return made
+
+    return schedule
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)  # without a number it stays the current one of each rank
+    except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
+        told = " ".join(str(wrong).split())
+        raise ConfigError(
+            f"device {device!r} of the server is not here ({told}); give cpu or an accelerator's"
+        ) from wrong
+
+
+def _refusal(title: str, why: str) -> str:
+    return (
+        f"server {title} cannot step flat pieces of shards: {why}; take an elementwise optimizer, such as SGD or AdamW"
+    )
+
+
+def _title(factory: object) -> str:
+    kind = factory if hasattr(factory, "__qualname__") else type(factory)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def _described(optimizer: Optimizer, schedule: LRScheduler | None) -> str:
+    """Tell what was made from what it holds: that is data, where a factory may be any function."""
+    text = f"{_title(type(optimizer))}({_plain(_options(optimizer))})"
+    return text if schedule is None else f"{text}, {_title(type(schedule))}({_plain(schedule.state_dict())})"
+
+
+def _plain(value: object) -> str:
+    """Write numbers and words out; of anything else only the type, as its text may differ between processes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_plain(value[key])}" for key in sorted(value, key=str))
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_plain(one) for one in value)})"
+    return _title(type(value))
+
+
+RULES = ("adagrad", "adam", "yogi")
+"""How the second moment ``v`` takes in a new pseudo-gradient."""
+
+
+class Adaptive(Optimizer):
+    """Step by ``lr * m / (sqrt(v) + tau)``, with moments of the pseudo-gradients (global minus mean).
+
+    Elementwise, so it may run on any cut of the parameters. Each tensor has the state ``m``, ``v`` (in its dtype, on
+    its device) and ``step``. With ``g`` the pseudo-gradient, ``m = beta1 m + (1 - beta1) g``, and ``v`` becomes
+
+    - ``adagrad``: ``v + g^2`` (``beta2`` is not read),
+    - ``adam``: ``beta2 v + (1 - beta2) g^2``,
+    - ``yogi``: ``v - (1 - beta2) g^2 sign(v - g^2)``.
+
+    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2. The ``flwr`` package (1.41) differs from the paper: its
+    ``v`` starts from 0 (here ``initial=0``), where the paper asks for ``tau^2`` at least; its FedAdam corrects the bias
+    of the moments (here ``is_bias_corrected=True``), where the paper does not, and counts the first round as 2 in doing
+    so, where Kingma and Ba count 1; its ``tau`` is 1e-9 unless told otherwise.
+
+    :param params: Tensors to step, or parameter groups.
+    :param lr: Server learning rate, 0 or more.
+    :param betas: Decay of ``m`` and of ``v``, each from 0 to below 1.
+    :param tau: Added to the root of ``v``, above 0: the larger, the closer to a plain step.
+    :param rule: One of :data:`RULES`.
+    :param initial: ``v`` before the first step, 0 or more; ``None`` for ``tau^2``.
+    :param is_bias_corrected: Multiply the learning rate of step ``t`` by ``sqrt(1 - beta2^t) / (1 - beta1^t)`` (Kingma
+        and Ba, 2015, arXiv 1412.6980). Not with ``adagrad``, whose ``v`` is a sum.
+    :raises ConfigError: if an option is outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        tau: float = 1e-3,
+        *,
+        rule: str = "adam",
+        initial: float | None = None,
+        is_bias_corrected: bool = False,
+    ) -> None:
+        if rule not in RULES:
+            raise ConfigError(f"rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
+        if not 0.0 <= lr < math.inf:
+            raise ConfigError(f"lr {lr!r} is no finite number of 0 or more; give the server's learning rate")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigError(f"betas {betas!r} are not two numbers from 0 to below 1; give the decays of m and v")
+        if not 0.0 < tau < math.inf:
+            raise ConfigError(f"tau {tau!r} is no finite number above 0; the paper's is 1e-3")
+        if initial is not None and not 0.0 <= initial < math.inf:
+            raise ConfigError(
+                f"initial {initial!r} is no finite number of 0 or more; leave it out for tau^2 = {tau**2}"
+            )
+        if is_bias_corrected and rule == "adagrad":
+            raise ConfigError(
+                "is_bias_corrected=True needs rule adam or yogi: the v of adagrad is a sum without a bias"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "tau": tau,
+            "rule": rule,
+            "initial": tau**2 if initial is None else initial,
+            "is_bias_corrected": is_bias_corrected,
+        }
+        super().__init__(params, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step along the gradients; local.
+
+        :param closure: Called first, with gradients enabled, to make them.
+        :return: What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    self._step_tensor(tensor, tensor.grad, group)
+        return loss
+
+    def _step_tensor(self, tensor: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[tensor]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["m"] = torch.zeros_like(tensor)
+            state["v"] = torch.full_like(tensor, group["initial"])
+        m, v = state["m"], state["v"]
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        m.lerp_(grad, 1 - beta1)
+        if group["rule"] == "adagrad":
+            v.addcmul_(grad, grad)
+        elif group["rule"] == "adam":
+            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        else:
+            square = grad * grad
+            v.addcmul_(square, (v - square).sign_(), value=beta2 - 1)
+        lr = group["lr"]
+        if group["is_bias_corrected"]:
+            count = state["step"].item()
+            lr = lr * math.sqrt(1 - beta2**count) / (1 - beta1**count)
+        tensor.addcdiv_(m, v.sqrt().add_(group["tau"]), value=-lr)

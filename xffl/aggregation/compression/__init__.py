@@ -1,0 +1,1 @@
+"""What cells send instead of whole values, and the residuals that they keep."""

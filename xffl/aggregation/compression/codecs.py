@@ -1,0 +1,636 @@
+"""Codecs: what a bucket looks like while it crosses the slow link."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from xffl.checks import integer, integer_fields
+from xffl.errors import ConfigError
+
+__all__ = [
+    "Blockwise",
+    "Cast",
+    "Codec",
+    "TopK",
+    "block_maxima",
+    "chunk_length",
+    "codec_of",
+    "dequantize",
+    "largest_positions",
+    "pack",
+    "quantize",
+    "read_scales",
+    "scratch_for",
+    "unpack",
+    "write_scales",
+]
+
+
+MAX_BLOCK = 2**16
+"""Largest block: more values share one scale only where the scale's bytes no longer matter."""
+
+MAX_POSITIONS = 2**31
+"""Values that 32-bit positions can tell apart."""
+
+NAMES = ("none", "bf16", "fp16", "int8", "int4", "topk")
+"""What a codec's name may begin with."""
+
+FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Data types by the names that options give them."""
+
+
+class Codec(ABC):
+    """Turn fp32 values into fewer bytes, and back.
+
+    Local: nothing is communicated. Codecs hold parameters and no state; those with equal parameters are equal, and
+    ``codec_of(str(codec))`` gives an equal one. The same values and seed give the same bytes, and the same bytes decode
+    to the same values on every rank. Nothing waits for a GPU.
+    """
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Return the exact size of encoded values.
+
+        :param numel: Number of values.
+        :return: Bytes; 0 for no values.
+        """
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        """Encode finite values.
+
+        :param values: fp32, 1-D, contiguous, finite; only read.
+        :param out: uint8, 1-D, contiguous, ``nbytes(values.numel())`` bytes on the same device, at any offset;
+            overwritten.
+        :param seed: Seed of stochastic rounding, not negative. It alone decides the noise: torch's own generators are
+            neither used nor moved. On a CPU and on a GPU the noise differs.
+        :raises ConfigError: if ``out`` has another length.
+        """
+
+    @abstractmethod
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode what :meth:`encode` wrote.
+
+        :param data: uint8, 1-D, contiguous, ``nbytes(out.numel())`` bytes, at any offset; only read.
+        :param out: fp32, 1-D, contiguous, on the same device; overwritten.
+        :raises ConfigError: if ``data`` has another length.
+        """
+
+    def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
+        needed = self.nbytes(values.numel())
+        if data.numel() != needed:
+            raise ConfigError(
+                f"the buffer has {data.numel()} bytes, but {values.numel()} values as {self} take {needed}; "
+                "give one of nbytes(numel)"
+            )
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Round to a 16-bit float, to the nearest, ties to even; 0.5 of the bytes.
+
+    Error: ``bf16`` at most ``2**-8 * |x|`` (``2**-134`` where ``|x| < 2**-126``), ``fp16`` at most ``2**-11 * |x|``
+    (``2**-25`` where ``|x| < 2**-14``). What lies beyond the type's largest number becomes that number, not infinity.
+    Values that the type holds keep every bit.
+
+    :param kind: ``bf16`` or ``fp16``.
+    :raises ConfigError: if ``kind`` is anything else.
+    """
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        _check_choice("float type", self.kind, ("bf16", "fp16"))
+
+    def __str__(self) -> str:
+        return self.kind
+
+    def nbytes(self, numel: int) -> int:
+        """Return two bytes for each value.
+
+        :param numel: Number of values.
+        :return: Bytes.
+        """
+        return 2 * numel
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        """Round the values; see :meth:`Codec.encode`.
+
+        :param values: fp32 values.
+        :param out: Bytes to write.
+        :param seed: Not used: the rounding is to the nearest.
+        """
+        self._check(values, out)
+        if values.numel() == 0:
+            return
+        dtype = FLOATS[self.kind]
+        largest = torch.finfo(dtype).max
+        length = min(chunk_length(values.numel(), 1, values.device), values.numel())
+        clamped, scratch = values.new_empty(length), values.new_empty(length, dtype=dtype)
+        for chunk, part in zip(torch.split(values, length), torch.split(out, 2 * length), strict=True):
+            inside = torch.clamp(chunk, -largest, largest, out=clamped[: chunk.numel()])
+            part.copy_(scratch[: chunk.numel()].copy_(inside).view(torch.uint8))
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Widen the values, exactly; see :meth:`Codec.decode`.
+
+        :param data: Bytes of :meth:`encode`.
+        :param out: fp32 values to write.
+        """
+        self._check(out, data)
+        if out.numel() == 0:
+            return
+        length = min(chunk_length(out.numel(), 1, out.device), out.numel())
+        scratch = out.new_empty(length, dtype=FLOATS[self.kind])
+        for chunk, part in zip(torch.split(out, length), torch.split(data, 2 * length), strict=True):
+            words = scratch[: chunk.numel()]
+            words.view(torch.uint8).copy_(part)
+            chunk.copy_(words)
+
+
+@dataclass(frozen=True)
+class Blockwise(Codec):
+    """Round to whole multiples of a step: 8 or 4 bits for each value, one step (scale) for each block of values.
+
+    The step of a block is ``s = max|x| / 127`` (8 bits) or ``max|x| / 7`` (4 bits), symmetric around 0. Blocks run over
+    the flat values in the order given; the last may be short. With blocks of 64 and fp16 scales 8 bits take 0.258 and
+    4 bits 0.133 of the fp32 bytes.
+
+    Error: with ``t`` the step as it is stored, nearest rounding is off by at most ``t / 2 * (1 + 2**-15)``, stochastic
+    rounding by at most ``t * (1 + 2**-15)``. fp32: ``t <= s * (1 + 2**-23) + 2**-120``. fp16, with ``largest`` the
+    largest magnitude of all the values given: ``t <= 1.001 * s + 2**-41 * max(largest, 2**-75)``, since these scales
+    are relative to ``largest`` and rounded up (:func:`xffl.aggregation.compression.codecs.write_scales` says why).
+    Stochastic rounding is unbiased up to ``2**-16`` of a step. Zeros stay zeros. With nearest rounding and fp16 scales
+    decoded values encode to themselves again, but for blocks of less than ``2**-28`` of the largest one. Values from
+    0.998 of the largest fp32 on saturate.
+
+    Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022 (arXiv:2110.02861); stochastic rounding:
+    Alistarh et al., QSGD, 2017 (arXiv:1610.02132).
+
+    :param bits: Bits for each value, 8 or 4.
+    :param block: Values that share a scale, from 1 to 65536.
+    :param scale: Type of the scales, ``fp16`` (with 4 bytes more in front) or ``fp32``.
+    :param rounding: ``nearest`` (ties to even) or ``stochastic``.
+    :raises ConfigError: if a parameter is anything else.
+    """
+
+    bits: int
+    block: int = 64
+    scale: str = "fp16"
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "bits")
+        if self.bits not in (8, 4):
+            raise ConfigError(f"{self.bits!r} bits for each value are not offered; give 8 or 4")
+        object.__setattr__(self, "block", integer("block", self.block, 1, MAX_BLOCK, hint="give block=64"))
+        _check_choice("scale", self.scale, ("fp16", "fp32"))
+        _check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+
+    def __str__(self) -> str:
+        scale = "" if self.scale == "fp16" else f",scale={self.scale}"
+        rounding = "" if self.rounding == "nearest" else f",rounding={self.rounding}"
+        return f"int{self.bits}:block={self.block}{scale}{rounding}"
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of scales and values.
+
+        :param numel: Number of values.
+        :return: Bytes.
+        """
+        return self._head(numel) + -(-numel * self.bits // 8)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`.
+
+        :param values: fp32 values.
+        :param out: Bytes to write.
+        :param seed: Seed of stochastic rounding.
+        """
+        self._check(values, out)
+        if values.numel() == 0:
+            return
+        head, body = self._parts(out, values.numel())
+        write_scales(block_maxima(values, self.block), self._levels, self._is_half, head)
+        scales = read_scales(head, self._is_half)
+        generator = None
+        if self.rounding == "stochastic":
+            # The CPU's generator takes 32 bits only: the upper ones are folded in.
+            generator = torch.Generator(values.device).manual_seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
+        length = chunk_length(values.numel(), self.block, values.device)
+        scratch = scratch_for(values, length)
+        for chunk, scale, part in zip(*self._chunks(values, scales, body, length), strict=True):
+            numbers = quantize(chunk, scale, self.block, self._levels, generator, scratch)
+            pack(numbers, self.bits, self.block, part)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Multiply by the scales; see :meth:`Codec.decode`. With fp16 scales the product is exact.
+
+        :param data: Bytes of :meth:`encode`.
+        :param out: fp32 values to write.
+        """
+        self._check(out, data)
+        if out.numel() == 0:
+            return
+        head, body = self._parts(data, out.numel())
+        scales = read_scales(head, self._is_half)
+        length = chunk_length(out.numel(), self.block, out.device)
+        for chunk, scale, part in zip(*self._chunks(out, scales, body, length), strict=True):
+            unpack(part, self.bits, self.block, chunk)
+            dequantize(chunk, scale, self.block)
+
+    @property
+    def _levels(self) -> int:
+        return int(2 ** (self.bits - 1)) - 1
+
+    @property
+    def _is_half(self) -> bool:
+        return self.scale == "fp16"
+
+    def _head(self, numel: int) -> int:
+        """Return the bytes of the scales."""
+        scales = -(-numel // self.block)
+        return 4 * scales if not self._is_half or numel == 0 else 4 + 2 * scales
+
+    def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bytes of the scales and those of the values."""
+        return data[: self._head(numel)], data[self._head(numel) :]
+
+    def _chunks(
+        self, values: torch.Tensor, scales: torch.Tensor, body: torch.Tensor, length: int
+    ) -> tuple[tuple[torch.Tensor, ...], ...]:
+        return (
+            torch.split(values, length),
+            torch.split(scales, length // self.block),
+            torch.split(body, length * self.bits // 8),
+        )
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Keep the ``ceil(density * numel)`` values of largest magnitude, with their 32-bit positions; the others become 0.
+
+    Of equal magnitudes the first are kept. Costs 8 bytes for each value kept (``value=fp16``: 6): 0.02 of the fp32
+    bytes at a density of 0.01.
+
+    Error: what is dropped is at most as large as the smallest value kept; what is kept is exact (``fp16``: rounded as
+    :class:`Cast` does). Without error feedback the small values never cross.
+
+    Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017 (arXiv:1704.05021); with error
+    feedback: Stich et al., Sparsified SGD with Memory, 2018 (arXiv:1809.07599).
+
+    :param density: Part of the values that is kept, above 0, at most 1.
+    :param value: Type of the values kept, ``fp32`` or ``fp16``.
+    :raises ConfigError: if a parameter is anything else.
+    """
+
+    density: float
+    value: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+            raise ConfigError(f"density {self.density!r} is not above 0 and at most 1; give topk:0.01 for 1 %")
+        _check_choice("value", self.value, ("fp32", "fp16"))
+
+    def __str__(self) -> str:
+        return f"topk:{float(self.density)!r}" + ("" if self.value == "fp32" else f",value={self.value}")
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of positions and values.
+
+        :param numel: Number of values.
+        :return: Bytes.
+        """
+        return self._kept(numel) * (4 + FLOATS[self.value].itemsize)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        """Write the positions, ascending, then the values; see :meth:`Codec.encode`.
+
+        :param values: fp32 values, fewer than ``2**31``.
+        :param out: Bytes to write.
+        :param seed: Not used.
+        :raises ConfigError: if there are too many values for 32-bit positions.
+        """
+        self._check(values, out)
+        if values.numel() > MAX_POSITIONS:
+            raise ConfigError(f"{values.numel()} values at once pass 32-bit positions; give smaller buckets")
+        if values.numel() == 0:
+            return
+        positions = largest_positions(values, self._kept(values.numel()))
+        kept = values[positions]
+        if self.value == "fp16":
+            largest = torch.finfo(torch.float16).max
+            kept = kept.clamp_(-largest, largest).half()
+        out[: 4 * kept.numel()].copy_(positions.int().view(torch.uint8))
+        out[4 * kept.numel() :].copy_(kept.view(torch.uint8))
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Write zeros, then the values that were kept; see :meth:`Codec.decode`.
+
+        :param data: Bytes of :meth:`encode`.
+        :param out: fp32 values to write.
+        """
+        self._check(out, data)
+        split = 4 * self._kept(out.numel())
+        # Copies are aligned.
+        positions = data[:split].clone().view(torch.int32).long()
+        kept = data[split:].clone().view(FLOATS[self.value]).float()
+        out.zero_().scatter_(0, positions, kept)
+
+    def _kept(self, numel: int) -> int:
+        # The decimal number that was written: 0.07 of 100 values are 7, where floats would round up to 8.
+        density = Fraction(repr(float(self.density)))
+        return -(-numel * density.numerator // density.denominator)
+
+
+def codec_of(name: str | Codec) -> Codec | None:
+    """Return the codec that a name stands for.
+
+    ``none``, ``bf16``, ``fp16``, ``int8``, ``int4`` (options ``block=64``, ``scale=fp16`` or ``fp32``,
+    ``rounding=nearest`` or ``stochastic``), ``topk:DENSITY`` (option ``value=fp32`` or ``fp16``); options follow a
+    colon and are separated by commas: ``int8:block=128,rounding=stochastic``, ``topk:0.01,value=fp16``.
+
+    :param name: The name; a codec stands for itself.
+    :return: The codec; ``None`` for ``none``: values cross as they are.
+    :raises ConfigError: if the name, an option or its value is unknown.
+    """
+    if isinstance(name, Codec):
+        return name
+    if not isinstance(name, str):
+        raise ConfigError(f"codec {name!r} is neither a name nor a Codec; give one of {', '.join(NAMES)}")
+    kind, colon, text = name.partition(":")
+    if kind not in NAMES:
+        raise ConfigError(f"codec {name!r} is unknown; give one of {', '.join(NAMES)}")
+    try:
+        return _made(kind, text.split(",") if colon else [])
+    except ConfigError as error:
+        raise ConfigError(f"codec {name!r}: {error}") from error
+
+
+def _made(kind: str, parts: list[str]) -> Codec | None:
+    if kind in ("int8", "int4"):
+        options = _options(parts, ("block", "scale", "rounding"))
+        block = options.pop("block", "64")
+        if not (block.isascii() and block.isdecimal()):
+            raise ConfigError(f"block {block!r} is no whole number from 1 to {MAX_BLOCK}; give block=64")
+        return Blockwise(int(kind.removeprefix("int")), int(block), **options)
+    if kind == "topk":
+        try:
+            density = float(parts[0]) if parts else 0.0
+        except ValueError:
+            density = 0.0
+        if not 0 < density <= 1:
+            raise ConfigError(
+                f"density {','.join(parts[:1])!r} is no number above 0 and at most 1; give topk:0.01 for 1 %"
+            )
+        return TopK(density, **_options(parts[1:], ("value",)))
+    _options(parts, ())
+    return None if kind == "none" else Cast(kind)
+
+
+def _options(parts: list[str], known: tuple[str, ...]) -> dict[str, str]:
+    """Return what stands on both sides of each equals sign."""
+    options: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if key not in known or not equals:
+            told = f"give {' or '.join(f'{k}=...' for k in known)}" if known else "give the codec without options"
+            raise ConfigError(f"option {part!r} is unknown; {told}")
+        if key in options:
+            raise ConfigError(f"option {key!r} is given twice; give it once")
+        options[key] = value
+    return options
+
+
+def _check_choice(what: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ConfigError(f"{what} {given!r} is not offered; give {' or '.join(choices)}")
+
+
+CHUNK = 2**16
+"""Elements taken at a time on a CPU: their scratch stays in a core's cache, where fresh memory costs ten times more."""
+
+LARGEST = 2.0**128 - 2.0**119
+"""Where block maxima saturate (0.2 % below the largest fp32), so that a scale that was rounded up never overflows."""
+
+TINY = 2.0**-120
+"""Smallest scale, a normal fp32. Zeros have it, too: no ratio is 0 / 0."""
+
+SMALLEST_TOP = 2.0**-75
+"""Smallest power of two that fp16 scales are relative to: every one of them is then above :data:`TINY`."""
+
+
+def chunk_length(numel: int, block: int, device: torch.device) -> int:
+    """Return how many values to take at a time: whole blocks, an even number; on a GPU all of them.
+
+    :param numel: Number of values, at least 1.
+    :param block: Values in a block.
+    :param device: Where the values are.
+    :return: A multiple of ``2 * block``.
+    """
+    wanted = CHUNK if device.type == "cpu" else numel
+    return -(-wanted // (2 * block)) * 2 * block
+
+
+def scratch_for(values: torch.Tensor, length: int) -> torch.Tensor:
+    """Return scratch for chunks of the values: made once, since memory that is made for each chunk is fresh each time.
+
+    :param values: fp32, 1-D, not empty.
+    :param length: Values in a chunk.
+    :return: fp32, two rows, neither shorter than a chunk; the length is a multiple of 4.
+    """
+    return values.new_empty(2, -(-min(length, values.numel()) // 4) * 4)
+
+
+def block_maxima(values: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the largest magnitude of each block, at most :data:`LARGEST`.
+
+    :param values: fp32, 1-D, not empty.
+    :param block: Values in a block; the last one may be short.
+    :return: fp32, one for each block.
+    """
+    length = chunk_length(values.numel(), block, values.device)
+    maxima = values.new_empty(-(-values.numel() // block))
+    scratch = scratch_for(values, length)[0]
+    for chunk, part in zip(torch.split(values, length), torch.split(maxima, length // block), strict=True):
+        magnitudes = torch.abs(chunk, out=scratch[: chunk.numel()])
+        for rows, column in _blocks(magnitudes, part, block):
+            torch.amax(rows, 1, keepdim=True, out=column)
+    return maxima.clamp_(max=LARGEST)
+
+
+def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Tensor) -> None:
+    """Encode the scales ``maximum / levels``.
+
+    fp16 alone reaches from 6e-8 to 65504, too little for the differences that training makes. Its scales are therefore
+    relative to a power of two near the largest one (4 bytes in front), and rounded up, so that no value exceeds
+    ``levels`` steps and no scale is 0: by at most 0.1 %, and more only in blocks of less than ``2**-28`` of the largest
+    one, where the spacing of fp16 is ``2**-41`` of it or less.
+
+    :param maxima: fp32, of :func:`block_maxima`; overwritten.
+    :param levels: Largest whole number, 127 or 7.
+    :param is_half: fp16 scales, else fp32.
+    :param out: uint8, at any offset: 4 bytes for each scale, or 4 bytes and 2 for each.
+    """
+    # A tensor, since a GPU multiplies by the reciprocal of a plain number, which rounds differently.
+    divisor = maxima.new_full((1,), float(levels))
+    if not is_half:
+        out.copy_(maxima.div_(divisor).clamp_(min=TINY).view(torch.uint8))
+        return
+    exponent = maxima.amax().view(1).view(torch.int32).bitwise_and(0x7F800000)
+    top = exponent.view(torch.float32).clamp_(min=SMALLEST_TOP)
+    lift = 2.0 ** (14 + levels.bit_length())  # the largest scale comes between 2**14 and the largest fp16
+    relative = maxima.div_(top).div_(divisor).mul_(lift)
+    scales = relative.half()
+    # Positive floats are ordered as their bits are: adding 1 gives the next larger one, and 1 is the smallest above 0.
+    scales.view(torch.int16).add_(scales.float() < relative).clamp_(min=1)
+    out[:4].copy_(top.mul_(1.0 / lift).view(torch.uint8))
+    out[4:].copy_(scales.view(torch.uint8))
+
+
+def read_scales(data: torch.Tensor, is_half: bool) -> torch.Tensor:
+    """Decode what :func:`write_scales` wrote.
+
+    :param data: uint8, at any offset.
+    :param is_half: fp16 scales, else fp32.
+    :return: fp32, one for each block; the same on all ranks, since a power of two times an fp16 is exact.
+    """
+    # A copy is aligned.
+    if not is_half:
+        return data.clone().view(torch.float32)
+    return data[4:].clone().view(torch.float16).float().mul_(data[:4].clone().view(torch.float32))
+
+
+def quantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    block: int,
+    levels: int,
+    generator: torch.Generator | None,
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """Divide by the scales and round to whole numbers from ``-levels`` to ``levels``.
+
+    The scales are the decoded ones: what rounding did to them is thus part of the ratio, not of the error.
+
+    :param values: fp32, 1-D, whole blocks from the first on.
+    :param scales: fp32, one for each block.
+    :param block: Values in a block.
+    :param levels: Largest whole number.
+    :param generator: Source of stochastic rounding; ``None`` rounds to the nearest, ties to even.
+    :param scratch: Of :func:`scratch_for`; overwritten.
+    :return: fp32, the whole numbers, in the first row of the scratch.
+    """
+    numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
+    if generator is not None:
+        # 16 random bits for each value cost a third of torch.rand. The noise is symmetric, so its mean is exactly 0,
+        # and less than half a step, so a whole number keeps its value: zeros stay zeros.
+        bits = scratch[0].view(torch.int64)[: -(-values.numel() // 4)].random_(-(2**63), None, generator=generator)
+        noise.copy_(bits.view(torch.int16)[: values.numel()]).add_(0.5).mul_(2.0**-16)
+    for (rows, column), (ratios, _) in zip(
+        _blocks(values, scales, block), _blocks(numbers, scales, block), strict=True
+    ):
+        torch.div(rows, column, out=ratios)
+    if generator is not None:
+        # Ratios pass ``levels`` by a rounding (by 0.2 % where the maximum saturates); with noise that could be a step.
+        numbers.clamp_(-levels, levels).add_(noise)
+    return numbers.round_()
+
+
+def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+    """Multiply whole numbers by their block's scale, in place.
+
+    :param numbers: fp32, 1-D, whole blocks from the first on.
+    :param scales: fp32, one for each block.
+    :param block: Values in a block.
+    """
+    for rows, column in _blocks(numbers, scales, block):
+        rows.mul_(column)
+
+
+def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
+    """Write whole numbers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
+
+    In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
+    is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
+
+    :param numbers: fp32, 1-D, whole numbers from ``-(2**(bits - 1) - 1)`` to ``2**(bits - 1) - 1``; overwritten.
+    :param bits: 8 or 4.
+    :param block: Values in a block.
+    :param out: uint8, ``ceil(numbers * bits / 8)`` bytes, at any offset.
+    """
+    if bits == 8:
+        out.view(torch.int8).copy_(numbers)
+        return
+    for data, first, second in _pairs(out.view(torch.int8), numbers, block):
+        first[:, : second.shape[1]].add_(second, alpha=16)
+        data.copy_(first)
+
+
+def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
+    """Read what :func:`pack` wrote.
+
+    :param data: uint8, 1-D, at any offset.
+    :param bits: 8 or 4.
+    :param block: Values in a block.
+    :param out: fp32, 1-D: the whole numbers.
+    """
+    if bits == 8:
+        out.copy_(data.view(torch.int8))
+        return
+    for both, first, second in _pairs(data.view(torch.int8), out, block):
+        first.copy_(both)
+        # The first number is less than half of 16, so rounding finds the second.
+        torch.mul(first[:, : second.shape[1]], 1 / 16, out=second).round_()
+        first[:, : second.shape[1]].sub_(second, alpha=16)
+
+
+def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the positions of the values of largest magnitude; of equal ones the first.
+
+    :param values: fp32, 1-D, not empty, at most ``2**32`` values.
+    :param count: How many, at least 1, at most all.
+    :return: int64, ascending.
+    """
+    # Magnitude (floats are ordered as their bits are) and position in one number: no two keys are equal, so the result
+    # cannot depend on how ties are broken. Chunk by chunk, since the selection takes 24 bytes for each key.
+    length = min(max(4 * CHUNK, count), values.numel())
+    last = values.numel() - 1
+    backwards = torch.arange(last, last - length, -1, device=values.device)
+    keys = torch.full((count + length,), -1, dtype=torch.int64, device=values.device)
+    scratch = values.new_empty(length)
+    for index, chunk in enumerate(torch.split(values, length)):
+        fresh = keys[count : count + chunk.numel()]
+        fresh.copy_(torch.abs(chunk, out=scratch[: chunk.numel()]).view(torch.int32)).bitwise_left_shift_(32)
+        fresh.add_(backwards[: chunk.numel()]).sub_(index * length)
+        best = torch.topk(keys[: count + chunk.numel()], count, sorted=False).values
+        keys[:count].copy_(best)
+    return keys[:count].bitwise_and_(0xFFFFFFFF).neg_().add_(last).sort().values
+
+
+def _blocks(flat: torch.Tensor, each: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the whole blocks as rows, then the short last one, with the column of what belongs to each block."""
+    whole = flat.numel() // block
+    if whole > 0:
+        yield flat[: whole * block].view(whole, block), each[:whole].unsqueeze(1)
+    if flat.numel() > whole * block:
+        yield flat[whole * block :].unsqueeze(0), each[whole:].unsqueeze(1)
+
+
+def _pairs(
+    data: torch.Tensor, numbers: torch.Tensor, block: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
+    pairs, left = divmod(numbers.numel(), 2 * block)
+    whole, middle = pairs * block, (left + 1) // 2
+    if whole:
+        rows = numbers[: 2 * whole].view(pairs, 2, block)
+        yield data[:whole].view(pairs, block), rows[:, 0], rows[:, 1]
+    if data.numel() > whole:
+        rest = numbers[2 * whole :].unsqueeze(0)
+        yield data[whole:].unsqueeze(0), rest[:, :middle], rest[:, middle:]

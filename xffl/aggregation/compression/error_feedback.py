@@ -1,0 +1,252 @@
+"""What a lossy codec needs beside the values: the last agreed state, and the error that is still to be sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xffl.aggregation.compression.codecs import Codec
+from xffl.aggregation.engine.plan import Bucket, Track
+from xffl.errors import CheckpointError
+
+__all__ = ["Feedback", "Memory"]
+
+
+HUGE = 1e30
+"""A type whose largest number is below this has less range than fp32, in which codes are read."""
+
+
+class Feedback:
+    """One lane's memory on one carrier: as large as the lane, sharded as it is.
+
+    What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
+    Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`settle` has been called, so that a round which is
+    not taken leaves no trace.
+
+    :param codec: How values are written.
+    :param numel: Elements of the lane.
+    :param dtype: Their data type.
+    :param device: Where buffers live.
+    """
+
+    def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._codec = codec
+        self.reference = torch.zeros(numel, dtype=dtype, device=device)
+        self._left: dict[tuple[int, int], torch.Tensor] = {}
+        self._fresh: dict[tuple[int, int], torch.Tensor] = {}
+        self._spare: dict[tuple[int, int], torch.Tensor] = {}
+        self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Forget what a round that was not taken has left behind."""
+        self._spare |= self._fresh
+        self._fresh.clear()
+        self._norms.clear()
+
+    def forget(self) -> None:
+        """Forget what is still to be sent."""
+        self.begin()
+        self._left.clear()
+
+    def encode(
+        self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
+    ) -> None:
+        """Write values and what is left from before; note what the code leaves out.
+
+        :param place: Bucket and part that the values belong to; the same in all rounds.
+        :param values: Flat fp32 values; what is left is added to them.
+        :param code: Flat bytes to write.
+        :param spare: Flat fp32 scratch of the values' length.
+        :param seed: Seed of stochastic rounding.
+        """
+        if place in self._left:
+            values.add_(self._left[place])
+        limit = torch.finfo(torch.float32).max
+        self._codec.encode(values.clamp_(-limit, limit), code, seed)
+        self._codec.decode(code, spare)
+        fresh = self._spare.pop(place, None)
+        if fresh is None:
+            with torch.inference_mode(False):
+                fresh = torch.empty_like(values)
+        self._fresh[place] = torch.sub(values, spare, out=fresh)
+        self._norms.append((values.dot(values), fresh.dot(fresh)))
+
+    def difference(self, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Write how far a bucket's values are from the agreed ones.
+
+        :param bucket: The bucket.
+        :param values: Its values, flat.
+        :param out: Flat fp32 values, overwritten.
+        """
+        reference = self._agreed(bucket)
+        if values.dtype == out.dtype:
+            torch.sub(values, reference, out=out)
+        elif values.dtype.itemsize > out.itemsize:  # the difference first: rounded before, it would be lost
+            out.copy_(torch.sub(values, reference))
+        else:  # a narrow type would round it, or have no room for it
+            out.copy_(values).sub_(reference)
+
+    def advance(self, bucket: Bucket, way: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a bucket's agreed values moved by what all cells go on by, rounded once.
+
+        :param bucket: The bucket.
+        :param way: How far, fp32; may be overwritten.
+        :param out: Flat values of the model's type, overwritten; what a code's error takes beyond its largest number
+            stops there.
+        """
+        limit = torch.finfo(out.dtype).max
+        if limit < HUGE:
+            out.copy_(way.add_(self._agreed(bucket)).clamp_(-limit, limit))
+        else:
+            torch.add(self._agreed(bucket), way, out=out)
+
+    def _agreed(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's agreed values; of 8-bit floats, which torch adds not up, a copy in fp32."""
+        reference = self.reference[bucket.start : bucket.stop]
+        return reference.float() if reference.itemsize == 1 else reference
+
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """Read values back.
+
+        :param code: What :meth:`encode` wrote, here or on another rank.
+        :param out: Flat fp32 values, overwritten.
+        """
+        self._codec.decode(code, out)
+
+    def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
+        """Conclude a round that was taken.
+
+        :param stage: The new agreed values of the lane; ``None`` where they stand in :attr:`reference` already.
+        :return: A buffer to take the stage's place.
+        """
+        for place, fresh in self._fresh.items():
+            if place in self._left:
+                self._spare[place] = self._left[place]
+            self._left[place] = fresh
+        self._fresh.clear()
+        if stage is None:
+            return None
+        self.reference, spare = stage, self.reference
+        return spare
+
+    def norms(self) -> list[tuple[float, float]]:
+        """Return, for each code of this round, the squared norms of what was to be sent and of what was left out."""
+        if not self._norms:
+            return []
+        whole, left = torch.stack([torch.stack(column) for column in zip(*self._norms, strict=True)]).tolist()
+        return list(zip(whole, left, strict=True))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the agreed state and of the error that is still to be sent, on this rank."""
+        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._left.items()}
+        return {"reference": self.reference.clone()} | left
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned on this rank.
+
+        :param state: The saved state.
+        :raises CheckpointError: if it is another lane's.
+        """
+        reference = state.get("reference")
+        if reference is None or reference.shape != self.reference.shape or reference.dtype != self.reference.dtype:
+            got = "nothing" if reference is None else f"{reference.numel()} {reference.dtype} values"
+            raise CheckpointError(
+                f"the codec's state holds {got} for a lane of {self.reference.numel()} {self.reference.dtype} values; "
+                "resume with the same model, federation, bucket_bytes, form and codec"
+            )
+        self.begin()
+        self.reference.copy_(reference)
+        self._left = {}
+        for name, left in state.items():
+            if name.startswith("left "):
+                _, bucket, part = name.split()
+                self._left[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
+
+
+class Memory:
+    """What lossy codecs carry from round to round on one rank, of all its lanes.
+
+    :param tracks: The rank's lanes.
+    :param feedback: The memory of those that it carries, by number.
+    """
+
+    def __init__(self, tracks: Sequence[Track], feedback: Mapping[int, Feedback]) -> None:
+        self._tracks = tuple(tracks)
+        self._feedback = feedback
+        self._seeded: set[int] = set()
+
+    @property
+    def codec_error(self) -> float | None:
+        """Error of what this rank sent in the last round, relative to what it had to send, in the L2 norm.
+
+        ``None`` where nothing was encoded, or where it was so large that squares left fp32.
+        """
+        norms = [norm for feedback in self._feedback.values() for norm in feedback.norms()]
+        whole = sum(norm[0] for norm in norms)
+        if not norms or not math.isfinite(whole):
+            return None
+        return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
+
+    def begin(self) -> None:
+        """Forget what the last round has sent, and what one that was not taken has left behind."""
+        for feedback in self._feedback.values():
+            feedback.begin()
+
+    def is_encoding(self, fragment: int) -> bool:
+        """Tell whether a round has made the agreed state that lossy codecs start from."""
+        return fragment in self._seeded
+
+    def state_dict(self, plan: str) -> dict[str, Any]:
+        """Return what lossy codecs carry from round to round on this rank.
+
+        That is which fragments have an agreed state, and by lane that state and what is still to be sent.
+
+        :param plan: What the lanes and buckets follow from.
+        :return: Copies.
+        """
+        lanes = {
+            str(self._tracks[number].lane.key): feedback.state_dict() for number, feedback in self._feedback.items()
+        }
+        return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
+
+    def load_state_dict(self, state: Mapping[str, Any], plan: str) -> None:
+        """Take over what :meth:`state_dict` returned on this rank.
+
+        :param state: The saved state.
+        :param plan: What the lanes and buckets follow from.
+        :raises CheckpointError: if it is that of another exchange.
+        """
+        if state["plan"] != plan:
+            raise CheckpointError(
+                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({plan}); resume with "
+                "the same model, federation, bucket_bytes, form, rails and codec"
+            )
+        self.forget()
+        for number, feedback in self._feedback.items():
+            if self._tracks[number].lane.fragment in state["seeded"]:
+                feedback.load_state_dict(state["lanes"].get(str(self._tracks[number].lane.key), {}))
+        self._seeded = set(state["seeded"])
+
+    def forget(self) -> None:
+        """Forget what lossy codecs remember, where cells may no longer have the same: the next round is exact."""
+        self._seeded.clear()
+        for feedback in self._feedback.values():
+            feedback.forget()
+
+    def settle(self, fragment: int, stages: dict[int, torch.Tensor]) -> None:
+        """Conclude a round that was taken.
+
+        :param fragment: The part of the model whose round it was.
+        :param stages: By lane the new agreed values, where they are collected beside the model; those of lanes with a
+            memory are kept, and replaced by a buffer to write on.
+        """
+        for number, feedback in self._feedback.items():
+            if self._tracks[number].lane.fragment == fragment:
+                spare = feedback.settle(stages.get(number))
+                if spare is not None:
+                    stages[number] = spare
+        self._seeded.add(fragment)

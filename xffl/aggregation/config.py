@@ -1,0 +1,292 @@
+"""What a :class:`xffl.FederatedScaling` was asked for, read and checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.algorithms import registry
+from xffl.aggregation.algorithms.clients import Client
+from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
+from xffl.aggregation.contributions import unwrap
+from xffl.aggregation.hierarchical import read_levels
+from xffl.aggregation.options import check_merge
+from xffl.aggregation.report import RoundReport
+from xffl.checks import integer
+from xffl.distributed.sharding import sharded_parameters
+from xffl.errors import ConfigError
+from xffl.parallel.config import check_name
+from xffl.parallel.zero_view import is_cut
+
+__all__ = ["Recipe", "check_plan", "check_stepped", "read_recipe"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """When rounds take place, what cells do in between, and how a round's result is taken over.
+
+    :param schedule: When rounds take place.
+    :param client: What changes local steps, if anything.
+    :param options: Keywords of the aggregator that is to be made.
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: The part of a local value that stays when a delayed mean is merged.
+    :param optimizers: Whose steps are counted; none where the loop counts them.
+    """
+
+    schedule: Schedule
+    client: Client | None
+    options: Mapping[str, Any]
+    delay: int
+    alpha: float | None
+    optimizers: tuple[Optimizer, ...] = ()
+
+    def __str__(self) -> str:
+        counted = "by optimizers" if self.optimizers else "by step()"
+        return f"every={self.schedule} {counted}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
+
+    def local_steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
+        """Return how many local steps a cell makes until the next round, as the schedule says.
+
+        :param rounds: Rounds so far.
+        :param cell: The cell.
+        :param report: What the last round did, if there was one.
+        :return: At least 1.
+        :raises ConfigError: if the schedule says something else than a positive whole number.
+        """
+        steps = self.schedule.steps(rounds, cell, report)
+        return integer(f"steps of schedule {self.schedule} for cell {cell} after {rounds} rounds", steps)
+
+
+def read_recipe(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] | None,
+    *,
+    cells: int,
+    every: object,
+    weight: object,
+    aggregator: Aggregator | Mapping[str, Any] | None,
+    delay: int | None,
+    alpha: float | None,
+    client: object,
+    algorithm: object,
+) -> Recipe:
+    """Read what was given, and put an algorithm's keywords where nothing was; local.
+
+    :param model: The model that trains.
+    :param optimizers: What steps it; ``None`` where the loop counts steps.
+    :param cells: Number of cells.
+    :param every: When rounds take place.
+    :param weight: What counts samples.
+    :param aggregator: An aggregator, or keywords of the one to make.
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: The part of a local value that stays when a delayed mean is merged.
+    :param client: What changes local steps.
+    :param algorithm: An algorithm's name, with options.
+    :return: What is to be done.
+    :raises ConfigError: if something cannot be meant.
+    """
+    followed = () if optimizers is None else _read_optimizers(model, optimizers)
+    if isinstance(aggregator, Aggregator):
+        _check_made(aggregator, model, algorithm, client)
+    recipe = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
+    if recipe.client is not None and not followed:
+        raise ConfigError(
+            f"client {recipe.client} changes gradients in the optimizer's step, but optimizer is None; give the "
+            "optimizer, or leave the client out"
+        )
+    recipe.schedule.check(cells)
+    if weight is not None and not callable(weight):
+        raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
+    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else recipe.options.get("privacy")
+    if weight is not None and is_private is not None:
+        raise ConfigError(
+            "privacy counts all cells alike, since weights tell about the data; leave weight out (federation.weight: "
+            "equal in a trainer's configuration)"
+        )
+    return replace(recipe, optimizers=tuple(followed))
+
+
+def check_plan(
+    *,
+    every: object,
+    aggregator: Mapping[str, Any],
+    delay: int | None,
+    alpha: float | None,
+    client: object,
+    algorithm: object,
+) -> None:
+    """Check what a configuration says of rounds, before there is a model; local.
+
+    An algorithm's options, and how it goes with the rest, are left to :func:`read_recipe`: to make its optimizer takes
+    slow imports.
+
+    :param every: As for :func:`read_recipe`, like the others.
+    :param aggregator: Keywords of the aggregator to make.
+    :param delay: Local steps that go on while a round is under way.
+    :param alpha: The part of a local value that stays when a delayed mean is merged.
+    :param client: What changes local steps.
+    :param algorithm: An algorithm's name, with options.
+    :raises ConfigError: if something cannot be meant.
+    """
+    if algorithm is None:
+        _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=None)
+        return
+    entry, _ = registry.find_algorithm(algorithm)
+    schedule = schedule_of(entry.scaling.get("every") if every is None else every)
+    _check_keywords(aggregator)
+    if delay is not None:
+        _local_steps(delay, schedule)
+    check_merge(alpha)
+    if client is not None:
+        registry.make("client", client)
+
+
+def _read(
+    *,
+    every: object,
+    aggregator: Aggregator | Mapping[str, Any] | None,
+    delay: int | None,
+    alpha: float | None,
+    client: object,
+    algorithm: object,
+) -> Recipe:
+    """Read what needs neither a model nor the cells."""
+    options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
+    schedule = schedule_of(preset.get("every") if every is None else every)
+    if not isinstance(aggregator, Aggregator):
+        if not isinstance(aggregator, Mapping | None):
+            raise ConfigError(f"aggregator {aggregator!r} is no mapping of its options, nor an Aggregator; give either")
+        options = _joined(options, aggregator or {})
+        _check_keywords(options)
+    if client is not None and "client" in preset:
+        raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
+    recipe = Recipe(
+        schedule,
+        preset.get("client") if client is None else registry.make("client", client),
+        options,
+        _local_steps(preset.get("delay", 0) if delay is None else delay, schedule),
+        preset.get("alpha") if alpha is None else alpha,
+    )
+    _check_delay(recipe, aggregator)
+    fragments = aggregator.fragments if isinstance(aggregator, Aggregator) else options.get("fragments", 1)
+    if recipe.schedule.has_threshold and fragments != 1:
+        raise ConfigError(
+            f"schedule {recipe.schedule} looks at the whole model, but fragments is {fragments}; leave one of them out"
+        )
+    if recipe.client is not None and options.get("fragments", 1) != 1:
+        raise ConfigError(
+            f"client {recipe.client} needs rounds of the whole model, but fragments is {options['fragments']}; leave "
+            "one of them out"
+        )
+    return recipe
+
+
+def _check_keywords(options: Mapping[str, Any]) -> None:
+    """Check the names of keywords of an aggregator that is to be made."""
+    if "levels" in options:
+        read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
+        return
+    parameters = inspect.signature(Aggregator).parameters.values()
+    known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    for name in options:
+        check_name("aggregator option", name, known)
+
+
+def _read_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose steps are followed."""
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        raise ConfigError(
+            f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one, or None and call "
+            "scaling.step() after each local step"
+        )
+    followed = unwrap(optimizers)
+    check_stepped(model, followed)
+    return followed
+
+
+def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that hold other tensors than the model: rounds would be held over one that is not trained.
+
+    :param model: The model that trains.
+    :param optimizers: What steps it.
+    :raises ConfigError: if they hold none of its parameters that train, or tensors that others have taken the place of.
+    """
+    if is_cut(model):
+        return  # the engine's optimizer steps masters of its own
+    held = {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    named = sharded_parameters(model)
+    trained = {id(one) for one in named.values() if one.requires_grad} or set(map(id, named.values()))
+    if trained.isdisjoint(held):
+        raise ConfigError(
+            "no optimizer holds a parameter of the model that trains, so it would not be trained; make the optimizer "
+            "after xffl.shard, load_state_dict(assign=True), or whatever else puts other parameters in the place of "
+            "the model's"
+        )
+    own = set(map(id, named.values()))
+    orphans = {(one.shape, one.dtype) for key, one in held.items() if key not in own and one.requires_grad}
+    left = [
+        name
+        for name, one in named.items()
+        if id(one) in trained - held.keys() and orphans and (one.shape, one.dtype) in orphans
+    ]
+    if left:
+        raise ConfigError(
+            f"no optimizer holds parameter {left[0]!r}, but one holds a tensor of its shape and type that is not the "
+            "model's: make the optimizer after whatever replaces parameters (load_state_dict(assign=True), "
+            "nn.Parameter(...), a parametrization); if it is not to be trained, call requires_grad_(False) on it"
+        )
+
+
+def _check_made(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:
+    """Check an aggregator that the caller has made."""
+    if aggregator.model is not model:
+        raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
+    for what, value in (("algorithm", algorithm), ("client", client)):
+        if value is not None:
+            raise ConfigError(
+                f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} instead "
+                "of one that is made already"
+            )
+
+
+def _joined(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if twice := sorted(preset.keys() & given.keys()):
+        raise ConfigError(
+            f"aggregator sets {', '.join(twice)}, and so does the algorithm; give it as an option of the algorithm only"
+        )
+    return {**preset, **given}
+
+
+def _check_delay(recipe: Recipe, aggregator: object) -> None:
+    """Check what rounds that go on beside training need."""
+    delay = recipe.delay
+    if recipe.alpha is not None and not delay:
+        raise ConfigError(f"alpha {recipe.alpha!r} merges late results, but delay is 0; give a delay, too")
+    check_merge(recipe.alpha)
+    if not delay:
+        return
+    overlaps = recipe.options.get("overlap", "levels" not in recipe.options)
+    if not (aggregator.overlaps if isinstance(aggregator, Aggregator) else overlaps):
+        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, and without levels")
+    if recipe.client is not None:
+        raise ConfigError(
+            f"client {recipe.client} needs to know where the last round left the model, but delay is {delay}; leave "
+            "one of them out"
+        )
+    if recipe.schedule.has_threshold:
+        raise ConfigError(
+            f"schedule {recipe.schedule} asks for a round's need before it starts, but delay is {delay}; leave one out"
+        )
+
+
+def _local_steps(delay: object, schedule: Schedule) -> int:
+    """Return how many local steps go on while a round is under way."""
+    most = schedule.every - 1 if isinstance(schedule, EverySteps) else None
+    return integer("delay", delay, 0, most, hint="give local steps, fewer than every")

@@ -1,0 +1,517 @@
+"""Where a rank's elements lie: the model's tensors as views, read and written bucket by bucket."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from xffl.aggregation.engine.plan import Bucket, Item, Piece, Track
+from xffl.aggregation.engine.tensors import Entry, canonical_axis
+from xffl.aggregation.mean import piece_length, wide_type
+from xffl.errors import ConfigError
+from xffl.topology import Coordinates
+
+__all__ = ["Layout", "Pool", "Staging", "aligned"]
+
+
+class Places(NamedTuple):
+    """Where a bucket's elements lie.
+
+    :param views: The elements, as views that follow each other.
+    :param device: The device of all views, if they are 1-D.
+    :param run: The only view, if its elements are one run of memory.
+    :param memory: The bytes of each view, for a copy without torch, where they are several runs of memory on the CPU.
+    """
+
+    views: list[torch.Tensor]
+    device: torch.device | None
+    run: torch.Tensor | None
+    memory: list[memoryview]
+
+
+class Layout:
+    """This rank's elements of the moving tensors, in canonical order.
+
+    Views are kept from round to round while the model keeps its tensors where they are. ``shares_memory`` tells, once
+    they have been looked up, whether some of them overlap.
+
+    :param entries: The moving tensors, in the plan's order; ``None`` for one that this rank does not hold.
+    :param items: The same tensors as the plan sees them.
+    :param axes: For each cell, the axis along which it cuts each tensor.
+    :param at: This rank's place in the federation.
+    :param needs_memory_of_its_own: Whether tensors are written while others are still read, so that none may share
+        memory.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry | None],
+        items: Sequence[Item],
+        axes: Sequence[Sequence[int]],
+        at: Coordinates,
+        *,
+        needs_memory_of_its_own: bool = False,
+    ) -> None:
+        self._needs_memory_of_its_own = needs_memory_of_its_own
+        self._entries = tuple(entries)
+        self._fragments = tuple(item.fragment for item in items)
+        # A module's parameters and buffers, once each: taken together they cost less than one by one.
+        self._dicts = list({id(entry.held): entry.held for entry in entries if entry is not None}.values())
+        self.shares_memory = False
+        self._tensors: list[torch.Tensor | None] = []
+        self._axis = tuple(
+            0 if entry is None else canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries)
+        )
+        # Where this rank's part of each tensor begins, in canonical order.
+        cuts = [item.cuts[at.cell] for item in items]
+        held = [cut.held(at.shard) for cut in cuts]
+        self._origin = tuple(start for start, _ in held)
+        self._held = tuple(stop - start for start, stop in held)
+        self._moving: list[torch.Tensor] = []
+        self._found: list[list[object]] = []
+        # Flat, where a tensor's elements follow each other in memory.
+        self._views: list[torch.Tensor] = []
+        # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
+        self._of_bucket: dict[int, Places] = {}
+        self._cuts: dict[int, tuple[torch.Tensor, list[memoryview]]] = {}
+
+    def name(self, item: int) -> str:
+        """Return a tensor's name.
+
+        :param item: Its place in the plan.
+        :return: The name, without wrappers.
+        """
+        entry = self._entries[item]
+        assert entry is not None, "lanes hold only what this rank holds"
+        return entry.name
+
+    def held(self, item: int) -> tuple[int, int]:
+        """Return where this rank's part of a tensor begins in canonical order, and its elements.
+
+        :param item: Its place in the plan.
+        :return: First element and number of elements.
+        """
+        return self._origin[item], self._held[item]
+
+    def moving(self, fragment: int) -> list[torch.Tensor]:
+        """Return the model's tensors of a fragment, also those of which this rank has no elements; local.
+
+        :param fragment: The part of the model.
+        :return: Its parameters and buffers as the model keeps them.
+        """
+        entries = zip(self._entries, self._fragments, strict=True)
+        kept = [entry.held[entry.leaf] for entry, number in entries if entry is not None and number == fragment]
+        return [tensor for tensor in kept if tensor is not None]
+
+    def look_up(self) -> None:
+        """Look all tensors up anew; local.
+
+        :raises ConfigError: if one has another shape or data type, or another part of it is held here.
+        """
+        tensors = [*itertools.chain.from_iterable(held.values() for held in self._dicts)]
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if is_same and _places(self._moving) == self._found:
+            return
+        views = [
+            torch.empty(0) if entry is None else entry.elements(axis)
+            for entry, axis in zip(self._entries, self._axis, strict=True)
+        ]
+        for entry, view, held in zip(self._entries, views, self._held, strict=True):
+            if entry is not None and view.numel() and not view.data_ptr():
+                raise ConfigError(f"tensor {entry.name!r} has no memory now; give it back before the round")
+            if entry is not None and view.numel() != held:
+                raise ConfigError(
+                    f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
+                    "Aggregator was made; make a new Aggregator after sharding the model"
+                )
+        shared = self._find_shared(views)
+        if shared is not None and self._needs_memory_of_its_own:
+            raise ConfigError(
+                f"tensors {self.name(shared[0])!r} and {self.name(shared[1])!r} share memory, which atomic=False and "
+                "overlap=True cannot average; make them one parameter, or leave these options out"
+            )
+        self.shares_memory = shared is not None
+        self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
+        self._moving = [entry.tensor() for entry in self._entries if entry is not None]
+        self._of_bucket.clear()
+        self._cuts.clear()
+        # Last: an interrupt before this has the next round look once more.
+        self._tensors, self._found = tensors, _places(self._moving)
+
+    def _find_shared(self, views: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+        """Return two tensors whose memory overlaps, by their places in the plan, if there are any."""
+        ends = (sum((n - 1) * step for n, step in zip(v.shape, v.stride(), strict=True)) for v in views)
+        found = [
+            (str(view.device), view.data_ptr(), view.data_ptr() + (end + 1) * view.itemsize, index)
+            for index, (view, end) in enumerate(zip(views, ends, strict=True))
+            if view.numel()
+        ]
+        for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(sorted(found)):
+            if device == other_device and start < end:
+                return one, other
+        return None
+
+    def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
+        """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.
+
+        :param bucket: The bucket.
+        :param device: Where the groups' backend communicates from.
+        :return: A flat view of the model; ``None`` where the elements have to be packed.
+        """
+        places = self._places_of(bucket)
+        return places.run if places.device == device else None
+
+    def pack(self, bucket: Bucket, into: torch.Tensor) -> None:
+        """Copy a bucket's elements out of the model.
+
+        :param bucket: The bucket.
+        :param into: Flat tensor of as many elements.
+        """
+        views, device, _, memory = self._places_of(bucket)
+        if memory and into.device == device:
+            _copy(memory, self._cut(bucket, into, memory))
+        elif into.device == device:
+            torch.cat(views, out=into)  # one call, where many small tensors would cost one each
+        elif device is not None:  # one copy between two devices, which the host waits for
+            into.copy_(torch.cat(views) if len(views) > 1 else views[0])
+        else:
+            for view, values in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
+                values.view(view.shape).copy_(view)
+
+    def unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Write a bucket's elements into the model.
+
+        :param bucket: The bucket.
+        :param values: Flat tensor of as many elements; the model's own run of them is left as it is.
+        """
+        views, device, _, memory = self._places_of(bucket)
+        if len(views) == 1 and device is not None:
+            if views[0].data_ptr() != values.data_ptr():
+                views[0].copy_(values)
+        elif memory and values.device == device:
+            _copy(self._cut(bucket, values, memory), memory)
+            increment_version(views)  # so that autograd still finds out about what was saved for a backward pass
+        elif values.device == device:
+            torch.split_with_sizes_copy(values, [view.numel() for view in views], out=views)
+        elif device is not None:
+            torch.split_with_sizes_copy(values.to(device), [view.numel() for view in views], out=views)
+        else:
+            for view, new in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
+                view.copy_(new.view(view.shape))
+
+    def nonfinite(self, bucket: Bucket) -> list[int]:
+        """Tell which tensors have a value in a bucket that is not finite; local.
+
+        :param bucket: The bucket.
+        :return: Their places in the plan.
+        """
+        return [piece.item for piece in bucket.pieces if not all(map(_is_finite, self._views_of_piece(piece)))]
+
+    def _cut(self, bucket: Bucket, buffer: torch.Tensor, like: Sequence[memoryview]) -> list[memoryview]:
+        """Return a buffer's bytes view by view; kept, since a bucket is often packed into the same buffer."""
+        kept = self._cuts.get(id(bucket))
+        if kept is None or kept[0].data_ptr() != buffer.data_ptr():
+            whole, ends = _bytes_of(buffer), itertools.accumulate(part.nbytes for part in like)
+            parts = [whole[end - part.nbytes : end] for part, end in zip(like, ends, strict=True)]
+            kept = self._cuts[id(bucket)] = (buffer, parts)
+        return kept[1]
+
+    def _places_of(self, bucket: Bucket) -> Places:
+        """Return where a bucket's elements lie in the model."""
+        kept = self._of_bucket.get(id(bucket))
+        if kept is None:
+            found = [view for piece in bucket.pieces for view in self._views_of_piece(piece)]
+            views = [_flat(view) if view.is_contiguous() else view for view in found]
+            devices = {view.device if view.dim() == 1 else None for view in views}
+            device = devices.pop() if len(devices) == 1 else None
+            run, memory = None, []
+            if device is not None and all(view.is_contiguous() for view in views):
+                run = views[0] if len(views) == 1 else None
+                memory = [*map(_bytes_of, views)] if len(views) > 1 and device.type == "cpu" else []
+            kept = self._of_bucket[id(bucket)] = Places(views, device, run, memory)
+        return kept
+
+    def _views_of_piece(self, piece: Piece) -> list[torch.Tensor]:
+        elements = self._views[piece.item]
+        if elements.dim() == 1 and piece.stop - piece.start == elements.numel():
+            return [elements]
+        return _spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
+
+
+def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
+    """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
+    is_any_sharded = any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors] if is_any_sharded else tensors
+    # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where there
+    # can be thousands: tuples would set off Python's garbage collector.
+    look_at = (torch.Tensor.data_ptr, torch.Tensor.numel, operator.attrgetter("dtype"))
+    is_whole: list[object] = list(map(torch.Tensor.is_contiguous, local))
+    gaps: list[object] = [tensor.stride() for tensor, whole in zip(local, is_whole, strict=True) if not whole]
+    return [gaps, is_whole, *(list(map(look, local)) for look in look_at)]
+
+
+def _flat(view: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a contiguous tensor in one dimension, of step 1 even where there is one and no step."""
+    flat = view.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor on the CPU, to be read and written while somebody keeps the tensor.
+
+    Not by way of numpy, after which nobody could resize the tensor's storage any more.
+    """
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+
+
+def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    """Copy memory run by run, without a step of Python or a call into torch for each."""
+    write: Callable[[memoryview, slice, memoryview], None] = memoryview.__setitem__
+    collections.deque(map(write, targets, itertools.repeat(slice(None)), sources), maxlen=0)
+
+
+def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
+    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views.
+
+    :param view: A tensor of any strides; one with gaps gives several views.
+    :param start: First element.
+    :param count: Number of elements.
+    :return: The views, whose elements follow each other.
+    """
+    if view.is_contiguous():
+        return [view.view(-1)[start : start + count]]
+    inner = view.numel() // view.shape[0]
+    views: list[torch.Tensor] = []
+    while count:
+        row, offset = divmod(start, inner)
+        rows = count // inner
+        if offset == 0 and rows:
+            views.append(view[row : row + rows])
+            taken = rows * inner
+        else:
+            taken = min(count, inner - offset)
+            views.extend(_spans(view[row], offset, taken))
+        start, count = start + taken, count - taken
+    return views
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    # torch knows no infinity of 8-bit floats
+    return bool(torch.isfinite(values.float() if values.dtype.itemsize == 1 else values).all())
+
+
+class Staging:
+    """The buffers between the model and the exchange; local.
+
+    :param layout: Where this rank's elements lie.
+    :param device: Where the groups' backend communicates from.
+    :param atomic: Whether new values are collected beside the model, one copy of what this rank holds.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
+        self._layout = layout
+        self._device = device
+        self._atomic = atomic
+        # Buffers are made in the first round and kept, since fresh memory is slow.
+        self._packs = Pool(0, device)
+        self._kept: dict[int, torch.Tensor] = {}
+        self._has_room = False
+        self._snapshots: dict[int, torch.Tensor] = {}
+        self.stages: dict[int, torch.Tensor] = {}
+        self._by_bucket: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
+
+    def begin(self, *, is_snapshot: bool, keeps_snapshot: bool) -> None:
+        """Get ready for a round.
+
+        :param is_snapshot: Whether values are copied before the exchange begins.
+        :param keeps_snapshot: Whether that copy outlives the round.
+        """
+        self.is_snapshot, self.keeps_snapshot, self._is_read_from_stage = is_snapshot, keeps_snapshot, False
+        while self._kept:  # of a round that did not take place
+            self._packs.give(self._kept.popitem()[1])
+
+    def make(self, tracks: Sequence[Track], pause_of: dict[int, int]) -> None:
+        """Make what a round needs, so that it does not run out of memory on its way.
+
+        :param tracks: The lanes of the round.
+        :param pause_of: By lane, for how many buckets one is under way.
+        """
+        for track in tracks:
+            for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
+                if is_needed and track.number not in kept:
+                    kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
+            if track.is_late:
+                self.stages_of(track)
+        packed = [
+            ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
+            for track in tracks
+            for bucket in (track.buckets if track.is_late or not self._atomic else ())
+            if self._layout.run_of(bucket, self._device) is None
+        ]
+        count = min(len(packed), max((pause for _, pause in packed), default=0))
+        self._has_room = count == len(packed)
+        self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
+
+    def stage(self, track: Track, bucket: Bucket) -> torch.Tensor:
+        """Return where a bucket's new values wait."""
+        return self.stages[track.number][bucket.start : bucket.stop]
+
+    def stages_of(self, track: Track) -> tuple[torch.Tensor, ...]:
+        """Return where the values of each of a lane's buckets wait; kept, since to cut takes its time."""
+        if track.number not in self._by_bucket:
+            sizes = [bucket.stop - bucket.start for bucket in track.buckets]
+            self._by_bucket[track.number] = self.stages[track.number].split_with_sizes(sizes)
+        return self._by_bucket[track.number]
+
+    def own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
+        if not self._atomic:
+            values, lent = self.lend(track, bucket)
+            return values, values, lent
+        stage = self.stage(track, bucket)
+        if track.lane.is_mean_at_home or self._is_read_from_stage:
+            return stage, stage, None
+        if self.is_snapshot:
+            return self.copied(track, bucket), stage, None
+        run = self._layout.run_of(bucket, self._device)
+        return (stage if run is None else run), stage, None
+
+    def lend(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
+        run = self._layout.run_of(bucket, self._device)
+        if run is not None:
+            return run, None
+        lent = self._kept.get(id(bucket))
+        if lent is None:
+            lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
+        return lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype), lent
+
+    def copied(self, track: Track, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket as it was copied out of the model when the round began."""
+        copy = self._snapshots if self.keeps_snapshot else self.stages
+        return copy[track.number][bucket.start : bucket.stop]
+
+    def give(self, lent: torch.Tensor | None) -> None:
+        """Take back what was lent."""
+        self._packs.give(lent)
+
+    def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
+        """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
+        if lent is not None and self._has_room:
+            self._kept[id(bucket)] = lent
+        else:
+            self.give(lent)
+
+    def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket out of the model into a buffer that was lent for it, unless it is there already."""
+        if self._kept.pop(id(bucket), None) is None:
+            self._layout.pack(bucket, values)
+
+    def read_from_stages(self) -> None:
+        """Read values from the stages from now on: something has written there what is to leave this rank."""
+        self._is_read_from_stage = True
+
+    def pack(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy a bucket out of the model where it has to be.
+
+        :param track: Its lane.
+        :param bucket: The bucket.
+        :return: Its values, and the buffer lent for them, if any.
+        """
+        values, _, lent = self.own(track, bucket)
+        run = self._layout.run_of(bucket, self._device)
+        if run is None or run.data_ptr() != values.data_ptr():
+            self._layout.pack(bucket, values)
+        return values, lent
+
+    def merge(self, track: Track, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+        """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
+        lent = self._packs.take(mean.nbytes)
+        local = lent[: mean.nbytes].view(mean.dtype)
+        self._layout.pack(bucket, local)
+        copy = mean if alpha is not None else self._snapshots[track.number][bucket.start : bucket.stop]
+        # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
+        length = piece_length(local.device)
+        for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
+            now, before, agreed = (piece.to(wide_type(mean.dtype)) for piece in pieces)  # rounded once
+            if alpha is not None:
+                merged = torch.lerp(agreed, now, alpha)
+            else:  # what has not moved keeps the sign of a zero
+                merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
+            pieces[0].copy_(merged)
+        self._layout.unpack(bucket, local)
+        self._packs.give(lent)
+
+
+LINE = 64
+"""Bytes of a cache line, at whose multiples rows start, so that values of any data type are aligned."""
+
+
+class Pool:
+    """Buffers of one size; as many as were ever lent at a time, since fresh memory is slow.
+
+    :param nbytes: Size of a buffer; it grows with what is asked for.
+    :param device: Where buffers live.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._free: deque[torch.Tensor] = deque()
+        self._rows: dict[tuple[int, torch.dtype, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def reserve(self, count: int, nbytes: int = 0) -> None:
+        """Make as many buffers of at least ``nbytes`` as will be lent at a time, where all are here."""
+        lent = [self.take(nbytes) for _ in range(count)]
+        for buffer in lent:
+            self.give(buffer)
+
+    def take(self, nbytes: int = 0) -> torch.Tensor:
+        """Lend a buffer of at least ``nbytes``."""
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
+            self._free.clear()
+            self._rows.clear()
+        if self._free:
+            return self._free.popleft()  # in turn, so that a round uses each for what the round before did
+        # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
+        with torch.inference_mode(False):
+            # What lies on a GPU and crosses in the host's memory (gloo) is copied there without a detour.
+            is_pinned = self._device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device, pin_memory=is_pinned)
+
+    def give(self, buffer: torch.Tensor | None) -> None:
+        """Take a buffer back, if there is one."""
+        if buffer is not None and buffer.numel() == self._nbytes:
+            self._free.append(buffer)
+
+    def rows(self, buffer: torch.Tensor, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Cut a buffer that is lent into aligned rows, as long as there is room; kept, since to cut takes its time.
+
+        :param buffer: The buffer, of at least ``aligned`` bytes for what each row is to hold.
+        :param dtype: Data type of the rows.
+        :param count: Number of rows.
+        :return: The rows.
+        """
+        kept = self._rows.get((id(buffer), dtype, count))
+        if kept is None:
+            step = buffer.numel() // max(1, count) // LINE * LINE
+            with torch.inference_mode(False):  # a view made there would stay an inference tensor
+                rows = [buffer[row * step : (row + 1) * step].view(dtype) for row in range(count)]
+            kept = self._rows[id(buffer), dtype, count] = (buffer, rows)  # what is kept keeps its id
+        return kept[1]
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that a row takes up."""
+    return -(-nbytes // LINE) * LINE

@@ -1,0 +1,288 @@
+"""Where rounds take place, and which process groups they use."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from xffl.distributed.consistency import connect, control_device, transfer_device
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import Groups, make_groups, make_round_groups
+from xffl.report.forms import MOST_IN_FLIGHT
+from xffl.topology import Topology
+
+__all__ = ["Move", "Place", "Progress", "Routes", "make_place", "routes_of", "start_moves"]
+
+
+Move: TypeAlias = tuple[torch.Tensor, int]
+"""What is sent or received, and the rank of the world at the other end."""
+
+ROUND_KINDS = ("federation", "replica", "federated")
+"""Kinds of groups that a round uses."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility.
+
+    :param state: The state that describes the world.
+    :param topology: The cells of this run; their ranks are counted from ``first``.
+    :param first: The rank of the world that they are counted from.
+    :param groups: Groups that were made for it, a ``world`` among them where it is a part; ``None``: the state's.
+    :param own: All of these groups, placeholders too.
+    """
+
+    state: DistributedState
+    topology: Topology
+    first: int = 0
+    groups: Groups | None = None
+    own: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """This rank, as the topology counts."""
+        return dist.get_rank() - self.first
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """The group of all its ranks."""
+        handles = None if self.groups is None else self.groups.get("world")
+        return handles[0] if handles else dist.group.WORLD
+
+
+@dataclass(eq=False)
+class Routes:
+    """The process groups that a rank's rounds use, and who carries what.
+
+    An exchange that fails on GPUs leaves messages under way in them; :meth:`abort` ends those, and :meth:`renew` puts
+    other groups in their place.
+
+    :param world: The group of all ranks, which votes.
+    :param across: The groups in which carriers swap shards, bucket by bucket in turn: NCCL works off those of a group
+        one after the other, each with its latency. None on a rank that sends nothing.
+    :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
+    :param cell: All ranks of the cell; ``None`` where there is one.
+    :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
+    :param own: Groups that were made for this alone, placeholders too.
+    :param first: The rank of the world that the topology's ranks are counted from.
+    :param holders: By the shards that hold the same elements, where they are several but not all, the ranks of the cell
+        that hold one of these.
+    :param make: Makes groups like these; collective over the world. ``None`` where others belong to more than this.
+    """
+
+    world: dist.ProcessGroup | None
+    across: tuple[dist.ProcessGroup | None, ...]
+    replica: dist.ProcessGroup | None
+    cell: dist.ProcessGroup | None
+    is_railed: bool = False
+    own: tuple[dist.ProcessGroup, ...] = ()
+    first: int = 0
+    holders: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    make: Callable[[], Routes] | None = None
+    is_aborted: bool = False
+
+    def abort(self) -> None:
+        """End what was given to the groups that were made for this, so that nothing waits for it; local."""
+        for group in self.own:
+            group.abort()
+        self.is_aborted = True
+
+    def renew(self) -> None:
+        """Make groups in the place of those that were aborted; collective over the world."""
+        assert self.make is not None, "asked for where there is one"
+        made = self.make()
+        for name in ("world", "across", "replica", "cell", "own", "holders"):
+            setattr(self, name, getattr(made, name))
+        self.is_aborted = False
+
+
+def make_place(state: DistributedState, topology: Topology, first: int) -> Place:
+    """Make the groups of a part of the world.
+
+    Collective over the world: all ranks make a place at the same time, each the one that it belongs to. Places of one
+    call have replicas of one size, so that every rank makes the same number of groups.
+
+    :param state: The state that describes the world.
+    :param topology: The cells of the part, ranks counted from ``first``.
+    :param first: Its first rank.
+    :return: The place.
+    """
+    made: list[dist.ProcessGroup] = []
+    create = _recorded(state, made, first)
+    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, state._handles())
+    if topology.world_size < dist.get_world_size():
+        groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
+    return Place(state, topology, first, groups, tuple(made))
+
+
+def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()) -> Routes:
+    """Pick the groups of a round; groups of one rank are left out.
+
+    Collective over the world. Over NCCL each group is connected, by an all-reduce of 4 bytes.
+
+    :param place: Where rounds take place.
+    :param is_railed: Whether replicas take turns: then any rank may meet any other.
+    :param is_own: Make groups that nobody else uses, collectively over the world, instead of taking the state's: for
+        rounds beside which the caller's own collectives go on. On GPUs they are always made, since FSDP's meshes use
+        the state's, and an exchange that fails must not take those along.
+    :param holders: Shards that hold the same elements, for each of which a group is made; the same on all ranks.
+    :return: The groups.
+    """
+    state, groups, world = place.state, place.groups, place.world
+    across: tuple[dist.ProcessGroup | None, ...] = ()
+    replica = cell = None
+    made: list[dist.ProcessGroup] = []
+    device = transfer_device(state)
+    if (is_own or device.type == "cuda") and groups is None:
+        create = _recorded(state, made, place.first)
+        groups = make_round_groups(create, place.topology, place.rank, state._timeouts.session_s, state._handles())
+        made += groups["world"] or ()
+        world = made[-1]
+    if groups is not None:
+        across = groups.get("federated") or ()
+        replica, cell = (handles[0] if (handles := groups.get(kind)) else None for kind in ("replica", "federation"))
+    elif state.is_federated_scaling_setup():
+        across = state.federated_group or ()
+        replica = state.replica_group[0] if state.replica_group else None
+        cell = state.federation
+    else:
+        replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
+        cell = world
+    replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
+    shared = _holder_groups(_recorded(state, made, place.first), place, holders)
+    across = (world,) if is_railed else across
+    votes = () if control_device(world).type == "cpu" else (world,)
+    # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
+    connect((*across, replica, cell, *shared.values(), *votes), device)
+    make = partial(routes_of, place, is_railed=is_railed, is_own=is_own, holders=holders)
+    own = (*made, *place.own)
+    return Routes(world, across, replica, cell, is_railed, own, place.first, shared, None if place.own else make)
+
+
+def _holder_groups(
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], place: Place, holders: Collection[tuple[int, ...]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
+
+    Sets without a common shard are made together, so that ranks make few placeholders.
+    """
+    together: list[list[tuple[int, ...]]] = []
+    for shards in sorted(holders):
+        free = next((sets for sets in together if not set(shards) & {shard for one in sets for shard in one}), None)
+        if free is None:
+            together.append(free := [])
+        free.append(shards)
+    at, topology = place.topology.coordinates(place.rank), place.topology
+    made = {}
+    for sets in together:
+        mine = next((shards for shards in sets if at.shard in shards), None)
+        if mine is None:
+            create((place.rank,), "xffl_holders_placeholder")
+            continue
+        replicas = range(topology.replicas(at.cell))
+        ranks = (topology.rank_of(at.cell, replica, shard) for replica in replicas for shard in mine)
+        made[mine] = create(tuple(sorted(ranks)), "xffl_holders")
+    return made
+
+
+def _recorded(
+    state: DistributedState, made: list[dist.ProcessGroup], first: int
+) -> Callable[[tuple[int, ...], str], dist.ProcessGroup]:
+    """Return what makes a group of ranks counted from ``first``, and notes it."""
+
+    def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        made.append(state.create_process_group(tuple(first + rank for rank in ranks), name))
+        return made[-1]
+
+    return create
+
+
+def start_moves(
+    receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup | None, tag: int
+) -> list[dist.Work]:
+    """Start receiving from some ranks and sending to some; local, its peers do the same.
+
+    :param receive: What comes, in the order in which it is sent.
+    :param send: What leaves, in the order in which it is received.
+    :param group: The group that both ends belong to; by default the world.
+    :param tag: Tells these messages from others on the group.
+    :return: What to wait for.
+    """
+    if not receive and not send:
+        return []
+    if (receive or send)[0][0].device.type != "cpu":
+        # NCCL matches by order alone, so both directions start at once; and it does not know all types.
+        moves = [
+            dist.P2POp(operation, values.view(torch.uint8), peer, group, tag)
+            for operation, given in ((dist.irecv, receive), (dist.isend, send))
+            for values, peer in given
+        ]
+        return dist.batch_isend_irecv(moves)
+    found = dist.group.WORLD if group is None else group
+    assert found is not None, "messages go over a world"
+    # By the group itself: irecv and isend look at much more first, some hundred times in a round.
+    works = [found.recv([values], dist.get_group_rank(found, peer), tag) for values, peer in receive]
+    return works + [found.send([values], dist.get_group_rank(found, peer), tag) for values, peer in send]
+
+
+HASTE = 0.8
+"""How much of a timeout the host waits for a GPU.
+
+At the end of it NCCL ends the process, and counts from when a message is given, before it is noted here.
+"""
+
+POLL_S = 1e-4
+"""How often a GPU is asked."""
+
+
+class Progress:
+    """Waits for a GPU some messages behind what it has been given; without a GPU gloo's own waits do that.
+
+    NCCL's clock for a message starts when it is given, and ``work.wait()`` holds up the stream, not the host. If all of
+    an exchange were given at once, its timeout would be one for the whole of it, and the host would learn of a peer
+    that is gone from NCCL's watchdog, which ends the process. So the host waits, with a deadline, for what it gave
+    :data:`~xffl.report.forms.MOST_IN_FLIGHT` messages before.
+
+    :param device: Where values move.
+    :param within_s: Seconds that a message may take.
+    """
+
+    def __init__(self, device: torch.device, within_s: float) -> None:
+        self._device, self._within_s = device, HASTE * within_s
+        self._marks: deque[tuple[torch.cuda.Event, float]] = deque()
+
+    def note(self) -> None:
+        """Note that the current stream waits for a message, and wait for one of those before."""
+        if self._device.type == "cuda":
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record(torch.cuda.current_stream(self._device))
+            self._marks.append((mark, time.monotonic()))
+            self._await(MOST_IN_FLIGHT)
+
+    def drain(self) -> None:
+        """Wait until the GPU has done all that the current stream was given.
+
+        :raises RuntimeError: if it does not in time: then a peer does not answer.
+        """
+        self.note()
+        self._await(0)
+
+    def forget(self) -> None:
+        """Begin anew, whatever became of the messages before."""
+        self._marks.clear()
+
+    def _await(self, behind: int) -> None:
+        """Wait for all that was noted but the last few."""
+        while len(self._marks) > behind:
+            mark, noted = self._marks.popleft()
+            while not mark.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > noted + self._within_s:
+                    raise RuntimeError(f"a rank did not answer within {self._within_s:g} s")
+                time.sleep(POLL_S)

@@ -1,0 +1,136 @@
+"""A model whose weights may differ between ranks is not to be used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from xffl.errors import RoundError
+
+__all__ = ["Tear", "TornError", "find_tear", "tearing", "tears_of"]
+
+
+_MARK = "_xffl_tear"
+_COUNT = "_xffl_tears"
+
+
+class TornError(Exception):
+    """The ranks may hold different weights from here on; the text says why."""
+
+
+class Tear:
+    """Mark a model as torn: every forward pass of it and its parts raises until a whole state dict is loaded.
+
+    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses it.
+
+    :param model: The model, wrapped or not.
+    :param reason: Why the ranks may no longer agree.
+    """
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self.reason = reason
+        self.is_mended = False
+        """Whether a whole state dict has been loaded."""
+        self._model = _without_wrappers(model)
+        self._errors: Sequence[str] = ()
+        self._uses = [
+            module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
+        ]
+        self._loads: list[RemovableHandle] = [
+            self._model.register_load_state_dict_pre_hook(self._begin),  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(self._mend),  # type: ignore[no-untyped-call]
+        ]
+        object.__setattr__(self._model, _MARK, self)
+        _forget_compiled()
+
+    def check(self) -> None:
+        """Raise.
+
+        :raises RoundError: always; a mended model has no tear.
+        """
+        raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
+
+    def remove(self) -> None:
+        """Take away what is left of a mended tear; not from within a hook of loading, which torch goes through."""
+        object.__delattr__(self._model, _MARK)
+        for handle in self._loads:
+            handle.remove()
+
+    def _refuse(self, module: nn.Module, args: Any) -> None:
+        self.check()
+
+    def _begin(self, module: nn.Module, *args: Any) -> None:
+        self._errors = args[-1]  # torch adds to them as it goes, and raises after the hooks
+
+    def _mend(self, module: nn.Module, keys: Any) -> None:
+        if self.is_mended or self._errors or keys.missing_keys or keys.unexpected_keys:
+            return
+        self.is_mended = True
+        while self._uses:
+            self._uses.pop().remove()
+        _forget_compiled()
+
+
+@contextmanager
+def tearing(model: nn.Module) -> Iterator[None]:
+    """Mark a model where the ranks may hold different weights.
+
+    :param model: The model, wrapped or not.
+    :raises RoundError: in the place of a :class:`TornError`; an interrupt that caused it goes on as it is.
+    """
+    try:
+        yield
+    except TornError as torn:
+        cause = torn.__cause__
+        object.__setattr__(_without_wrappers(model), _COUNT, tears_of(model) + 1)
+        if find_tear(model) is None:
+            Tear(model, str(torn))
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
+        raise RoundError(
+            f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
+        ) from cause
+
+
+def find_tear(model: nn.Module) -> Tear | None:
+    """Return the mark of a torn model; ``None`` where it is whole.
+
+    :param model: The model, wrapped or not.
+    :return: The mark.
+    """
+    tear: Tear | None = getattr(_without_wrappers(model), _MARK, None)
+    if tear is None or not tear.is_mended:
+        return tear
+    tear.remove()
+    return None
+
+
+def tears_of(model: nn.Module) -> int:
+    """Return how often a model was torn, also where it is mended: whoever remembers it must forget it then.
+
+    :param model: The model, wrapped or not.
+    :return: A number that only grows.
+    """
+    return int(getattr(_without_wrappers(model), _COUNT, 0))
+
+
+def _forget_compiled() -> None:
+    """Have functions compiled anew that use the model: torch.compile does not look whether a module's hooks changed."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner

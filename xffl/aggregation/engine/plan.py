@@ -1,0 +1,555 @@
+"""What moves in a round, and between whom: pure arithmetic, computed once, the same on all ranks.
+
+A tensor's elements stand in one canonical order (row-major, the axis it is cut along first). Every cell cuts that order
+into parts of equal length, one for each shard; the *common refinement* of all cells' cuts is a list of intervals, each
+with exactly one owner in each cell. Intervals with the same owners form a *lane*; a lane is walked in *buckets* of
+bounded size. Equal cuts give one interval for each shard, unequal cuts more and shorter ones; there is no other path.
+
+Where a mesh inside the cells cuts a tensor along several dimensions, or a pipeline gives it to some shards only, the
+order is that of the parts that shards hold, one after the other; all cells cut it alike then.
+
+Deadlock freedom: all ranks walk their lanes in the order of :attr:`Lane.key`, bucket by bucket, and every participant
+of a lane sees the same buckets. Lanes that follow each other with the same :attr:`Lane.participants` may overlap where
+they are asked for as far ahead; others wait for the ones before to land.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.compression.codecs import Codec
+from xffl.aggregation.engine.groups import Routes
+from xffl.report.forms import IN_FLIGHT, form_of, in_flight
+from xffl.topology import Topology
+
+__all__ = [
+    "Bucket",
+    "Carriers",
+    "Cut",
+    "Item",
+    "Lane",
+    "MeshCut",
+    "Part",
+    "Piece",
+    "Track",
+    "Turnout",
+    "digest",
+    "make_tracks",
+    "plan_lanes",
+]
+
+
+_Key = tuple[
+    tuple[int, tuple[bool, ...], tuple[int, ...], tuple[int, ...]],
+    tuple[str, str, bool, str, bool],
+]
+"""Who takes part in a lane, and what it moves: see :class:`Lane`."""
+
+
+class Cut(NamedTuple):
+    """How one cell cuts one tensor: consecutive parts of ``chunk`` elements, the last ones shorter or empty.
+
+    ``is_held_by_part`` tells a sharded tensor (a rank holds its part only) from a replicated one (every rank of the
+    cell holds all of it, and the parts only share out the carrying).
+    """
+
+    numel: int
+    chunk: int
+    is_held_by_part: bool
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """Return the first element of a part and the first one after it."""
+        return min(part * self.chunk, self.numel), min((part + 1) * self.chunk, self.numel)
+
+    def part_of(self, element: int) -> int:
+        """Return the part that an element belongs to."""
+        return element // self.chunk
+
+    def held(self, shard: int) -> tuple[int, int]:
+        """Return the first element that the ranks of a shard hold, and the first one after these."""
+        return self.bounds(shard) if self.is_held_by_part else (0, self.numel)
+
+    def holders(self, element: int) -> tuple[int, ...]:
+        """Return the shards that hold an element, where these are neither one nor all of the cell."""
+        return ()
+
+    @classmethod
+    def of_axis(cls, length: int, inner: int, parts: int) -> Cut:
+        """Cut an axis of ``length`` entries of ``inner`` elements into shards, as ``torch.chunk`` and FSDP2 do."""
+        return cls(length * inner, max(1, -(-length // parts) * inner), True)
+
+    @classmethod
+    def of_copy(cls, numel: int, parts: int, least: int = 1) -> Cut:
+        """Share out a tensor that every rank holds over the senders of its cell, ``least`` elements or more to each."""
+        return cls(numel, max(1, least, -(-numel // parts)), False)
+
+
+class Part(NamedTuple):
+    """Elements of a tensor that some shards hold, each all of them."""
+
+    numel: int
+    holders: tuple[int, ...]
+
+
+class MeshCut(NamedTuple):
+    """How every cell cuts a tensor of which shards hold parts of any size: an order of the parts, one after the other.
+
+    Where several shards hold the same part, they share out the carrying, ``least`` elements or more to each.
+    """
+
+    parts: tuple[Part, ...]
+    ends: tuple[int, ...]
+    least: int
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Part], least: int) -> MeshCut:
+        """Put parts that are not empty one after the other."""
+        return cls(tuple(parts), tuple(accumulate(part.numel for part in parts)), least)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all parts."""
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def is_held_by_part(self) -> bool:
+        """Whether ranks hold their part only."""
+        return True
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """Return the first element that a shard carries and the first one after these."""
+        for (numel, holders), end in zip(self.parts, self.ends, strict=True):
+            if part in holders:
+                chunk = self._chunk(numel, holders)
+                first = min(holders.index(part) * chunk, numel)
+                return end - numel + first, end - numel + min(first + chunk, numel)
+        return 0, 0
+
+    def part_of(self, element: int) -> int:
+        """Return the shard that carries an element."""
+        index = bisect_right(self.ends, element)
+        numel, holders = self.parts[index]
+        return holders[(element - self.ends[index] + numel) // self._chunk(numel, holders)]
+
+    def held(self, shard: int) -> tuple[int, int]:
+        """Return the first element that the ranks of a shard hold, and the first one after these."""
+        for (numel, holders), end in zip(self.parts, self.ends, strict=True):
+            if shard in holders:
+                return end - numel, end
+        return 0, 0
+
+    def holders(self, element: int) -> tuple[int, ...]:
+        """Return the shards that hold an element, where they are several."""
+        holders = self.parts[bisect_right(self.ends, element)].holders
+        return holders if len(holders) > 1 else ()
+
+    def _chunk(self, numel: int, holders: tuple[int, ...]) -> int:
+        return max(1, self.least, -(-numel // len(holders)))
+
+
+class Item(NamedTuple):
+    """One tensor of the manifest: its place there, data type, rule, and one cut for each cell.
+
+    ``is_mean_at_home`` asks for the mean over the ranks at home before anything crosses (buffers); ``codec`` names how
+    its values are written on the slow link, ``fragment`` says in which rounds it takes part, ``is_stepped`` whether
+    training changes it.
+    """
+
+    position: int
+    dtype: str
+    rule: str
+    is_mean_at_home: bool
+    cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
+    codec: str = "none"
+    fragment: int = 0
+    is_stepped: bool = False
+
+
+class Piece(NamedTuple):
+    """The elements ``start`` to ``stop`` of a tensor, in canonical order."""
+
+    item: int
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """A run of a lane's elements, with the pieces of tensors that lie in it, and its number in the lane."""
+
+    number: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    def part(self, index: int, parts: int) -> slice:
+        """Return the elements, counted in the bucket, that one of ``parts`` cells combines in two hops."""
+        numel = self.stop - self.start
+        chunk = -(-numel // parts)
+        return slice(min(index * chunk, numel), min((index + 1) * chunk, numel))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """All intervals with the same owners and the same treatment.
+
+    :param fragment: Part of the model that the lane belongs to.
+    :param held_by_part: For each cell, whether ranks hold the lane's elements only as a part of their shard.
+    :param owners: The shard that carries the lane, in each cell.
+    :param dtype: Data type of every element.
+    :param rule: ``average`` or ``first``.
+    :param is_mean_at_home: Whether the ranks at home are averaged first.
+    :param codec: How values are written on the slow link.
+    :param is_stepped: Whether they are what training changes: parameters that are averaged and not frozen.
+    :param pieces: The intervals, by tensor.
+    :param holders: The shards that hold the lane's elements, all of them, where they are several but not all.
+    """
+
+    fragment: int
+    held_by_part: tuple[bool, ...]
+    owners: tuple[int, ...]
+    dtype: str
+    rule: str
+    is_mean_at_home: bool
+    codec: str
+    is_stepped: bool
+    pieces: tuple[Piece, ...]
+    holders: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The lane's place in the order that all ranks keep."""
+        return (*self.participants, self.dtype, self.rule, self.is_mean_at_home, self.codec, self.is_stepped)
+
+    @property
+    def participants(self) -> tuple[object, ...]:
+        """What decides which ranks take part in the lane."""
+        return (self.fragment, self.held_by_part, self.owners, self.holders)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(stop - start for _, start, stop in self.pieces)
+
+    def buckets(self, limit: int) -> Iterator[Bucket]:
+        """Cut the lane into buckets of at most ``limit`` elements.
+
+        Large pieces are cut evenly into buckets of their own, which need not be packed where they lie in one run of
+        memory; small ones share buckets.
+        """
+        large = [piece for piece in self.pieces if piece.stop - piece.start >= limit / 8]
+        small = [piece for piece in self.pieces if piece.stop - piece.start < limit / 8]
+        groups: list[list[Piece]] = []
+        for item, start, stop in large:
+            count = -(-(stop - start) // limit)
+            size = -(-(stop - start) // count)
+            groups += [[Piece(item, first, min(first + size, stop))] for first in range(start, stop, size)]
+        room = 0
+        for piece in small:
+            numel = piece.stop - piece.start
+            if numel > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(piece)
+            room -= numel
+        start = 0
+        for number, pieces in enumerate(groups):
+            stop = start + sum(piece.stop - piece.start for piece in pieces)
+            yield Bucket(number, start, stop, tuple(pieces))
+            start = stop
+
+
+def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[Lane, ...]:
+    """List the lanes that a rank takes part in, as owner or at home, in the order in which all ranks walk them.
+
+    :param items: The tensors that take part in the round, in the manifest's order.
+    :param topology: The federation.
+    :param rank: The rank to plan for.
+    :return: The lanes, by :attr:`Lane.key`.
+    """
+    at = topology.coordinates(rank)
+    lanes: dict[_Key, list[Piece]] = {}
+    for item in items:
+        mine = item.cuts[at.cell]
+        start, end = mine.held(at.shard)
+        held = tuple(cut.is_held_by_part for cut in item.cuts)
+        for owners, piece in _refine(item, start, end):
+            key = (
+                (item.fragment, held, owners, mine.holders(piece.start)),
+                (item.dtype, item.rule, item.is_mean_at_home, item.codec, item.is_stepped),
+            )
+            lanes.setdefault(key, []).append(piece)
+    return tuple(
+        Lane(fragment, held, owners, dtype, rule, is_mean, codec, is_stepped, tuple(pieces), holders)
+        for ((fragment, held, owners, holders), (dtype, rule, is_mean, codec, is_stepped)), pieces in sorted(
+            lanes.items()
+        )
+    )
+
+
+def digest(items: Sequence[Item], topology: Topology) -> str:
+    """Return a hash of everything that all ranks derive their lanes and buckets from.
+
+    :param items: The tensors that take part in the round.
+    :param topology: The federation.
+    :return: Hexadecimal digits.
+    """
+    shape = () if topology.cell_shape is None else (topology.cell_shape,)
+    facts = (topology.sizes, topology.replica_size, *shape, [tuple(item) for item in items])
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _refine(item: Item, start: int, end: int) -> Iterator[tuple[tuple[int, ...], Piece]]:
+    while start < end:
+        cuts: tuple[Cut | MeshCut, ...] = item.cuts
+        owners = tuple(cut.part_of(start) for cut in cuts)
+        stop = min(end, *(cut.bounds(owner)[1] for cut, owner in zip(cuts, owners, strict=True)))
+        yield owners, Piece(item.position, start, stop)
+        start = stop
+
+
+MOST_UNLIKE = 1.25
+"""Ratio of the sizes of two buckets up to which two cells take turns in combining them."""
+
+
+@dataclass(frozen=True)
+class Turnout:
+    """Whose values count in a round.
+
+    :param weights: One weight for each cell; cells of weight 0 send nothing.
+    :param first: The cell that tensors of policy ``first`` are taken from.
+    :param number: The round's number, from 1.
+    :param is_fused: Whether two values may be combined in one fused step: no rank holds one whose square leaves fp32,
+        so that differences do not either, and all have the same arithmetic.
+    :param steps: Effective local steps of each cell since its last round.
+    :param norms: The L2 norm of each cell's update, of what training changes; ``None`` where nobody keeps the
+        state that it started from.
+    :param counts: What each cell's values count for, once a combiner has looked at all of this.
+    :param scale: What the way from the last agreed model to the combined one is multiplied by.
+    :param attempt: Number of the masks of a secure sum.
+    """
+
+    weights: tuple[float, ...]
+    first: int
+    number: int = 1
+    is_fused: bool = False
+    steps: tuple[float, ...] = ()
+    norms: tuple[float, ...] | None = None
+    counts: tuple[float, ...] = ()
+    scale: float = 1.0
+    attempt: int = 0
+
+    def share(self, cell: int) -> float:
+        """Return what a cell's values count for, of all."""
+        return self.counts[cell] / math.fsum(self.counts)
+
+    @cached_property
+    def cells(self) -> tuple[int, ...]:
+        """The cells that contribute, in order."""
+        return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
+
+    def senders(self, lane: Lane) -> tuple[int, ...]:
+        """Return the cells whose values a lane needs, in order."""
+        if lane.rule == "first":
+            return (self.first,)
+        return self.cells
+
+
+@dataclass(frozen=True)
+class Track:
+    """A lane as this rank walks it.
+
+    :param number: Its place among the rank's lanes.
+    :param lane: What it moves.
+    :param buckets: Its pieces on the way.
+    :param dtype: Data type of its values.
+    :param is_two_hop: Whether each cell combines one part of what crosses, instead of all of it.
+    :param codec: How values are written on the slow link; ``None`` as they are.
+    :param routes: The process groups.
+    :param is_part: Whether a rank of the cell holds a part of it, and not all.
+    :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
+    :param is_late: Whether two cells swap all their values, and each rank combines them where they lie in the model,
+        when the round is written: so the values are passed over once less, and looked at when they are sent.
+    :param combiners: In two hops, by bucket the cell that combines all of it; ``None`` where each cell combines a part.
+    """
+
+    number: int
+    lane: Lane
+    buckets: tuple[Bucket, ...]
+    dtype: torch.dtype
+    is_two_hop: bool
+    codec: Codec | None
+    routes: Routes
+    is_part: bool
+    depth: int = IN_FLIGHT
+    is_late: bool = False
+    combiners: tuple[int | None, ...] = ()
+
+    @property
+    def home(self) -> dist.ProcessGroup | None:
+        """Who gets the result at home; ``None`` where nobody else does."""
+        if self.lane.holders:
+            return self.routes.holders[self.lane.holders]
+        return self.routes.replica if self.is_part else self.routes.cell
+
+    @property
+    def ahead(self) -> int:
+        """Buckets that a rank is ready to receive before it sends its own.
+
+        gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself:
+        without this the slow link would pause for its latency. What is combined late arrives where it stays.
+        """
+        return self.depth if self.is_late else self.depth // 2
+
+    @property
+    def pace(self) -> tuple[object, ...]:
+        """What lanes have in common whose buckets follow each other without a pause: who takes part, how far ahead."""
+        return self.lane.participants, self.ahead
+
+    def parts(self, bucket: Bucket) -> list[slice]:
+        """Return what each cell combines of a bucket, counted in it."""
+        cells, numel = len(self.lane.owners), bucket.stop - bucket.start
+        if not self.is_two_hop:
+            return [slice(0, numel)] * cells
+        combiner = self.combiners[bucket.number] if self.combiners else None
+        if combiner is None:
+            return [bucket.part(cell, cells) for cell in range(cells)]
+        return [slice(numel * (cell > combiner), numel * (cell >= combiner)) for cell in range(cells)]
+
+    def cut(self, bucket: Bucket, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return what each cell combines of a bucket's values, as views."""
+        if self.is_two_hop:  # in one call, and in one of torch's that does not go through Python
+            return values.split_with_sizes(self._sizes[bucket.number])
+        return [values] * len(self.lane.owners)
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        """Elements of each part of each bucket."""
+        return [[part.stop - part.start for part in self.parts(bucket)] for bucket in self.buckets]
+
+
+def make_tracks(
+    lanes: Sequence[Lane],
+    *,
+    topology: Topology,
+    rank: int,
+    routes: Routes,
+    bucket_bytes: int,
+    form: str,
+    codecs: Mapping[str, Codec | None],
+    device: torch.device,
+    combines_late: bool,
+) -> tuple[Track, ...]:
+    """Prepare the lanes of a rank; all participants of a lane find the same buckets and form.
+
+    :param lanes: The lanes, in the order in which all ranks walk them.
+    :param topology: The federation.
+    :param rank: The rank.
+    :param routes: Its process groups.
+    :param bucket_bytes: Bytes of a bucket, at most.
+    :param form: One of :data:`xffl.report.forms.FORMS`.
+    :param codecs: The codec of each name that lanes carry.
+    :param device: Where the groups' backend communicates from.
+    :param combines_late: Whether values may be combined when the round is written.
+    :return: The tracks, in the lanes' order.
+    """
+    cell = topology.cell_of(rank)
+    tracks = []
+    for number, lane in enumerate(lanes):
+        dtype = getattr(torch, lane.dtype)
+        assert isinstance(dtype, torch.dtype)
+        limit = bucket_bytes // dtype.itemsize
+        if lane.is_mean_at_home:
+            # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
+            homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+            holders = max(1, len(lane.holders))
+            limit //= max(replicas * holders if is_part else size for is_part, replicas, size in homes)
+        turns = max(topology.replica_counts) if routes.is_railed else 1
+        if routes.is_railed:
+            limit = min(limit, -(-lane.numel // (IN_FLIGHT * turns)))  # all have some to carry
+        buckets = tuple(lane.buckets(max(1, limit)))
+        codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
+        # What is taken from one cell needs no combining.
+        taken = "all_gather"
+        # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
+        is_late = combines_late and not routes.is_railed and device.type == "cpu" and _is_alone(lane, topology)
+        is_late = is_late and lane.dtype == "float32" and codec is None and form != "two_hop"
+        if lane.rule == "average" and not is_late:
+            taken = form_of(lane.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
+        # Small tensors are packed, and each bucket of them under way takes a buffer more.
+        is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
+        largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
+        depth = IN_FLIGHT if is_packed else in_flight(largest, len(buckets) / turns, topology.cells, taken)
+        is_part = lane.held_by_part[cell]
+        is_two_hop = taken == "two_hop"
+        takes_turns = is_two_hop and topology.cells == 2 and codec is None and not routes.is_railed
+        # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
+        combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
+        tracks.append(
+            Track(number, lane, buckets, dtype, is_two_hop, codec, routes, is_part, depth * turns, is_late, combiners)
+        )
+    return tuple(tracks)
+
+
+def _is_alone(lane: Lane, topology: Topology) -> bool:
+    """Tell whether two cells average a lane of which each has one holder, so that nobody at home waits for the mean."""
+    if topology.cells != 2 or lane.rule != "average" or lane.is_mean_at_home or lane.holders:
+        return False
+    homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+    return all((replicas if is_part else size) == 1 for is_part, replicas, size in homes)
+
+
+def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:
+    """Let two cells combine buckets in turn: half as many messages as where each combines half of each bucket.
+
+    Both directions of the link stay busy, since of two buckets that follow each other one goes each way: they must be
+    about as large.
+    """
+    combiners: list[int | None] = []
+    for one, other in zip(buckets[::2], buckets[1::2], strict=False):
+        small, large = sorted(bucket.stop - bucket.start for bucket in (one, other))
+        combiners += (0, 1) if large <= MOST_UNLIKE * small else (None, None)
+    return (*combiners, None) if len(buckets) % 2 else tuple(combiners)
+
+
+class Carriers:
+    """The ranks that carry buckets, as one rank asks for them; pure.
+
+    :param topology: The federation.
+    :param rank: The rank that asks.
+    :param is_railed: Whether the holders of a shard take turns.
+    """
+
+    def __init__(self, topology: Topology, rank: int, *, is_railed: bool) -> None:
+        self._topology, self._rank = topology, rank
+        self._cell = topology.cell_of(rank)
+        # After so many buckets, every cell's carriers come round again.
+        self._turns = math.lcm(*topology.replica_counts) if is_railed else 1
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def of(self, lane: Lane, bucket: Bucket) -> tuple[int, ...]:
+        """Return the rank of each cell that carries a bucket."""
+        # What is taken from one cell is taken from one rank.
+        turn = bucket.number % self._turns if lane.rule == "average" else 0
+        carriers = self._known.get((lane.owners, turn))
+        if carriers is None:
+            carriers = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(lane.owners))
+            self._known[lane.owners, turn] = carriers
+        return carriers
+
+    def at_home(self, lane: Lane, bucket: Bucket) -> int:
+        """Return the rank that carries a bucket for this rank's cell."""
+        return self.of(lane, bucket)[self._cell]
+
+    def is_here(self, lane: Lane, bucket: Bucket) -> bool:
+        """Tell whether this rank carries a bucket for its cell."""
+        return self.at_home(lane, bucket) == self._rank

@@ -1,0 +1,795 @@
+"""The tensors of a model: each once, with its name without wrappers and where it is kept."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from xffl.aggregation.compression.codecs import Codec, codec_of
+from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
+from xffl.distributed.sharding import reshard
+from xffl.errors import ConfigError
+from xffl.topology import Coordinates, Topology
+
+__all__ = [
+    "BY_PARTS",
+    "POLICIES",
+    "REPLICATED",
+    "WRAPPERS",
+    "Entry",
+    "Facts",
+    "Holding",
+    "Manifest",
+    "Pattern",
+    "Spread",
+    "axis_of",
+    "canonical_axis",
+    "check_reduced",
+    "check_tensor",
+    "cuts_of",
+    "default_policy",
+    "describe_difference",
+    "gather_axes",
+    "held",
+    "holding_of",
+    "owners_of",
+    "places",
+    "spread_of",
+    "tensors_of",
+    "ties_of",
+]
+
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that DDP, torch.compile and activation checkpointing put in."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One tensor: its name without wrappers, what happens to it, and how it is written on its way.
+
+    ``is_stepped`` tells what training changes: averaged parameters that are not frozen. Server optimizers, norms and
+    distances are about these.
+    """
+
+    name: str
+    policy: str
+    codec: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_buffer: bool
+    is_stepped: bool
+
+    def __str__(self) -> str:
+        kind = "buffer" if self.is_buffer else "parameter"
+        codec = "" if self.codec == "none" else f", {self.codec}"
+        return f"{self.name}\t{self.shape} {str(self.dtype).removeprefix('torch.')} {kind}, {self.policy}{codec}"
+
+    @property
+    def real_shape(self) -> tuple[int, ...]:
+        """The shape with complex numbers as pairs of real ones."""
+        return (*self.shape, 2) if self.dtype.is_complex else self.shape
+
+    @property
+    def real_dtype(self) -> torch.dtype:
+        """The data type with complex numbers as pairs of real ones."""
+        return self.dtype.to_real() if self.dtype.is_complex else self.dtype
+
+
+@dataclass(frozen=True)
+class Entry(Facts):
+    """One tensor of this rank's model, and where it is kept."""
+
+    module: nn.Module = field(repr=False, compare=False)
+    leaf: str = field(repr=False, compare=False)
+
+    @property
+    def facts(self) -> Facts:
+        """What there is to say of the tensor without the model."""
+        return Facts(*(getattr(self, one.name) for one in fields(Facts)))
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor as the model holds it now.
+
+        :return: The parameter or buffer itself.
+        :raises ConfigError: if its shape or data type is no longer that of the manifest.
+        """
+        tensor = getattr(self.module, self.leaf)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+            raise ConfigError(
+                f"tensor {self.name!r} was {self.shape} {self.dtype} when the Aggregator was made and is {got} now; "
+                "make a new Aggregator after changing the model"
+            )
+        return tensor
+
+    @property
+    def held(self) -> Mapping[str, torch.Tensor | None]:
+        """What the module keeps the tensor among, to look it up without any check."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+    def elements(self, axis: int) -> torch.Tensor:
+        """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
+        tensor = self.tensor()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
+        return local.movedim(axis, 0) if axis > 0 else local
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield each parameter and buffer once, with its name without wrappers and the module that holds it."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConfigError(
+                f"module {prefix or 'model'!r} is wrapped by FSDP1, whose flat parameters hide the tensors; use "
+                "xffl.shard"
+            )
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            yield _name(prefix, leaf), module, leaf, tensor
+
+
+def ties_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return, by the id of each parameter and buffer, all names that it has, without wrappers."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(_name(prefix, leaf))
+    return names
+
+
+def _name(prefix: str, leaf: str) -> str:
+    return ".".join(part for part in (*prefix.split("."), leaf) if part and part not in WRAPPERS)
+
+
+def owners_of(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules that a tensor lies in, from the model inwards, wrappers too."""
+    owners = [model]
+    for part in (*name.split(".")[:-1], None):
+        inside = owners[-1]._modules
+        while part not in inside and (wrapped := [inside[key] for key in inside if key in WRAPPERS]):
+            assert wrapped[0] is not None
+            owners.append(wrapped[0])
+            inside = wrapped[0]._modules
+        child = None if part is None else inside[part]
+        owners += [] if child is None else [child]
+    return owners
+
+
+def held(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that the model's modules hold, in order."""
+    return [
+        tensor
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+        if tensor is not None
+    ]
+
+
+def places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ...]:
+    """Return where the model keeps its tensors, in order, which of them train, and the first place of tied ones."""
+    first: dict[int, tuple[int, str]] = {}
+    return tuple(
+        (id(module), leaf, tensor.requires_grad, first.setdefault(id(tensor), (id(module), leaf)))
+        for module in model.modules()
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    )
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Raise where DDP adds up the gradients of parameters that are no longer the model's."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        known = _reduced_by(module)
+        for name, parameter in module.module.named_parameters():
+            if known is not None and parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {_name(prefix, name)!r} is another object than when DDP was made, and DDP adds up the "
+                    "gradients of others; replace or add parameters before xffl.shard, or load with assign=False"
+                )
+
+
+def _reduced_by(ddp: nn.parallel.DistributedDataParallel) -> set[int] | None:
+    """Return the ids of the parameters that DDP was made with; ``None`` where torch does not tell, or some are left."""
+    kept = getattr(ddp, "_module_parameters", None)
+    return None if kept is None or ddp.parameters_to_ignore else set(map(id, kept))
+
+
+def default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
+    """Return what happens to a tensor that no pattern names."""
+    if leaf in module._parameters:
+        return "average" if tensor.requires_grad else "local"
+    if leaf in module._non_persistent_buffers_set:
+        return "local"
+    return "average" if tensor.is_floating_point() or tensor.is_complex() else "first"
+
+
+def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
+    """Raise where a tensor cannot take part in a round as its policy says."""
+    if nn.parameter.is_lazy(tensor) or (tensor.is_meta and policy != "local"):
+        raise ConfigError(f"tensor {name!r} has no values yet; initialize the model before making the Aggregator")
+    if policy == "local":
+        return
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"tensor {name!r} is {tensor.layout}; only strided tensors are exchanged, set its policy to 'local'"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ConfigError(
+            f"tensor {name!r} is expanded: several of its elements are one in memory; set its policy to 'local', or "
+            "clone() it"
+        )
+    if tensor.is_conj():
+        raise ConfigError(f"tensor {name!r} is a conjugate view; resolve_conj() it")
+    if tensor.is_neg():  # its memory has the opposite sign
+        raise ConfigError(f"tensor {name!r} is a negated view; resolve_neg() it")
+    if policy == "average" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")
+
+
+REPLICATED = -1
+"""In a list of axes: every rank of the cell holds the whole tensor."""
+
+BY_PARTS = -2
+"""In a list of axes: shards hold parts that no cut along one axis makes, or not all of them hold one."""
+
+
+def canonical_axis(entry: Facts, axes: Sequence[int]) -> int:
+    """Return the one axis along which the cells cut a tensor; 0 where none does.
+
+    :param entry: The tensor.
+    :param axes: The axis of each cell, ``REPLICATED`` for none.
+    :return: The axis that comes first in canonical order.
+    :raises ConfigError: if they cut it along different axes.
+    """
+    cut = {axis for axis in axes if axis != REPLICATED}
+    if len(cut) > 1:
+        raise ConfigError(
+            f"tensor {entry.name!r} is cut along axis {axes[0]} in cell 0 and along others elsewhere "
+            f"({list(axes)}); use the same shard placement in every cell"
+        )
+    return cut.pop() if cut else 0
+
+
+def gather_axes(
+    axes: Sequence[int], topology: Topology, group: dist.ProcessGroup | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Exchange along which axes the cells cut their tensors.
+
+    Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
+
+    :param axes: This rank's axes, from :meth:`Manifest.axes`.
+    :param topology: The federation.
+    :param group: A group of all ranks; by default the world.
+    :return: The axes of each cell.
+    :raises ConfigError: if two ranks of a cell differ.
+    """
+    runs: list[tuple[int, int]] = []
+    for axis in axes:
+        count = runs.pop()[1] if runs and runs[-1][0] == axis else 0
+        runs.append((axis, count + 1))
+    gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
+    dist.all_gather_object(gathered, runs, group=group)
+    cells = []
+    for cell in range(topology.cells):
+        ranks = topology.federation(cell)
+        if any(gathered[rank] != gathered[ranks[0]] for rank in ranks):
+            raise ConfigError(f"the ranks of cell {cell} shard the model differently; shard it alike on all of them")
+        cells.append(tuple(axis for axis, count in gathered[ranks[0]] for _ in range(count)))
+    return tuple(cells)
+
+
+def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
+    """Return the mesh dimensions along which a tensor is not the same everywhere, and its placements there."""
+    cuts = [(dim, place) for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
+
+
+def axis_of(entry: Entry, shards: int, at: Coordinates) -> int:
+    """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
+    tensor = entry.tensor()
+    if not isinstance(tensor, DTensor):
+        return REPLICATED
+    knob = "shard it with xffl.shard, or over the state's own mesh, or tell the state the cell_shape"
+    cuts = cuts_of(tensor)
+    if not cuts:
+        return REPLICATED
+    dim, place = cuts[0]
+    if len(cuts) > 1 or not isinstance(place, Shard) or type(place) is not Shard:
+        raise ConfigError(
+            f"tensor {entry.name!r} has placements {tensor.placements}; a round takes tensors cut along one axis of "
+            f"one mesh dimension; {knob}"
+        )
+    parts, part = tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
+    if (parts, part) != (shards, at.shard):
+        raise ConfigError(
+            f"tensor {entry.name!r} is part {part} of {parts} here, but the state says shard {at.shard} of {shards}; "
+            f"{knob}"
+        )
+    axis = place.dim
+    length, inner = entry.real_shape[axis], prod(entry.real_shape) // max(1, entry.real_shape[axis])
+    first, last = Cut.of_axis(length, inner, shards).bounds(at.shard)
+    if entry.elements(axis).numel() != last - first:
+        raise ConfigError(f"tensor {entry.name!r} is cut unevenly along axis {axis}, not as torch.chunk does; {knob}")
+    return axis
+
+
+WHOLE: tuple[tuple[str, int, int], ...] = ()
+"""The key of a tensor that is not cut."""
+
+
+class Held(NamedTuple):
+    """What a shard holds of a tensor.
+
+    :param axis: The axis, where this is the shard's chunk along it; ``REPLICATED`` for all, else ``BY_PARTS``.
+    :param key: Placement, parts and part along each mesh dimension that cuts it: equal keys are equal elements.
+    :param numel: Number of elements.
+    """
+
+    axis: int
+    key: tuple[tuple[str, int, int], ...]
+    numel: int
+
+
+class Holding(NamedTuple):
+    """What a rank tells the others of its replica: its tensors, what it holds of them, and which patterns matched."""
+
+    tensors: tuple[Facts, ...]
+    held: tuple[Held, ...]
+    is_used: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The tensors of all shards of a replica, by name.
+
+    :param moving: Those that take part in rounds.
+    :param axes: For each of these the axis along which cells cut it, ``REPLICATED``, or ``BY_PARTS``.
+    :param parts: For each of these its parts, where it is held by parts.
+    :param names: The names of all.
+    :param is_used: Which patterns have matched on some shard.
+    :param text: All of this; ranks that may average with each other have the same.
+    """
+
+    moving: tuple[Facts, ...]
+    axes: tuple[int, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    names: tuple[str, ...]
+    is_used: tuple[bool, ...]
+    text: str
+
+    @property
+    def holders(self) -> frozenset[tuple[int, ...]]:
+        """The sets of several shards that hold the same part."""
+        return frozenset(part.holders for parts in self.parts for part in parts if len(part.holders) > 1)
+
+
+def holding_of(
+    entries: Sequence[Entry], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
+) -> Holding:
+    """Return what this rank holds; local.
+
+    :param entries: The tensors of its model.
+    :param is_used: Which patterns have matched one.
+    :param topology: The federation.
+    :param at: The rank's place in it.
+    :param first: The rank of the world that the topology's ranks are counted from.
+    :return: Its part of what the replica holds.
+    :raises ConfigError: if a tensor is spread over other ranks than those of a replica, or waits for a reduction.
+    """
+    replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
+    held = tuple(_held(entry, replica, at.shard) for entry in entries)
+    return Holding(tuple(entry.facts for entry in entries), held, is_used)
+
+
+def _held(entry: Entry, replica: Sequence[int], shard: int) -> Held:
+    tensor = entry.tensor()
+    if entry.policy == "local" or not isinstance(tensor, DTensor):
+        return Held(REPLICATED, WHOLE, prod(entry.real_shape))
+    cuts, mesh = cuts_of(tensor), tensor.device_mesh
+    numel, at = entry.elements(0).numel(), mesh.get_coordinate()
+    knob = "shard it over the ranks of one replica, as the state's cell_shape says"
+    if at is None or any(place.is_partial() for _, place in cuts):
+        raise ConfigError(f"tensor {entry.name!r} has placements {tensor.placements} on {mesh}; {knob}")
+    if not cuts:
+        return Held(REPLICATED, WHOLE, numel)
+    dims = {dim for dim, _ in cuts}
+    ranks = mesh.mesh[tuple(slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim))].flatten().tolist()
+    if not set(ranks) <= set(replica):
+        raise ConfigError(
+            f"tensor {entry.name!r} with placements {tensor.placements} is cut over ranks {ranks}, but the replica "
+            f"here has ranks {list(replica)}; {knob}"
+        )
+    key = tuple((str(place), mesh.size(dim), at[dim]) for dim, place in cuts)
+    dim, place = cuts[0]
+    if len(cuts) == 1 and isinstance(place, Shard) and type(place) is Shard:
+        length = entry.real_shape[place.dim]
+        cut = Cut.of_axis(length, prod(entry.real_shape) // max(1, length), len(replica))
+        first, last = cut.bounds(shard)
+        if (mesh.size(dim), at[dim], numel) == (len(replica), shard, last - first):
+            return Held(place.dim, key, numel)
+    return Held(BY_PARTS, key, numel)
+
+
+def spread_of(holding: Holding, group: dist.ProcessGroup) -> Spread:
+    """Exchange what the shards of a replica hold, and put it together.
+
+    Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
+
+    :param holding: What this rank holds.
+    :param group: The ranks of the replica, by shard.
+    :return: What they all hold; the same on all of them.
+    :raises ConfigError: if two shards say different things of a tensor, or do not make up all of it; on all of these
+        ranks alike, but not on those of other replicas.
+    """
+    told: list[Holding] = [holding] * group.size()
+    dist.all_gather_object(told, holding, group=group)
+    if len({len(one.is_used) for one in told}) > 1:
+        raise ConfigError("the ranks of a replica were given different policies or codecs; give all the same")
+    by_name: dict[str, dict[int, tuple[Facts, Held]]] = {}
+    for shard, (tensors, of_tensors, _) in enumerate(told):
+        for facts, held in zip(tensors, of_tensors, strict=True):
+            by_name.setdefault(facts.name, {})[shard] = facts, held
+    moving, axes, parts, lines = [], [], [], []
+    for name in sorted(by_name):
+        said = by_name[name]
+        facts = _common(name, {shard: tensor for shard, (tensor, _) in said.items()})
+        here = {shard: held for shard, (_, held) in said.items()}
+        if facts.policy == "local":
+            lines.append(f"{facts}{'' if len(said) == len(told) else f', on shards {sorted(said)}'}")
+            continue
+        axis = _axis(here, len(told))
+        by_key = _by_key(facts, here) if axis == BY_PARTS else {}
+        moving.append(facts)
+        axes.append(axis)
+        parts.append(tuple(part for part in by_key.values() if part.numel))
+        lines.append(f"{facts}{_text(axis, by_key)}")
+    is_used = tuple(map(any, zip(*(one.is_used for one in told), strict=True)))
+    return Spread(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
+
+
+def _common(name: str, said: dict[int, Facts]) -> Facts:
+    """Return what all shards say of a tensor."""
+    facts = next(iter(said.values()))
+    others = {shard: one for shard, one in said.items() if one != facts}
+    if others:
+        shard, other = next(iter(others.items()))
+        shown = [str(one).partition("\t")[2] for one in (facts, other)]
+        raise ConfigError(
+            f"tensor {name!r} is {shown[0]} on shard {next(iter(said))} and {shown[1]} on shard {shard} of a replica; "
+            "give the tensors of a stage the names that they have in the whole model"
+        )
+    return facts
+
+
+def _axis(held: dict[int, Held], shards: int) -> int:
+    """Return along which axis all shards are cut like the shards of a cell."""
+    axes = {one.axis for one in held.values()}
+    return axes.pop() if len(held) == shards and len(axes) == 1 else BY_PARTS
+
+
+def _by_key(facts: Facts, held: dict[int, Held]) -> dict[tuple[tuple[str, int, int], ...], Part]:
+    """Return the parts of a tensor, in the order of their first shards."""
+    parts: dict[tuple[tuple[str, int, int], ...], Part] = {}
+    for shard, (_, key, numel) in sorted(held.items()):
+        parts[key] = Part(numel, (*parts[key].holders, shard) if key in parts else (shard,))
+    numel = sum(part.numel for part in parts.values())
+    if numel != prod(facts.real_shape):
+        raise ConfigError(
+            f"tensor {facts.name!r} has {prod(facts.real_shape)} elements, but the shards of a replica hold parts of "
+            f"{numel}{_text(BY_PARTS, parts)}; shard it over one mesh, as the state's cell_shape says"
+        )
+    return parts
+
+
+def _text(axis: int, parts: dict[tuple[tuple[str, int, int], ...], Part]) -> str:
+    if axis == REPLICATED:
+        return ""
+    if axis != BY_PARTS:
+        return f", cut along axis {axis} over all shards"
+    shown = (
+        f"{' '.join(f'{place} {at}/{size}' for place, size, at in key) or 'all'} ({part.numel}) on "
+        f"{'+'.join(map(str, part.holders))}"
+        for key, part in parts.items()
+    )
+    return f", parts by shard: {', '.join(shown)}"
+
+
+T = TypeVar("T")
+
+POLICIES = ("average", "local", "first")
+"""What a round may do with a tensor: average it over cells, leave it alone, take it from the first cell."""
+
+Pattern = str | type[nn.Module]
+"""What a policy is for: a pattern of names (:mod:`fnmatch`), or all that lies in modules of a type."""
+
+
+class Manifest:
+    """The tensors of a model, sorted by name.
+
+    :param model: The model; FSDP2 modules are put back into their sharded state first.
+    :param policies: Patterns of names (as in :mod:`fnmatch`) or types of modules, and the policy of the tensors that
+        match or lie in such a module; the first match wins.
+    :param codec: How averaged values are written between cells: a codec for all trainable parameters, or patterns of
+        names with theirs, the first match wins; what none matches is written as it is.
+    :param extra: Tensors that are averaged beside the model's, as they are; no pattern matches them.
+    :raises ConfigError: if a tensor, a pattern or a codec cannot be meant.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policies: Mapping[Pattern, str] | None = None,
+        codec: str | Codec | Mapping[str, str | Codec] = "none",
+        extra: nn.Module | None = None,
+    ) -> None:
+        reshard(model)
+        check_reduced(model)
+        if policies is not None and not isinstance(policies, Mapping):
+            raise ConfigError(f"policies {policies!r} is no mapping; give one of name patterns or types to policies")
+        policies = dict(policies or {})
+        self.codecs: dict[str, Codec | None] = {}
+        codecs: dict[Pattern, str] = {}
+        for pattern, chosen in codec.items() if isinstance(codec, Mapping) else [("", codec)]:
+            made = codec_of(chosen)
+            codecs[pattern] = "none" if made is None else str(made)
+            self.codecs[codecs[pattern]] = made
+        for key, policy in policies.items():
+            if policy not in POLICIES:
+                raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
+        entries: dict[str, Entry] = {}
+        used: set[Pattern] = set()
+        ties = ties_of(model)
+        for name, module, leaf, tensor in tensors_of(model):
+            owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
+            policy = _choose("policies", owners, policies, used) or default_policy(module, leaf, tensor)
+            if isinstance(codec, Mapping):
+                written = _choose("codecs", owners, codecs, used) or "none"
+            else:  # a plain codec is for what trains; a buffer has to be named
+                written = "none" if leaf in module._buffers else codecs[""]
+            written = written if policy == "average" else "none"
+            _add(entries, name, policy, written, module, leaf, tensor)
+        self._patterns = [
+            (what, pattern) for what, given in (("policies", policies), ("codecs", codecs)) for pattern in given
+        ]
+        # On a stage of a pipeline a pattern may be for tensors of another one, so this is judged later.
+        self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
+        for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
+            _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
+        self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
+        self._roots = (model,) if extra is None else (model, extra)
+        self._places = self._look(places)
+        self._module_names = self._look_up_names()
+        # Kept alive, so that no other tensor can be taken for one of them.
+        self._tensors = self._look(held)
+        self._trains = [tensor.requires_grad for tensor in self._tensors]
+        self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
+
+    def __str__(self) -> str:
+        return "\n".join(str(entry) for entry in self.entries)
+
+    def check_patterns(self, spread: Spread | None = None) -> None:
+        """Raise where a pattern was given for nothing; local.
+
+        :param spread: What all shards hold, where they hold different tensors.
+        :raises ConfigError: if a pattern matches no tensor, or comes after one that matches the same.
+        """
+        is_used = self.is_used if spread is None else spread.is_used
+        names = [entry.name for entry in self.entries] if spread is None else spread.names
+        for what in ("policies", "codecs"):
+            patterns = zip(self._patterns, is_used, strict=True)
+            _check_patterns(what, [pattern for (kind, pattern), used in patterns if kind == what and not used], names)
+
+    def check(self) -> None:
+        """Raise where the model no longer has the tensors it had; local.
+
+        :raises ConfigError: if a tensor came, went, or was frozen or unfrozen, or a parameter that trains is another
+            object.
+        """
+        tensors = self._look(held)
+        trains = [tensor.requires_grad for tensor in tensors]
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if is_same and trains == self._trains:
+            return
+        now = self._look(places)
+        if now == self._places:
+            self._check_replaced(tensors)
+            self._tensors, self._trains = tensors, trains
+            return
+        names = self._module_names | self._look_up_names()
+        other = set(now) ^ set(self._places)
+        changed = sorted({f"{names[module]}.{leaf}".removeprefix(".") for module, leaf, *_ in other})
+        raise ConfigError(
+            f"the model's tensors have changed since the Aggregator was made (look at {', '.join(changed[:5])}: "
+            "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
+        )
+
+    def _check_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise where a parameter that trains is another object: optimizers and DDP hold the one that was there."""
+        pairs = zip(tensors, self._tensors, self._trains, strict=True)
+        new = {id(now) for now, old, trains in pairs if now is not old and trains and isinstance(old, nn.Parameter)}
+        if not new:
+            return
+        for entry in self.moving:
+            entry.tensor()  # another shape or data type is told by itself
+        names = sorted(entry.name for entry in self.entries if id(entry.tensor()) in new)
+        raise ConfigError(
+            f"parameters {', '.join(map(repr, names[:5]))} ({len(names)} in all) were replaced by other objects since "
+            "the Aggregator was made, so an optimizer or DDP may go on training the old ones; load with assign=False, "
+            "or replace parameters before xffl.shard and the optimizer, and make a new Aggregator"
+        )
+
+    def _look_up_names(self) -> dict[int, str]:
+        return {id(module): name for root in self._roots for name, module in root.named_modules()}
+
+    def _look(self, at: Callable[[nn.Module], Sequence[T]]) -> list[T]:
+        return [found for root in self._roots for found in at(root)]
+
+    def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
+        """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none.
+
+        :param topology: The federation.
+        :param at: This rank's place in it.
+        :return: One axis for each moving tensor.
+        :raises ConfigError: if a DTensor is not cut as the state says.
+        """
+        return tuple(axis_of(entry, topology.shards(at.cell), at) for entry in self.moving)
+
+    def items(
+        self,
+        topology: Topology,
+        axes: Sequence[Sequence[int]],
+        *,
+        least_bytes: int = 1,
+        fragments: int = 1,
+        spread: Spread | None = None,
+    ) -> tuple[Item, ...]:
+        """Return the moving tensors as the plan sees them.
+
+        :param topology: The federation.
+        :param axes: For each cell, the axis of each moving tensor.
+        :param least_bytes: What a sender gets of a replicated tensor at least, where it is shared out.
+        :param fragments: Parts of about the same size that the tensors are dealt into.
+        :param spread: What all shards hold, where a mesh inside the cells cuts the model; its tensors count then.
+        :return: The items, in the order of the moving tensors.
+        :raises ConfigError: if two cells cut a tensor along different axes.
+        """
+        items = []
+        tensors: Sequence[Facts] = self.moving if spread is None else spread.moving
+        dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
+        for index, entry in enumerate(tensors):
+            by_cell = [cell[index] for cell in axes]
+            axis = canonical_axis(entry, by_cell)
+            numel = prod(entry.real_shape)
+            least = max(1, least_bytes // entry.real_dtype.itemsize)
+            # What is taken from one cell is taken from one rank, so that it stays of one piece.
+            least = max(least, numel) if entry.policy == "first" else least
+            cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
+            if axis == BY_PARTS:
+                assert spread is not None, "only a spread has parts"
+                cuts = (MeshCut.of_parts(spread.parts[index], least),) * topology.cells
+            else:
+                cuts = tuple(_cut_of(entry, axis, topology.shards(cell), least) for cell, axis in enumerate(by_cell))
+            dtype = str(entry.real_dtype).removeprefix("torch.")
+            is_mean_at_home = entry.is_buffer and entry.policy == "average"
+            items.append(
+                Item(index, dtype, entry.policy, is_mean_at_home, cuts, entry.codec, dealt[index], entry.is_stepped)
+            )
+        return tuple(items)
+
+
+def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
+    """Name the first tensor on which the ranks' manifests differ, and the ranks.
+
+    :param manifests: The text of each rank's manifest.
+    :return: The error that all ranks are to raise.
+    """
+    tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
+    for name in sorted({name for table in tables.values() for name in table}):
+        said: dict[str, list[int]] = {}
+        for rank in sorted(tables):
+            said.setdefault(tables[rank].get(name, "missing"), []).append(rank)
+        if len(said) > 1:
+            shown = "; ".join(f"{what} on ranks {', '.join(map(str, ranks))}" for what, ranks in said.items())
+            return ConfigError(f"{name!r} differs: {shown}; give every rank the same model, policies and options")
+    return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
+
+
+def _cut_of(entry: Facts, axis: int, shards: int, least: int) -> Cut:
+    shape = entry.real_shape
+    numel = prod(shape)
+    if axis == REPLICATED:
+        return Cut.of_copy(numel, shards, least)
+    return Cut.of_axis(shape[axis], numel // max(1, shape[axis]), shards)
+
+
+def _add(
+    entries: dict[str, Entry],
+    name: str,
+    policy: str,
+    codec: str,
+    module: nn.Module,
+    leaf: str,
+    tensor: torch.Tensor,
+    *,
+    is_extra: bool = False,
+) -> None:
+    check_tensor(name, policy, tensor)
+    if name in entries:
+        raise ConfigError(
+            f"two tensors are called {name!r} once the wrappers {sorted(WRAPPERS)} are left out; rename one"
+        )
+    is_buffer = leaf in module._buffers
+    is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
+    shape = tuple(tensor.shape)
+    entries[name] = Entry(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
+
+
+def _choose(
+    what: str, owners: Mapping[str, Sequence[nn.Module]], patterns: Mapping[Pattern, str], used: set[Pattern]
+) -> str | None:
+    """Return what patterns say of a tensor, by whichever of its names and modules they match."""
+    matches = [_match(name, modules, patterns, used) for name, modules in owners.items()]
+    chosen = sorted({patterns[match] for match in matches if match is not None})
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{what} {', '.join(map(repr, chosen))} match one tensor under its names {', '.join(owners)}; give these "
+            "names one"
+        )
+    return chosen[0] if chosen else None
+
+
+def _match(
+    name: str, owners: Sequence[nn.Module], patterns: Mapping[Pattern, str], used: set[Pattern]
+) -> Pattern | None:
+    """Return the first pattern that a tensor matches, and note that it is of use."""
+    for pattern in patterns:
+        if isinstance(pattern, str):
+            is_match = fnmatch.fnmatchcase(name, pattern)
+        else:
+            is_match = any(isinstance(owner, pattern) for owner in owners)
+        if is_match:
+            used.add(pattern)
+            return pattern
+    return None
+
+
+def _check_patterns(what: str, unused: Sequence[Pattern], names: Sequence[str]) -> None:
+    if not unused:
+        return
+    shown = sorted(pattern if isinstance(pattern, str) else pattern.__name__ for pattern in unused)
+    texts = [pattern for pattern in unused if isinstance(pattern, str)]
+    if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in texts):
+        raise ConfigError(f"{what} {shown} come after patterns that match the same; put the narrower first")
+    raise ConfigError(f"{what} {shown} match no tensor; names look like {names[:3]}")
+
+
+def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
+    """Deal tensors into fragments of about the same size: the largest first, each to the one that has least."""
+    if fragments > max(1, len(sizes)):
+        raise ConfigError(f"{len(sizes)} tensors make no {fragments} fragments; give fragments={max(1, len(sizes))}")
+    filled = [0] * fragments
+    dealt = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        fragment = min(range(fragments), key=lambda fragment: filled[fragment])
+        # Even an empty tensor takes its turn, so that no fragment stays empty.
+        filled[fragment] += max(1, sizes[index])
+        dealt[index] = fragment
+    return dealt

@@ -1,0 +1,555 @@
+"""Rounds in a training loop that somebody else owns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from xffl.aggregation.aggregator import Aggregator, PendingRound, check_given
+from xffl.aggregation.algorithms.clients import Client, check_step, set_up
+from xffl.aggregation.algorithms.schedules import Schedule
+from xffl.aggregation.config import Recipe, check_stepped, read_recipe
+from xffl.aggregation.contributions import (
+    Claim,
+    Effort,
+    Ledger,
+    Pace,
+    check_apart,
+    check_outside_backward,
+    enclosing_calls,
+)
+from xffl.aggregation.engine.consensus import Contribution, digest_of
+from xffl.aggregation.engine.status import checked_weight
+from xffl.aggregation.exports import FileRound, RoundPlan
+from xffl.aggregation.hierarchical import Levels
+from xffl.aggregation.report import RoundReport
+from xffl.distributed.consistency import agree
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+
+__all__ = ["FederatedScaling"]
+
+
+NO_CELLS = (
+    "xffl: rounds are asked for, but no federation, and all ranks are in one cell: nothing is averaged between cells; "
+    "give sizes or a rule, such as --federated 4,4"
+)
+
+
+class FederatedScaling:
+    """Run rounds between optimizer steps, for as long as the ``with`` block lasts.
+
+    Making it, entering it (an :class:`~xffl.Aggregator` is made) and leaving it normally are collective over the world:
+    a cell that has finished keeps answering the others' rounds until all have finished, so cells with loaders of
+    different length do not hang. Steps made since a cell's last round count in the first round that it answers; from
+    then on its weight is 0. Leaving by an exception does not communicate.
+
+    In a job that is one cell by itself (``xffl exec --cell 0/2``) there are no rounds: entering takes over the global
+    model of ``--from``, if there is one, and leaving writes the export for a round over files.
+
+    .. code-block:: python
+
+       with xffl.FederatedScaling(model, optimizer, state, every=100):
+           for batch in loader:
+               model(batch).loss.backward()
+               optimizer.step()
+               optimizer.zero_grad()
+
+    :param model: The model that trains.
+    :param optimizer: Its optimizer, or several; a call of the last one's ``step`` is a local step. What the others have
+        stepped since is taken in by the next round, at the latest by the one on leaving. ``None`` where the loop calls
+        no ``step``, or only in a backward pass: then :meth:`step` counts.
+    :param state: The state that describes the federation.
+    :param every: Local steps between two rounds, at least 1, or a schedule
+        (:mod:`xffl.aggregation.algorithms.schedules`): an object, its name with options (``"balanced:every=100"``), or
+        a mapping. Cells may make different numbers of steps, the ranks of a cell the same. May be left out where the
+        algorithm says it.
+    :param weight: Called on each rank before a round: the count (samples, tokens) since the last call. What a rejected
+        round did not use counts in the next. ``None``: every cell that made a step counts 1.
+    :param on_round: Called on every rank with the report of each round, after the new weights stand, and of each check
+        that skipped one.
+    :param aggregator: An aggregator made with options of one's own, or a mapping with the keywords of the one to make
+        (with ``levels``, a :class:`xffl.aggregation.Levels`); ``None`` makes one with the defaults.
+    :param delay: Local steps that go on while a round is under way; 0 waits for it. It is merged before the next one
+        starts at the latest. A delay needs an aggregator with ``overlap=True``.
+    :param alpha: With a delay, the part of a local value that stays when the mean is merged; ``None`` keeps the steps
+        made meanwhile. See :meth:`xffl.Aggregator.aggregate_async`.
+    :param client: What changes the cells' local steps: ``fedprox``, ``scaffold``, with options, or an object of one's
+        own (:class:`xffl.aggregation.algorithms.clients.Client`). Each needs one of its own, without delay and
+        fragments.
+    :param algorithm: An algorithm's name, with options: keywords for the aggregator and for here, which hold where
+        nothing is given.
+    :raises ConfigError: if an argument cannot be meant, or differs between ranks, or the aggregator is another model's;
+        on all ranks alike.
+
+    ``meetings`` are the rounds and checks that this rank has entered, ``on_answer`` is called before it enters another
+    one when it has finished. Delayed rounds start before the next step where ``holds_start`` is set.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        state: DistributedState,
+        *,
+        every: int | str | Mapping[str, Any] | Schedule | None = None,
+        weight: Callable[[], float] | None = None,
+        on_round: Callable[[RoundReport], None] | None = None,
+        aggregator: Aggregator | Mapping[str, Any] | None = None,
+        delay: int | None = None,
+        alpha: float | None = None,
+        client: str | Mapping[str, Any] | Client | None = None,
+        algorithm: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        optimizers = None if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        error: XfflError | None = None
+        text = ""
+        self._over_files: FileRound | None = None
+        try:
+            check_given(model, state)
+            recipe = read_recipe(
+                model,
+                optimizers,
+                cells=state.topology.cells,
+                every=every,
+                aggregator=aggregator,
+                algorithm=algorithm,
+                weight=weight,
+                client=client,
+                delay=delay,
+                alpha=alpha,
+            )
+            text = f"{recipe}, weighed={weight is not None}"
+            if state.lone_cell is not None:
+                self._over_files = _file_round(model, state, recipe, aggregator, algorithm)
+        except XfflError as wrong:
+            error = wrong
+        except Exception as wrong:  # noqa: BLE001 - told to all ranks
+            error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
+        agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
+        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
+        if is_alone and state.rank == 0:
+            print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
+        self._recipe: Recipe = recipe
+        self._optimizers, self._weight = recipe.optimizers, weight
+        self._on_round = on_round
+        self._model, self._state = model, state
+        self._is_own = not isinstance(aggregator, Aggregator)
+        self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
+        self._under_way: tuple[PendingRound, Claim] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._is_entered = False
+        self._report: RoundReport | None = None
+        self.on_answer: Callable[[], None] | None = None
+        self.meetings, self.local_steps, self.holds_start = 0, 0, False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start without any step."""
+        self._ledger = Ledger(1 if self._aggregator is None else self._aggregator.fragments)
+        self._effort = Effort(self._optimizers)
+        self._pace = Pace(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+        self._since = self._target = 0
+        self._owes_start = False
+
+    @property
+    def aggregator(self) -> Aggregator:
+        """The aggregator that runs the rounds.
+
+        :raises StateError: outside the ``with`` block, if none was given.
+        """
+        if self._aggregator is None:
+            raise StateError("the aggregator is made on entering the with block; enter it first")
+        return self._aggregator
+
+    @property
+    def steps_left(self) -> int:
+        """How many local steps this rank makes before it enters the next round."""
+        return self._target - self._since
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round was started and is not merged."""
+        return self._under_way is not None
+
+    def __enter__(self) -> FederatedScaling:
+        if self._is_entered:
+            raise StateError("this FederatedScaling is already entered; make one for each with block")
+        self._check_stepped()
+        if self._over_files is not None:
+            self._over_files.begin()
+            self._begin()
+            self._target, self._first_digest, self._is_entered = sys.maxsize, digest_of(self._model), True
+            self._follow()
+            return self
+        if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
+            # A second block goes on where the first has ended.
+            kept = None if self._aggregator is None else self._aggregator.state_dict()
+            self._aggregator = self._make_aggregator()
+            if kept is not None:
+                self._aggregator.load_state_dict(kept)
+        self.discard()  # what an error has left behind
+        self._cell = self._state.topology.cell_of(dist.get_rank())
+        self._begin()
+        self._target = self._next_target(self._aggregator.rounds)
+        self._note_start()
+        self._is_entered = True
+        self._follow()
+        return self
+
+    def _follow(self) -> None:
+        """Hear of the optimizers' steps from now on."""
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))  # no part of a compiled step
+        for optimizer in self._optimizers:
+            self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._is_entered = False
+        if kind is None and self._over_files is not None:
+            self._export(self._over_files)
+        elif kind is None:
+            with self._pace.paused():
+                wrong = self._finish() or self._find_uncounted()
+            if self._is_own:
+                self.aggregator.close()  # with the others, whether or not one of their rounds was rejected
+            if wrong is not None:
+                raise wrong
+
+    def step(self) -> None:
+        """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.
+
+        Call it on every rank once after each local step, when the parameters have changed, and outside of the backward
+        pass. A round that is due takes place in it, over the world.
+
+        :raises StateError: outside the ``with`` block, or where optimizers were given: they count by themselves.
+        :raises ConfigError: in a backward pass.
+        """
+        if self._optimizers:
+            raise StateError(
+                "a call of the last optimizer's step counts a local step already; leave scaling.step() out, or give "
+                "optimizer=None"
+            )
+        if not self._is_entered:
+            raise StateError("local steps are counted in the with block; enter it first")
+        check_outside_backward("scaling.step() was called")
+        self._check_alive()
+        self.start_owed()
+        self._after_local_step(1.0)
+
+    def _check_alive(self) -> None:
+        """Raise where a round has failed for good."""
+        if self._over_files is None:
+            self.aggregator.check()
+
+    def start_owed(self) -> bool:
+        """Start the delayed round that was held back, if any; tell whether there was one. On all ranks of a cell."""
+        if not self._owes_start:
+            return False
+        self._owes_start = False
+        with self._pace.paused():
+            self._start()
+        return True
+
+    def settle(self) -> None:
+        """Merge the round that is under way, if any: before a checkpoint is written in the middle of a delay.
+
+        Call it on every rank, after the same number of steps within a cell.
+        """
+        if self._under_way is not None:
+            self._merge(*self._under_way)
+
+    def discard(self) -> None:
+        """Drop the round that is under way, if any: where other weights are loaded into the model without a state.
+
+        Call it on every rank. It waits for the round; the next one takes in what this one had taken.
+        """
+        if self._under_way is not None:
+            self.aggregator.discard()
+            self._ledger.put_back(self._under_way[1])
+            self._under_way = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.
+
+        That is the aggregator's and the client's state, the steps since the last round, and how many are to follow. May
+        be called between two steps, or from ``on_round``.
+
+        :return: Numbers, texts and copies of tensors.
+        :raises StateError: while a round is under way; :meth:`settle` it first.
+        """
+        client = self._recipe.client
+        return {
+            "aggregator": None if self._over_files is not None else self.aggregator.state_dict(),
+            "client": None if client is None else client.state_dict(),
+            "ledger": self._ledger.state_dict(),
+            "effort": self._effort.state_dict(),
+            "start": None if self._over_files is None else self._over_files.start,
+            "since": self._since,
+            "target": self._target,
+            "report": None if self._report is None else asdict(self._report),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, on all ranks, in the ``with`` block, after loading the model.
+
+        The rounds go on as if they had not stopped, one under way is dropped; another schedule holds from the next on.
+
+        :param state: The saved state, of this rank.
+        :raises StateError: outside the ``with`` block.
+        :raises CheckpointError: if it is that of another set-up.
+        """
+        if not self._is_entered:
+            raise StateError("the state is loaded into what entering the with block makes; enter it first")
+        client = self._recipe.client
+        if (client is None) != (state["client"] is None):
+            raise CheckpointError(
+                f"the state was saved {'without a' if state['client'] is None else 'with a'} client, and now it is "
+                f"{client}; resume with the same client"
+            )
+        if (self._over_files is not None) != (state["aggregator"] is None):
+            raise CheckpointError(
+                "the state was saved in a job of other rounds (over files, or over a network); resume with the same"
+            )
+        if self._over_files is None:
+            self.aggregator.load_state_dict(state["aggregator"])
+        self._under_way = None
+        if client is not None:
+            client.load_state_dict(state["client"])
+        # What was made before this job's global model is in it.
+        if self._over_files is None or state["start"] == self._over_files.start:
+            self._ledger.load_state_dict(state["ledger"])
+        self._effort.load_state_dict(state["effort"])
+        self._since, self._target = int(state["since"]), int(state["target"])
+        # Saved where a merge told of a round, just before the next one was to start.
+        self._owes_start = self._recipe.delay > 0 and self._since >= self._target
+        self._report = None if state["report"] is None else RoundReport(**state["report"])
+        if self._over_files is None:
+            self._note_start()
+        else:
+            self._target, self._first_digest = sys.maxsize, digest_of(self._model)
+
+    def _make_aggregator(self) -> Aggregator:
+        """Let the client take the weights as they are, and make the aggregator."""
+        client, options = self._recipe.client, dict(self._recipe.options)
+        if "levels" not in options:
+            options.setdefault("overlap", self._recipe.delay > 0)
+            options.setdefault("norms", self._recipe.schedule.has_threshold)
+        if client is not None and self._aggregator is None:
+            set_up(client, self._model, self._optimizers, options.get("policies"))
+        if client is not None and client.extra is not None:
+            options["extra"] = client.extra
+        kind = Levels if "levels" in options else Aggregator
+        return kind(self._model, self._state, **options)
+
+    def _check_stepped(self) -> None:
+        """Raise on all ranks where parameters were replaced since this was made; from here on rounds notice."""
+        error: XfflError | None = None
+        try:
+            if self._optimizers:
+                check_stepped(self._model, self._optimizers)
+        except XfflError as wrong:
+            error = wrong
+        agree("optimizers", "", error=error)
+
+    def _note_start(self) -> None:
+        """Note what the model is before the first step."""
+        self._first_rounds = self.aggregator.rounds
+        self._first_digest = digest_of(self._model)
+
+    def _find_uncounted(self) -> XfflError | None:
+        """Return an error where the model was trained and no rank has counted a step; collective over the world.
+
+        A step that a rank has counted has led to a round by now, which all ranks know of.
+        """
+        if self._over_files is None and self.aggregator.rounds > self._first_rounds:
+            return None
+        error: XfflError | None = None
+        if digest_of(self._model) != self._first_digest:
+            error = StateError(
+                "parameters have changed in the block, but no local step was counted, so there was no round and each "
+                "cell has a model of its own. "
+                + (
+                    "The step() of the optimizers that were given was never called; give those whose step() trains the "
+                    "model, or, where none is called (as in SAM, or in fused backward passes), give optimizer=None and "
+                    "call scaling.step() after each local step"
+                    if self._optimizers
+                    else "With optimizer=None call scaling.step() after each local step"
+                )
+            )
+        try:
+            agree("parameters that no step has changed", "", error=error)
+        except XfflError as told:
+            return told
+        return None
+
+    def _export(self, over_files: FileRound) -> None:
+        """Give what the steps since the start have made to a round over files; collective over the world."""
+        self._ledger.add_effort(self._effort.of_step())
+        if not self._ledger.is_waiting(0) and (wrong := self._find_uncounted()) is not None:
+            raise wrong
+        if self._weight is not None:
+            self._ledger.add_count(checked_weight(self._weight()))
+        weight = 0.0 if not self._ledger.is_waiting(0) else None if self._weight is None else self._ledger.count(0)
+        over_files.end(weight, self._ledger.effort(0))
+        self._ledger.settle(self._ledger.claim(0))
+
+    def _next_target(self, rounds: int) -> int:
+        """Return how many local steps this cell makes until the next round."""
+        return self._recipe.local_steps(rounds, self._cell, self._report)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        outer = enclosing_calls()
+        if any(one is optimizer for one in outer):
+            return  # super().step(): a part of the step that has begun
+        check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
+        self._check_alive()
+        check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
+        self.start_owed()
+        self._ledger.note_change()  # even by a step that raises on its way
+        self._effort.before_step(optimizer)
+        if self._recipe.client is not None:
+            check_step(optimizer, args, kwargs)
+            self._recipe.client.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(one is optimizer for one in enclosing_calls()):
+            return
+        factors = self._effort.after_step(optimizer)
+        if self._recipe.client is not None:
+            self._recipe.client.after_step(optimizer, factors)
+        if optimizer is self._optimizers[-1]:
+            self._after_local_step(self._effort.of_step())
+
+    def _after_local_step(self, effort: float) -> None:
+        self._since += 1
+        self.local_steps += 1
+        self._ledger.add_step(effort)
+        self._pace.add_step()
+        is_due = self._since >= self._target
+        if is_due or (self._under_way is not None and self._since == self._recipe.delay):
+            with self._pace.paused():
+                self.settle()
+                if is_due and not self._recipe.delay:
+                    self._round()
+                elif is_due and self.holds_start:
+                    self._owes_start = True
+                elif is_due:
+                    self._start()
+
+    def _start(self) -> None:
+        """Start a round that is merged some steps later."""
+        self.meetings += 1
+        fragment = self.aggregator.next_fragment
+        pending = self.aggregator.aggregate_async(
+            self._weigh(),
+            alpha=self._recipe.alpha,
+            steps=self._ledger.effort(fragment),
+            seconds=self._pace.step_seconds,
+        )
+        self._under_way = pending, self._ledger.claim(fragment)
+        self._pace.clear()
+        self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
+
+    def _merge(self, pending: PendingRound, claim: Claim) -> None:
+        """Take the result of a round that was started some steps ago."""
+        try:
+            # Where no step was made meanwhile, nothing local is to stay.
+            report = pending.merge(keeps_steps=self._ledger.is_waiting(claim.fragment))
+        except XfflError:
+            self._ledger.put_back(claim)
+            raise
+        finally:
+            if self.aggregator.under_way is not pending:  # else the wait was interrupted, and can be taken up again
+                self._under_way = None
+        self._took_place(claim, report)
+
+    def _finish(self) -> XfflError | None:
+        """Answer the others' rounds until all have finished; return what a rejected one of them raised."""
+        self._ledger.add_effort(self._effort.of_step())  # of optimizers that stepped after the last local step
+        rejected: XfflError | None = None
+        is_last = False
+        while not is_last:
+            if not self.is_under_way and self.on_answer is not None:
+                self.on_answer()
+            try:
+                if self.is_under_way:
+                    self.settle()
+                else:
+                    is_last = self._round(is_finishing=True, gives_up=rejected is not None)
+            except XfflError as error:
+                if not self.aggregator.can_go_on:
+                    raise
+                rejected = rejected or error
+        return rejected
+
+    def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
+        """Take part in a round; tell whether it was the last."""
+        self.meetings += 1
+        fragment = self.aggregator.next_fragment
+        client = self._recipe.client
+        given = Contribution(
+            self._weigh(),
+            is_absent=not self._ledger.is_waiting(fragment),
+            is_finished=is_finishing and (gives_up or not self._ledger.has_others(fragment)),
+            steps=self._ledger.effort(fragment),
+            seconds=self._pace.step_seconds,
+            prepare=None if client is None else client.before_round,
+        )
+        least = self._recipe.schedule.least_divergence(self.aggregator.rounds)
+        report = self.aggregator.take_part(given, least_divergence=least)
+        claim = self._ledger.claim(fragment)
+        if report is None:
+            return True
+        self._pace.clear()
+        self._took_place(claim, report)
+        return report.is_last
+
+    def _took_place(self, claim: Claim, report: RoundReport) -> None:
+        """Draw the conclusions of a round, or of a check that skipped it."""
+        self._report = report
+        if report.is_skipped:
+            self._ledger.put_back(claim)
+        else:
+            self._ledger.settle(claim)
+            if self._recipe.client is not None:
+                self._recipe.client.after_round(is_dropped=self._cell in report.dropped)
+        if not self._recipe.delay:
+            self._since, self._target = 0, self._next_target(self.aggregator.rounds)
+        if self._on_round is not None and any(report.weights):
+            self._on_round(report)
+
+    def _weigh(self) -> Callable[[], float] | None:
+        return self._count if self._weight is not None else None
+
+    def _count(self) -> float:
+        """Return what counts for the next round's part of the model since a round last took it in."""
+        assert self._weight is not None, "asked for only where there is one"
+        self._ledger.add_count(checked_weight(self._weight()))
+        return self._ledger.count(self.aggregator.next_fragment)
+
+
+def _file_round(
+    model: nn.Module, state: DistributedState, recipe: Recipe, aggregator: object, algorithm: object
+) -> FileRound:
+    """Return what a job that is one cell gives to a round over files."""
+    if recipe.client is not None or recipe.delay or not isinstance(aggregator, Mapping | None):
+        raise ConfigError(
+            f"this job is one cell by itself, whose rounds go over files, but client is {recipe.client}, delay "
+            f"{recipe.delay} and aggregator {aggregator!r}; give keywords for the aggregator, and leave the others out"
+        )
+    options = dict(aggregator or {})
+    policies = options.pop("policies", None)
+    return FileRound(model, state, RoundPlan(algorithm, options), policies)

@@ -1,0 +1,451 @@
+"""Rounds on several levels: the cells of a facility meet often, the facilities seldom.
+
+The units that the lowest level averages are the state's cells; each further level joins some units that follow each
+other to a larger one (a node's cells, a facility's nodes) and averages these. A round of a level takes place right
+after one of the level below, when all cells of a unit hold the same model. The unit is then like one cell of HSDP whose
+cells are replicas of the same shards, so each shard leaves it once, however many cells it has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.compression.codecs import Codec
+from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.groups import Place, make_place
+from xffl.aggregation.engine.status import checked_weight
+from xffl.aggregation.report import RoundReport
+from xffl.checks import index_of
+from xffl.distributed.consistency import agree, barrier
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import destroy_group
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.topology import REPLICATE_AXIS, Topology
+
+__all__ = ["Level", "Levels", "read_levels", "worlds_of"]
+
+
+@dataclass
+class _Stage:
+    """One level as this rank sees it.
+
+    :param aggregator: Runs its rounds.
+    :param take_part: Takes part in one.
+    :param every: As in :class:`Level`.
+    :param unit: The unit that this rank belongs to, of those that meet with it.
+    :param is_first: Whether the rank is its unit's first, which says what the unit counts.
+    :param since: Rounds of the level below since the last of this one.
+    :param count: What this rank has to say for its unit since then.
+    :param is_over: Whether no unit that meets here goes on.
+    :param is_apart: Whether these units were left different at the end, since their last round was rejected.
+    """
+
+    aggregator: Aggregator
+    take_part: Callable[..., RoundReport | None]
+    every: int
+    unit: int
+    is_first: bool
+    since: int = 0
+    count: float = 0.0
+    is_over: bool = False
+    is_apart: bool = False
+
+
+class Levels(Aggregator):
+    r"""An aggregator whose rounds climb several levels, for :class:`xffl.FederatedScaling` or a loop of one's own.
+
+    Making one is collective over the world, and so is :meth:`close`, which gives its process groups back. A round is
+    collective over the ranks that meet in it: a facility that is ahead of the others waits for them only where it meets
+    them.
+
+    .. code-block:: python
+
+       levels = Levels(model, state, [Level(), Level(every=5, codec="int8", groups=(2, 2))])
+       with xffl.FederatedScaling(model, optimizer, state, every=10, aggregator=levels):
+           ...  # cells meet within a facility after 10 steps, facilities after 50
+
+    *Weights.* A unit's weight is what its cells have counted for in the rounds below since the unit's own last round;
+    without counts, a cell counts 1 in each. With every level in each round this is the mean over all cells.
+
+    *Failures.* A round that is rejected raises on the ranks that were to meet in it; others do not hear of it. The
+    models stand as the levels below have left them, what these have counted does not count in them again, and the
+    failed level is due again after the next round below. A facility that repeats a round meets the others later. One
+    that leaves without an answer, by an exception that nobody catches, lets the others wait until their time is out. A
+    facility that finishes while its last round is rejected gives nothing to the levels above, and takes their result.
+
+    *Ends.* A facility whose cells have all finished meets the others at once with what it still has to give, and from
+    then on answers them, until all have finished.
+
+    *Codecs and server optimizers* of a level start from the level's last agreed model, or from that of a level above
+    where it came later.
+
+    :param model: As for :class:`xffl.Aggregator`.
+    :param state: The state that describes the federation: its cells are what the lowest level averages. For more than
+        one level they have replicas of one size, or are of one size.
+    :param levels: The levels, the lowest first; each an object or a mapping of its fields.
+    :param \**options: Keywords of all levels' aggregators: ``policies``, ``bucket_bytes``, ``atomic``, ``nonfinite``,
+        ``form``, ``rails``, ``combine``, ``server``.
+    :raises StateError: if torch.distributed is not initialized.
+    :raises ConfigError: if the levels or an option cannot be meant; on all ranks alike.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: DistributedState, levels: Sequence[Level | Mapping[str, Any]], **options: Any
+    ) -> None:
+        if not dist.is_initialized():
+            raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
+        error: XfflError | None = None
+        text = ""
+        try:
+            base = state.topology
+            given = read_levels(levels, options)
+            worlds = worlds_of(base, [level.groups for level in given[1:]], dist.get_rank())
+            text = f"{[(level.every, level.groups) for level in given]}"
+        except XfflError as wrong:
+            error = wrong
+        agree("levels", text, error=error)
+        self._places = [make_place(state, topology, first) for topology, first in worlds]
+        self._stages: list[_Stage] = []
+        try:
+            for level, place in zip(given, self._places, strict=True):
+                self._stages.append(self._make(model, level, place, options))
+        except XfflError:
+            self._destroy()
+            raise
+        before, cells = base.cell_of(worlds[0][1]), worlds[0][0].cells
+        self._neighbours = before, cells, base.cells - before - cells
+        self._taken = self._steps_taken = 0.0
+        self._has_ended = False
+        self._reports: list[RoundReport | None] = [None] * len(given)
+
+    def _make(self, model: nn.Module, level: Level, place: Place, options: Mapping[str, Any]) -> _Stage:
+        """Make the aggregator of one level; collective over the world."""
+        error: XfflError | None = None
+        number, keywords = len(self._stages), {**options, **level.options}
+        aggregator: Aggregator = self
+        take_part = super().take_part
+        try:
+            if not number:
+                super().__init__(model, place, codec=level.codec, **keywords)  # type: ignore[arg-type]
+            else:
+                aggregator = Aggregator(model, place, codec=level.codec, **keywords)  # type: ignore[arg-type]
+                take_part = aggregator.take_part
+        except XfflError as wrong:
+            error = type(wrong)(f"{wrong}{_where(number, place)}")
+        # Some parts of the world may have made theirs.
+        agree(f"aggregators of level {number}", "", error=error)
+        at = place.topology.coordinates(place.rank)
+        return _Stage(aggregator, take_part, level.every, at.cell, at.local_rank == 0)
+
+    @property
+    def reports(self) -> tuple[RoundReport | None, ...]:
+        """What the last call did on each level, the lowest first; ``None`` where there was no round.
+
+        Cells are the level's units that met, and ``bytes_across`` what this rank sent to others of them.
+        """
+        return tuple(self._reports)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another round may follow a rejected one: the model is whole, and somebody is still there."""
+        is_out_of_step = any(stage.aggregator._protocol.is_out_of_step for stage in self._stages)
+        return not (self.is_torn or self._has_ended or is_out_of_step)
+
+    def take_part(self, given: Contribution, *, least_divergence: float | None = None) -> RoundReport | None:
+        """Run a round of the lowest level, and of each level above that is due then.
+
+        Collective over the ranks that meet. After an error give what was counted since the last call that returned: the
+        levels that have taken it know.
+
+        :param given: As in :meth:`xffl.Aggregator.take_part`, for the lowest level; those above count its rounds.
+        :param least_divergence: Must be ``None``: levels have periods.
+        :return: What the highest round did; ``step_seconds`` are by the state's cells, 0 for those of other facilities.
+            ``None`` where all ranks of the world have finished and none had anything to give.
+        :raises ConfigError: as there.
+        :raises RoundError: as there, on the ranks that were to meet.
+        :raises StateError: if a least divergence is given, or the levels are closed.
+        """
+        if least_divergence is not None:
+            raise StateError("levels meet after a number of rounds; give a schedule without a threshold")
+        self._check_free()
+        self._reports = [None] * len(self._stages)
+        self._has_ended = False
+        asked, weight = self._taken, given.weight
+
+        def count() -> float:
+            nonlocal asked
+            asked = checked_weight(weight() if callable(weight) else weight)
+            return max(0.0, asked - self._taken)
+
+        # After an error above, the lowest level has taken some of what it is told again.
+        has_new = given.steps > self._steps_taken or not (given.is_finished and self._steps_taken)
+        lowest = replace(
+            given,
+            weight=None if weight is None else count,
+            is_absent=given.is_absent or not has_new,
+            steps=given.steps - self._steps_taken if given.steps > self._steps_taken else given.steps,
+        )
+        report: RoundReport | None = None
+        for number, stage in enumerate(self._stages):
+            if stage.is_over:
+                continue
+            if not number:
+                report = self._round(number, lowest)
+                self._taken, self._steps_taken = asked, given.steps
+                continue
+            below = self._stages[number - 1]
+            if not below.is_over and stage.since < stage.every:
+                break
+            own = 0.0 if below.is_apart else stage.count
+            report = self._round(
+                number,
+                Contribution(
+                    own,
+                    is_absent=not own,
+                    is_finished=below.is_over,
+                    steps=float(stage.since),
+                    seconds=given.seconds,
+                ),
+            )
+        self._taken = self._steps_taken = 0.0
+        if self._stages[-1].is_over:
+            self._end()
+        return None if report is None else replace(report, step_seconds=self._step_seconds())
+
+    def _round(self, number: int, given: Contribution) -> RoundReport | None:
+        """Take part in a round of one level, and note what it means for the others."""
+        stage = self._stages[number]
+        try:
+            report = stage.take_part(given)
+        except XfflError as error:
+            if stage.aggregator._protocol.is_over:
+                stage.is_over = stage.is_apart = True
+                if stage is self._stages[-1]:
+                    self._end()
+            raise type(error)(f"{error}{_where(number, self._places[number])}") from error
+        stage.is_over = report is None or report.is_last
+        self._reports[number] = report
+        if report is None:
+            return None
+        stage.since, stage.count = 0, 0.0
+        for below in self._stages[:number]:
+            below.is_apart = False
+            below.aggregator._made.restart()
+        for above in self._stages[number + 1 : number + 2]:
+            above.since += 1
+            above.count += report.weights[stage.unit] if stage.is_first else 0.0
+        return report
+
+    def _end(self) -> None:
+        """Note that all ranks of the world have finished, who may start again together."""
+        self._has_ended = True
+        for stage in self._stages:
+            stage.is_over = stage.is_apart = False
+
+    def _step_seconds(self) -> tuple[float, ...]:
+        """Return the seconds of a local step by the state's cells, as far as this rank has heard."""
+        before, cells, after = self._neighbours
+        lowest = self._reports[0]
+        here = () if lowest is None else lowest.step_seconds  # () where nobody had anything to give
+        return (0.0,) * before + (here or (0.0,) * cells) + (0.0,) * after
+
+    def close(self) -> None:
+        """Give the process groups back; the levels cannot be used afterwards.
+
+        Collective over the world.
+        """
+        self._check_free()
+        self._is_closed = True
+        barrier()  # nobody still listens to a group that another one destroys
+        self._destroy()
+        barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
+
+    def _destroy(self) -> None:
+        own = [*(stage.aggregator._made.routes.own for stage in self._stages), *(place.own for place in self._places)]
+        for group in dict.fromkeys(itertools.chain.from_iterable(own)):
+            destroy_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, of all levels; local, each rank saves its own.
+
+        :return: Numbers, texts and copies of tensors.
+        """
+        above = [
+            {
+                "aggregator": stage.aggregator.state_dict(),
+                "every": stage.every,
+                "since": stage.since,
+                "count": stage.count,
+            }
+            for stage in self._stages[1:]
+        ]
+        return {**super().state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
+
+        :param state: The saved state, of this rank.
+        :raises CheckpointError: if it is that of another set-up.
+        """
+        above = state.get("above", ())
+        if len(above) != len(self._stages) - 1:
+            raise CheckpointError(
+                f"the state is that of {len(above) + 1} levels, and there are {len(self._stages)}; resume with the same"
+            )
+        for number, (stage, saved) in enumerate(zip(self._stages[1:], above, strict=True), 1):
+            if (every := saved.get("every", stage.every)) != stage.every:
+                raise CheckpointError(
+                    f"the state is that of a level {number} which meets every {every} rounds of the level below, and "
+                    f"this one meets every {stage.every}; resume with the same levels"
+                )
+        super().load_state_dict({part: value for part, value in state.items() if part != "above"})
+        for stage, saved in zip(self._stages[1:], above, strict=True):
+            stage.aggregator.load_state_dict(saved["aggregator"])
+            stage.since, stage.count = int(saved["since"]), float(saved["count"])
+        for stage in self._stages:
+            stage.is_over = stage.is_apart = False
+        self._taken, self._steps_taken = map(float, state["taken"])
+
+
+def _where(number: int, place: Place) -> str:
+    """Say which rounds a message is about, and how it counts."""
+    first, ranks = place.first, place.topology.world_size
+    return f" (level {number}: cells and ranks are counted in ranks {first} to {first + ranks - 1} of the world)"
+
+
+KEYWORDS = frozenset({"policies", "bucket_bytes", "atomic", "nonfinite", "form", "rails", "combine", "server"})
+"""Keywords of an aggregator that a level may have; codecs are the levels' own, and the others need a single level."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of rounds.
+
+    :param every: Rounds of the level below between two of this one, at least 1; of the lowest level 1.
+    :param codec: How its values are written, as :class:`xffl.Aggregator` takes it.
+    :param groups: How many units of the level below make up each unit of this one, in order; ``None`` for the lowest,
+        whose units are the state's cells.
+    :param options: Keywords of this level's aggregator alone, such as ``{"server": "fedavgm:lr=0.7"}``.
+    """
+
+    every: int = 1
+    codec: str | Codec | Mapping[str, str | Codec] = "none"
+    groups: tuple[int, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: int) -> list[tuple[Topology, int]]:
+    """Return, for each level, the part of the world in which a rank's rounds take place; pure.
+
+    :param base: The cells.
+    :param groups: For each level above the lowest, how many units of the level below make up each of its own.
+    :param rank: The rank.
+    :return: The units that meet, as a topology of the part's own, and the part's first rank.
+    :raises ConfigError: if the groups do not hold all units of the level below, or cells are cut unlike.
+    """
+    if groups and not base.is_cut_alike:
+        raise ConfigError(
+            f"cells of {base.sizes} ranks without HSDP cut the model in different ways, so no larger unit holds the "
+            "same shards; give cells of one size, or hsdp"
+        )
+    shards = base.shards(0)
+    units = [base]
+    for number, sizes in enumerate(groups, 1):
+        below = units[-1]
+        if sizes is None or sum(sizes) != below.cells:
+            raise ConfigError(
+                f"groups {sizes} of level {number} do not hold the {below.cells} units of the level below; give how "
+                "many of them make up each unit, in order"
+            )
+        ends = [below.offsets[end] for end in accumulate(sizes, initial=0)]
+        joined = tuple(stop - start for start, stop in pairwise(ends))
+        units.append(Topology(base.world_size, joined, shards, _joined_shape(base)))
+    worlds = []
+    for level, topology in enumerate(units):
+        if level + 1 == len(units):
+            worlds.append((topology, 0))
+            continue
+        above = units[level + 1]
+        ranks = above.federation(above.cell_of(rank))
+        first = topology.cell_of(ranks[0])
+        sizes = topology.sizes[first : topology.cell_of(ranks[-1]) + 1]
+        worlds.append((Topology(len(ranks), sizes, topology.replica_size, topology.cell_shape), ranks[0]))
+    return worlds
+
+
+def _joined_shape(base: Topology) -> tuple[tuple[str, int], ...] | None:
+    """Return the shape of units of several cells: replicas lie outermost, one cell's after the other's."""
+    if base.cell_shape is None:
+        return None
+    sizes = dict(base.cell_shape)
+    axes = list(sizes)
+    outer = {axis: sizes[axis] for axis in axes[: axes.index(REPLICATE_AXIS)] if sizes[axis] > 1}
+    if outer and max(base.replica_counts) > 1:
+        raise ConfigError(
+            f"cells of shape {sizes} have {max(base.replica_counts)} replicas inside of {', '.join(outer)}, which do "
+            f"not line up with other cells' in a larger unit; give a cell_shape with {REPLICATE_AXIS} outermost, or a "
+            "single level"
+        )
+    return ((REPLICATE_AXIS, -1), *((axis, size) for axis, size in sizes.items() if axis != REPLICATE_AXIS))
+
+
+def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[Level, ...]:
+    """Read the levels that were asked for, and check what does not depend on the model; local.
+
+    :param levels: The levels, the lowest first; each an object or its fields, as a configuration file has them.
+    :param options: Keywords of all levels' aggregators.
+    :return: The levels.
+    :raises ConfigError: if a level or an option cannot be meant.
+    """
+    given = tuple(_plain(_read(level)) for level in levels) if isinstance(levels, Sequence) else ()
+    if not given or not all(isinstance(level, Level) for level in given):
+        raise ConfigError(f"levels {levels!r} are no list of Level; give at least one, the lowest first")
+    for number, level in enumerate(given):
+        every, groups = level.every, level.groups
+        if index_of(every) is None or every < 1 or (not number and every != 1):
+            raise ConfigError(
+                f"every={every!r} of level {number} is no number of rounds of the level below; give a positive whole "
+                "number, and 1 for level 0, whose rounds are those that the caller asks for"
+            )
+        is_list = isinstance(groups, tuple) and bool(groups)
+        if is_list != bool(number) or (groups and not all(index_of(size) is not None and size > 0 for size in groups)):
+            raise ConfigError(
+                f"groups={groups!r} of level {number} cannot be meant; give a tuple of the numbers of units that make "
+                "up each larger one, and None for level 0, whose units are the cells"
+            )
+        if unknown := sorted({*options, *level.options} - KEYWORDS):
+            raise ConfigError(
+                f"levels take no {', '.join(unknown)}; choose from {', '.join(sorted(KEYWORDS))}, and codec for each "
+                "level"
+            )
+    return given
+
+
+def _plain(level: Level) -> Level:
+    """Return a level with plain integers in the place of whatever else counts as such."""
+    if not isinstance(level, Level):
+        return level  # is refused
+
+    def plain(value: Any) -> Any:
+        return value if index_of(value) is None else index_of(value)
+
+    groups = tuple(map(plain, level.groups)) if isinstance(level.groups, tuple) else level.groups
+    return replace(level, every=plain(level.every), groups=groups)
+
+
+def _read(level: Level | Mapping[str, Any]) -> Level:
+    if not isinstance(level, Mapping):
+        return level
+    names = [one.name for one in fields(Level)]
+    if unknown := sorted(level.keys() - set(names)):
+        raise ConfigError(f"a level has no {', '.join(map(str, unknown))}; choose from {', '.join(names)}")
+    groups = level.get("groups")
+    return Level(**{**level, "groups": tuple(groups) if isinstance(groups, Sequence) else groups})

@@ -1,0 +1,373 @@
+"""Secure sums: the cells learn the weighted mean of a round, and nobody another cell's own values.
+
+For each pair of cells ``c < d`` the two ranks that carry the same elements share a secret. Of each row that leaves a
+cell, ``c`` adds a mask that the secret gives, and ``d`` takes the same mask off its own: a single row is noise without
+pattern, and in the sum of all rows the masks cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their
+recovery of lost cells). So that they cancel to the last bit, values are whole numbers modulo ``2**64``:
+``round(share * x * 2**fraction_bits)``.
+
+*No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (lane, bucket,
+part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both public keys
+enter the secret. Within it :meth:`Masker.begin` takes only attempts above all before, whatever became of them, so that
+a round which is repeated under its old number has new masks; and within an attempt :meth:`Masker.encode` takes each
+place once. Each rank checks this by itself and need not trust what others count.
+
+A cell that fails once the masks are laid cannot be left out, since nobody else can take its masks off: the round then
+fails for all, and the next attempt is made among the cells that its vote counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.mean import CHUNK
+from xffl.checks import integer
+from xffl.distributed.consistency import agree
+from xffl.errors import ConfigError, RoundError, StateError, XfflError
+from xffl.extras import optional_import
+from xffl.topology import Topology
+
+__all__ = ["KEY_BYTES", "LEAST_CELLS", "KeyPair", "Keystream", "Masker", "SecureSum", "derive_key", "make_masker"]
+
+
+LEAST_CELLS = 3
+"""Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
+
+DEVICE_CHUNK = 2**22
+"""Values that are masked at a time where they lie on a GPU, to which masks are copied."""
+
+INTEGER_BITS = 62
+"""Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """Fixed-point numbers of a secure sum.
+
+    The mean's error is at most ``cells * 2**-(fraction_bits + 1) + 2**-51 * sum(share * |x|)``, before it is rounded to
+    the values' type. Values beyond ``limit`` make the round fail.
+
+    :param fraction_bits: Binary digits after the point, from 1 to 60. 32: values up to a billion, and an error of a
+        few ``1e-10``.
+    :raises ConfigError: if that is no such number.
+    """
+
+    fraction_bits: int = 32
+
+    def __post_init__(self) -> None:
+        hint = "give the binary digits that follow the point, such as 32"
+        bits = integer("fraction_bits", self.fraction_bits, 1, INTEGER_BITS - 2, hint=hint)
+        object.__setattr__(self, "fraction_bits", bits)
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude of a value."""
+        return 2.0 ** (INTEGER_BITS - self.fraction_bits)
+
+
+class Masker:
+    """One rank's secrets with every rank that may carry the same elements in another cell.
+
+    Local: public keys have been exchanged before, and secrets are computed when they are first needed.
+
+    :param options: The fixed-point numbers.
+    :param rank: This rank.
+    :param keys: Its key pair.
+    :param publics: The public keys of all ranks.
+    :param topology: The federation.
+    :param context: What else all ranks have in common, such as the plan; secrets are bound to it.
+    """
+
+    def __init__(
+        self,
+        options: SecureSum,
+        rank: int,
+        keys: KeyPair,
+        *,
+        publics: Sequence[bytes],
+        topology: Topology,
+        context: str,
+    ) -> None:
+        self._options = options
+        self._rank = rank
+        self._cell = topology.cell_of(rank)
+        self._topology = topology
+        self._keys = keys
+        self._publics = tuple(publics)
+        self._context = context
+        self._secrets: dict[int, bytes] = {}
+        self._attempt = 0
+        self._is_abandoned = False
+        self._cells: tuple[int, ...] = ()
+        self._used: set[tuple[object, ...]] = set()
+
+    @property
+    def next_attempt(self) -> int:
+        """The lowest number that :meth:`begin` takes; the attempt of a round is the highest of all ranks' ones."""
+        return self._attempt + 1
+
+    def begin(self, attempt: int, cells: Iterable[int]) -> None:
+        """Get ready to mask the rows of one exchange; local, the same on all ranks.
+
+        :param attempt: A number that this rank has not used yet, agreed on in the opening vote: the highest
+            :attr:`next_attempt`.
+        :param cells: The cells that contribute, as that vote counted them.
+        :raises RoundError: as :meth:`check`.
+        :raises StateError: if the attempt may have had masks before.
+        """
+        if attempt < self.next_attempt:
+            raise StateError(
+                f"attempt {attempt} may have used its masks; begin with {self.next_attempt} or above, the highest "
+                "next_attempt of all ranks"
+            )
+        self._attempt = attempt
+        self._is_abandoned = False
+        self._used.clear()
+        self._cells = ()
+        self.check(cells)
+        self._cells = tuple(sorted(set(cells)))
+
+    def check(self, cells: Iterable[int]) -> None:
+        """Raise where a sum over these cells would tell what one of them has given; pure.
+
+        :param cells: The cells that contribute.
+        :raises RoundError: if they are too few.
+        """
+        if len(contributing := sorted(set(cells))) < LEAST_CELLS:
+            raise RoundError(
+                f"cells {contributing} contribute to this round, but a secure sum needs {LEAST_CELLS}, since of two "
+                "each would learn the other's values; wait for more cells, or average with secure=False"
+            )
+
+    def abandon(self) -> None:
+        """Let no mask of this attempt leave: rows are zeros from now on, and the others' masks do not cancel; local.
+
+        For a rank whose values may not leave. Zeros under masks would give the sum of the other cells' values away.
+        """
+        self._is_abandoned = True
+
+    @torch.no_grad()
+    def encode(
+        self,
+        values: torch.Tensor,
+        share: float,
+        out: torch.Tensor,
+        *,
+        place: tuple[object, ...],
+        carriers: Mapping[int, int],
+    ) -> None:
+        """Write values times this cell's share as a masked row; local.
+
+        Where it raises, and after :meth:`abandon`, ``out`` holds zeros: nothing of the values leaves if it is sent all
+        the same.
+
+        :param values: Flat values of any floating-point type, already clipped and noised where that is asked for.
+        :param share: This cell's weight over the sum of all weights.
+        :param out: Flat int64 values to write, as many; on the values' device.
+        :param place: What these values are: lane, bucket, part. Numbers, texts and tuples of them, the same on all
+            ranks that carry these elements, and for each row of an attempt another one.
+        :param carriers: For each contributing cell, this one too, the rank that carries these elements.
+        :raises RoundError: if a value is beyond the limit or not finite.
+        :raises StateError: if the place has been used, or the carriers are not those of the contributing cells.
+        """
+        out.zero_()
+        if self._is_abandoned:
+            return
+        if tuple(sorted(carriers)) != self._cells or carriers.get(self._cell) != self._rank:
+            raise StateError(
+                f"carriers {dict(carriers)} are not one for each of the cells {self._cells} with rank {self._rank} for "
+                f"cell {self._cell}; call begin with the cells that contribute"
+            )
+        if place in self._used:
+            raise StateError(
+                f"place {place} has a row in attempt {self._attempt} already; a second one would bare both"
+            )
+        self._used.add(place)
+        self._check_range(values)
+        streams = [
+            (Keystream(self._key(peer, place)), 1 if self._cell < cell else -1)
+            for cell, peer in carriers.items()
+            if cell != self._cell
+        ]
+        factor = share * 2.0**self._options.fraction_bits
+        # A CPU keeps what it works on in its cache; a GPU's host waits for each copy to it.
+        chunk = CHUNK if out.device.type == "cpu" else DEVICE_CHUNK
+        numel = min(chunk, values.numel())
+        masks, bits = torch.empty(2, numel, dtype=torch.int64, device="cpu")
+        wide = torch.empty(numel, dtype=torch.float64, device=out.device)
+        for value, row in zip(torch.split(values, chunk), torch.split(out, chunk), strict=True):
+            mask, fresh, number = (scratch[: value.numel()] for scratch in (masks, bits, wide))
+            mask.zero_()
+            for stream, sign in streams:
+                stream.fill(fresh)
+                mask.add_(fresh, alpha=sign)
+            number.copy_(value).mul_(factor).round_()
+            # The plain numbers never stand in what will be sent.
+            row.copy_(mask).add_(number.long())
+
+    @torch.no_grad()
+    def decode(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write what masked rows add up to: ``sum(share * x)``; local, the same bits in any order of the rows.
+
+        :param rows: One flat int64 row of each contributing cell.
+        :param out: Flat values of any floating-point type to write.
+        :raises RoundError: if the masks do not cancel.
+        """
+        if len(rows) != len(self._cells):
+            raise StateError(f"{len(rows)} rows came of the cells {self._cells}; give one of each, this cell's too")
+        bounds: list[torch.Tensor] = []
+        for value, *parts in zip(*(torch.split(tensor, CHUNK) for tensor in (out, *rows)), strict=True):
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total.add_(part)
+            bounds += torch.aminmax(total) if total.numel() else ()
+            mean = total.double().mul_(2.0**-self._options.fraction_bits)
+            value.copy_(mean if value.dtype.itemsize >= 4 else mean.float())
+        if bounds and max(abs(bound) for bound in torch.stack(bounds).tolist()) > 2**INTEGER_BITS + len(rows):
+            raise RoundError(
+                f"the masks of cells {self._cells} do not cancel in attempt {self._attempt}, so the sum is not known; "
+                "a rank has sent a row of another attempt, or a damaged one"
+            )
+
+    def _check_range(self, values: torch.Tensor) -> None:
+        if not values.numel():
+            return
+        least, largest = torch.stack(torch.aminmax(values)).double().tolist()
+        if not max(-least, largest) <= self._options.limit:  # NaN, too
+            # All ranks are told, so the value itself is not.
+            raise RoundError(
+                f"cell {self._cell} holds a value that is not finite or beyond {self._options.limit:g}, the most that "
+                f"a secure sum with fraction_bits={self._options.fraction_bits} holds; give fewer fraction_bits"
+            )
+
+    def _key(self, peer: int, place: tuple[object, ...]) -> bytes:
+        """Return the key of the mask between this rank and a peer, for one place of this attempt."""
+        if peer not in self._secrets:
+            ends = sorted((self._topology.cell_of(rank), rank) for rank in (self._rank, peer))
+            self._secrets[peer] = self._keys.agree_secret(self._publics[peer], (*ends, self._context))
+        return derive_key(self._secrets[peer], ("xffl mask", self._attempt, place))
+
+
+def make_masker(
+    options: SecureSum,
+    rank: int,
+    topology: Topology,
+    *,
+    context: str,
+    group: dist.ProcessGroup | None = None,
+) -> Masker:
+    """Make a key pair and tell all ranks its public half.
+
+    Collective over the world: 32 bytes a rank, beside their envelope.
+
+    :param options: The fixed-point numbers.
+    :param rank: This rank.
+    :param topology: The federation.
+    :param context: What all ranks have in common, such as the plan.
+    :param group: A group of all ranks; by default the world.
+    :return: This rank's masks.
+    :raises ConfigError: if there are too few cells, or ``cryptography`` is not installed; on all ranks.
+    """
+    keys: KeyPair | None = None
+    error: XfflError | None = None
+    try:
+        if topology.cells < LEAST_CELLS:
+            raise ConfigError(
+                f"a secure sum over {topology.cells} cells would tell each the other's values; give at least "
+                f"{LEAST_CELLS} cells, or secure=False"
+            )
+        keys = KeyPair()
+    except XfflError as wrong:
+        error = wrong
+    agree("secure sums", f"{options}, {context}", error=error, group=group)
+    assert keys is not None, "all ranks have a key pair"
+    publics: list[bytes] = [b""] * topology.world_size
+    dist.all_gather_object(publics, keys.public, group=group)
+    return Masker(options, rank, keys, publics=publics, topology=topology, context=context)
+
+
+KEY_BYTES = 32
+"""Bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many."""
+NEED = ("privacy", "privacy and secure sums need cryptography")
+"""The extra, and what is said where the package is missing."""
+
+
+class Keystream:
+    """Endless bits of AES-256 in counter mode (NIST SP 800-38A), the counter from 0.
+
+    Who does not know the key cannot tell them from fair coins, nor the next from those before. Several GB/s on one core
+    with the processor's AES instructions. Local; two streams of one key are equal.
+
+    :param key: :data:`KEY_BYTES` bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        with optional_import(*NEED):
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+
+    def fill(self, out: torch.Tensor) -> None:
+        """Overwrite a tensor with the next bits.
+
+        :param out: Flat int64 values in one run of CPU memory.
+        """
+        assert out.device.type == "cpu" and out.is_contiguous(), "the bits are written where the tensor lies"
+        if out.numel():
+            window = out.zero_().numpy().data.cast("B")
+            self._encryptor.update_into(window, window)  # zeros become the keystream itself
+
+
+class KeyPair:
+    """An X25519 key pair (RFC 7748), fresh from the operating system's randomness.
+
+    The private half stays in this object: it has no way out, and pickling or copying the object raises.
+    """
+
+    def __init__(self) -> None:
+        with optional_import(*NEED):
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def agree_secret(self, peer: bytes, context: object) -> bytes:
+        """Return the key that only the two holders of these pairs can compute; local, the same at both ends.
+
+        HKDF-SHA256 (RFC 5869) of the X25519 secret, bound to both public keys and to ``context``.
+
+        :param peer: The other's public key.
+        :param context: What the key is for: numbers, texts and tuples of them, the same at both ends.
+        :return: :data:`KEY_BYTES` bytes.
+        :raises RoundError: if the other's public key is none.
+        """
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        try:
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer))
+        except ValueError as error:
+            raise RoundError(
+                f"{peer.hex()!r} is no public key of X25519 ({error}); make the aggregator on all ranks anew"
+            ) from error
+        info = repr(("xffl pair", *sorted((self.public, peer)), context)).encode()
+        return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(shared)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError("a private key stays in the process that made it; make another pair instead of a copy")
+
+
+def derive_key(secret: bytes, context: object) -> bytes:
+    """Return a key for one purpose; local. Those of different contexts tell nothing about each other.
+
+    :param secret: :data:`KEY_BYTES` bytes that were drawn or agreed.
+    :param context: The purpose: numbers, texts and tuples of them, whose ``repr`` tells any two apart.
+    :return: :data:`KEY_BYTES` bytes.
+    """
+    with optional_import(*NEED):
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+    return HKDFExpand(SHA256(), KEY_BYTES, info=repr(context).encode()).derive(secret)

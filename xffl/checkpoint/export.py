@@ -1,0 +1,218 @@
+"""A checkpoint's model as safetensors files, that transformers and others read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xffl.checkpoint.contents import model_names
+from xffl.checkpoint.format import Record, aside, check_path, read_record, settle, sync, sync_all, write_text
+from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
+from xffl.checks import integer
+from xffl.errors import CheckpointError, ConfigError
+from xffl.extras import optional_import
+
+__all__ = ["Consolidated", "consolidate_checkpoint"]
+
+
+MAX_SHARD_BYTES = 5 * 10**9
+_GLOBAL = "global"
+"""What the record of a round over files has among its values."""
+NAME = "model"
+CONFIGURATION = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "preprocessor_config.json"),
+)
+"""Files beside a model's weights that are copied; none of them is code."""
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What was written."""
+
+    folder: Path
+    cell: int
+    tensors: int
+    size_bytes: int
+    files: tuple[str, ...]
+    ties: dict[str, str]
+    """Tensors that were left out since they are another one"""
+
+
+def consolidate_checkpoint(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    part: str | None = None,
+    cell: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    pretrained: str | os.PathLike[str] | None = None,
+) -> Consolidated:
+    """Write a model of a checkpoint as safetensors, in one process and without a process group.
+
+    The folder holds ``model.safetensors``, or shards of it with ``model.safetensors.index.json``. It takes its name
+    when it is whole. Tensors are read one by one, and a shard of them is in memory at a time. Tied tensors are written
+    once, under their first name; the others stand in the files' metadata, as ``safetensors.torch.load_model`` wants it.
+    No code of the checkpoint is run; all files that are read are compared with their checksums first.
+
+    :param path: The checkpoint's folder.
+    :param out: The folder to make; it must not exist, or be empty.
+    :param part: The model's name among the parts; by default ``model``, and of what ``xffl aggregate`` has made the
+        only one, which holds what rounds move.
+    :param cell: Whose weights to take; needed with several cells, unless the checkpoint was saved right after a round.
+    :param max_shard_bytes: Bytes of tensors in a file at most; a larger tensor has a file of its own.
+    :param pretrained: A folder with ``config.json``, which is copied with the files of the tokenizer, so that
+        ``from_pretrained`` reads the result.
+    :return: What was written.
+    :raises ConfigError: if an argument cannot be meant, or safetensors is not installed.
+    :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
+    """
+    save_file = _safetensors()
+    target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
+    folder = settle(check_path(path))
+    record = read_record(folder)
+    if part is None:
+        part = record.parts[0] if _GLOBAL in record.values else "model"
+    number = _check_cell(folder, record, cell)
+    home = folder / f"cell_{number}"
+    index = read_index(home, record.indexes.get(home.name))
+    names = _names(folder, record, index, part)
+    check_data(home, index)
+    shards = _shards(index, names, max_shard_bytes)
+    ties = {
+        _short(tied, part): _short(first, part) for tied, first in index.ties.items() if tied.startswith(f"{part}/")
+    }
+    partial = aside(target, "partial")
+    if partial.exists():  # of a call that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        files = _write_shards(save_file, partial, home, index, shards, part, ties)
+        for file in configuration:
+            shutil.copyfile(file, partial / file.name)
+        sync_all(partial)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+        sync(target.parent)
+    except CheckpointError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except Exception as error:  # safetensors raises a KeyError where it has no name for a data type
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"{target} cannot be written: {type(error).__name__}: {error}; see that there is space, and that "
+            "safetensors knows the tensors' data types"
+        ) from error
+    size = sum(_bytes(index, name) for name in names)
+    return Consolidated(target, number, len(names), size, tuple(files), ties)
+
+
+def _write_shards(
+    save_file: Callable[..., None],
+    folder: Path,
+    home: Path,
+    index: CellIndex,
+    shards: list[list[str]],
+    part: str,
+    ties: dict[str, str],
+) -> list[str]:
+    """Write the files, and where there are several what tells which tensor is where."""
+    files: list[str] = []
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
+        tensors = {_short(name, part): read_tensor(home, index, name) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt", **ties})
+        places |= dict.fromkeys(tensors, file)
+        files.append(file)
+    if len(shards) > 1:
+        size = sum(_bytes(index, name) for names in shards for name in names)
+        told = {"metadata": {"total_size": size}, "weight_map": places}
+        files.append(f"{NAME}.safetensors.index.json")
+        write_text(folder / files[-1], json.dumps(told, indent=2) + "\n")
+    return files
+
+
+def _shards(index: CellIndex, names: list[str], max_bytes: int) -> list[list[str]]:
+    """Cut the tensors into files, in their order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in names:
+        size = _bytes(index, name)
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _bytes(index: CellIndex, name: str) -> int:
+    return index.tensors[name].shape.numel() * index.tensors[name].dtype.itemsize
+
+
+def _short(name: str, part: str) -> str:
+    return name.removeprefix(f"{part}/")
+
+
+def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[str]:
+    """Return the tensors of a model, but for tied ones after the first."""
+    if part not in record.parts:
+        raise CheckpointError(
+            f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one of these"
+        )
+    if _GLOBAL in record.values:
+        return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
+    names = [
+        name for name in model_names(part, index.tensors, index.values) if name in index.tensors.keys() - index.ties
+    ]
+    values = [name for name in index.values if name.startswith(f"{part}/group/")]
+    if part in index.values or values or not names:
+        raise CheckpointError(
+            f"part {part!r} of checkpoint {folder} is no model; name a model among the parts {sorted(record.parts)}"
+        )
+    return names
+
+
+def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
+    cells = len(record.cells)
+    if cell is not None:
+        return integer(f"cell of checkpoint {folder}", cell, 0, cells - 1)
+    if cells > 1 and not record.after_round:
+        raise ConfigError(
+            f"checkpoint {folder} is of {cells} cells and was not saved right after a round, so each holds other "
+            f"weights; name one with cell (--cell), 0 to {cells - 1}"
+        )
+    return 0
+
+
+def _check_target(out: str | os.PathLike[str], max_shard_bytes: int) -> Path:
+    integer("max_shard_bytes", max_shard_bytes)
+    target = check_path(out)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
+    return target
+
+
+def _check_pretrained(pretrained: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the files to copy."""
+    if pretrained is None:
+        return []
+    folder = Path(pretrained)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"pretrained {folder} has no config.json; give the folder of a transformers model")
+    return [folder / name for name in CONFIGURATION if (folder / name).is_file()]
+
+
+def _safetensors() -> Callable[..., None]:
+    with optional_import("safetensors", "consolidating needs safetensors"):
+        from safetensors.torch import save_file
+    found: Any = save_file
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,479 @@
+"""The folder of a checkpoint: its record, and how it comes and goes without ever being half there.
+
+.. code-block:: text
+
+   step_100/                  a whole checkpoint
+     checkpoint.json          its record: what it holds, and the checksum of each cell's index and of itself
+     cell_0/index.json        where each tensor of the cell lies, the plain values, and the files' checksums
+     cell_0/__3_0.distcp      what rank 3 of the cell has written
+     cell_0/own_3.pt          what rank 3 of the cell keeps for itself
+   latest                     the name of the newest one, written by CheckpointManager
+   .step_100.partial/         being written, or left by a save that was killed
+   .step_100.old/             the one before, while the new one takes its name
+   .step_100.removed/         being deleted
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from xffl.distributed.consistency import agree
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+
+__all__ = [
+    "ALGORITHM",
+    "INDEX",
+    "Cell",
+    "FileEntry",
+    "Record",
+    "aside",
+    "check_file",
+    "check_path",
+    "checksum",
+    "delete",
+    "entry_of",
+    "find_record",
+    "gather",
+    "publish",
+    "read_pointer",
+    "read_record",
+    "record_text",
+    "remove_checkpoint",
+    "settle",
+    "sync",
+    "sync_all",
+    "this_cell",
+    "together",
+    "write_pointer",
+    "write_text",
+]
+
+
+LATEST = "latest"
+RECORD = "checkpoint.json"
+INDEX = "index.json"
+"""Name of the file that tells where a cell's tensors lie."""
+FORMAT = "xffl checkpoint"
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint says of itself."""
+
+    xffl: str
+    torch: str
+    saved_at: str
+    """ISO 8601, UTC"""
+    world_size: int
+    cells: tuple[int, ...]
+    """Ranks of each cell"""
+    replica_size: int | None
+    cell_shape: tuple[tuple[str, int], ...] | None
+    """Sizes of the axes of the mesh inside a cell"""
+    after_round: bool
+    """Whether all cells held the same averaged weights"""
+    parts: tuple[str, ...]
+    own: tuple[str, ...]
+    """Names of what each rank keeps for itself"""
+    values: dict[str, Any]
+    """Plain values, as :func:`xffl.distributed.sharding.to_plain` writes them"""
+    indexes: dict[str, str]
+    """SHA-256 of each cell's index by the cell's folder"""
+
+
+def aside(path: Path, kind: str) -> Path:
+    """Return the hidden folder beside a checkpoint that holds its ``partial``, ``old`` or ``removed`` form.
+
+    :param path: The checkpoint.
+    :param kind: Which form.
+    :return: Where it lies.
+    """
+    return path.with_name(f".{path.name}.{kind}")
+
+
+def settle(path: Path) -> Path:
+    """Return where a checkpoint lies: under its name, or still aside where a kill came between two renames.
+
+    :param path: The checkpoint as the user names it.
+    :return: A folder, which may not exist.
+    """
+    old = aside(path, "old")
+    return old if not path.exists() and (old / RECORD).is_file() else path
+
+
+def delete(path: Path) -> None:
+    """Delete a folder; of a link to one, such as to an archive, the link alone.
+
+    :param path: The folder or the link.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def find_record(folder: Path) -> Record | None:
+    """Read the record of a folder that may be no checkpoint.
+
+    :param folder: Any path.
+    :return: The record, or ``None`` where there is no whole checkpoint that this version can read.
+    """
+    try:
+        return read_record(folder)
+    except CheckpointError:
+        return None
+
+
+def read_record(folder: Path) -> Record:
+    """Read the record of a checkpoint.
+
+    :param folder: The checkpoint's folder.
+    :return: The record.
+    :raises CheckpointError: if the folder is no whole checkpoint of this version.
+    """
+    file = folder / RECORD
+    try:
+        raw = file.read_bytes().decode("utf-8")
+        told = json.loads(raw)
+    except FileNotFoundError:
+        what = (
+            "does not exist" if not folder.exists() else f"is no checkpoint of xffl, or an unfinished one: no {RECORD}"
+        )
+        raise CheckpointError(f"checkpoint {folder} {what}; give the folder of a finished one") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not of xffl; give the folder of a checkpoint of xffl")
+    if (version := told.get("version")) != VERSION:
+        raise CheckpointError(
+            f"{file} has format version {version!r}, this xffl reads version {VERSION}; load it with the xffl that "
+            f"wrote it ({told.get('xffl')})"
+        )
+    if raw != _sealed(told):
+        raise CheckpointError(
+            f"{file} is not as it was written (its checksum differs); the checkpoint is damaged, load another one"
+        )
+    record = _record_of(told, file)
+    if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
+        raise CheckpointError(
+            f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; it is damaged, load another one"
+        )
+    return record
+
+
+def record_text(record: Record) -> str:
+    """Return what the record's file holds: JSON, and the checksum of all of it but the checksum.
+
+    :param record: The record.
+    :return: The text, which is the only one of this record.
+    """
+    return _sealed({"format": FORMAT, "version": VERSION, **asdict(record)})
+
+
+def _sealed(fields: Mapping[str, Any]) -> str:
+    body = {name: value for name, value in fields.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
+
+
+def _record_of(told: dict[str, Any], file: Path) -> Record:
+    try:
+        fields = {name: value for name, value in told.items() if name not in ("format", "version", "sha256")}
+        fields |= {name: tuple(told[name]) for name in ("cells", "parts", "own")}
+        fields["cell_shape"] = None if (shape := told["cell_shape"]) is None else tuple(map(tuple, shape))
+        return Record(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it survives a power cut.
+
+    :param path: The file.
+    :param text: What it holds.
+    """
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a power cut.
+
+    :param path: The file or folder.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """Make all files of a folder and of those in it survive a power cut, with their names.
+
+    :param folder: The folder, without links.
+    """
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def publish(path: Path, record: Record) -> None:
+    """Give the finished partial folder its name; one process calls it, when all ranks have written theirs.
+
+    A kill at any moment leaves the checkpoint of before or the new one, under its name or, between two renames, where
+    :func:`settle` finds it.
+
+    :param path: The checkpoint.
+    :param record: What it says of itself.
+    """
+    partial, old = aside(path, "partial"), aside(path, "old")
+    write_text(partial / RECORD, record_text(record))
+    sync(partial)
+    if path.exists():
+        if old.exists():  # of a save that was killed while it deleted this
+            delete(old)
+        path.rename(old)
+    partial.rename(path)
+    sync(path.parent)
+    if old.exists():
+        delete(old)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint; what a kill leaves of it is not taken for one.
+
+    :param path: The checkpoint.
+    """
+    found, old, removed = settle(path), aside(path, "old"), aside(path, "removed")
+    if found != old and old.exists():
+        delete(old)  # while the newer one stands: it would show again afterwards
+    if removed.exists():
+        delete(removed)
+    found.rename(removed)
+    delete(removed)
+
+
+def write_pointer(path: Path) -> None:
+    """Let the file ``latest`` beside a checkpoint name it, at once; one process calls it.
+
+    :param path: The checkpoint.
+    """
+    new = path.with_name(f".{LATEST}.new")
+    write_text(new, path.name + "\n")
+    new.replace(path.with_name(LATEST))
+    sync(path.parent)
+
+
+def read_pointer(folder: Path) -> str | None:
+    """Return the name in the file ``latest``, which may be of nothing that is there.
+
+    :param folder: The folder of checkpoints.
+    :return: The name, or ``None`` where there is no such file.
+    """
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+ALGORITHM = "sha256"
+"""Name of the algorithm, as the index of a cell tells it."""
+BLOCK_BYTES = 1 << 20
+
+FileEntry = tuple[int, str]
+"""Bytes and checksum of a file."""
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file.
+
+    :param path: The file.
+    :return: The digest in hexadecimal.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def entry_of(path: Path) -> FileEntry:
+    """Return what an index says of a file, read back from where it was written.
+
+    :param path: The file.
+    :return: Bytes and checksum.
+    """
+    return path.stat().st_size, checksum(path)
+
+
+def check_file(path: Path, entry: FileEntry) -> None:
+    """Read a file and compare it with what its index says.
+
+    :param path: The file.
+    :param entry: Bytes and checksum.
+    :raises CheckpointError: if it is another one.
+    """
+    size, digest = entry
+    found = path.stat().st_size if path.is_file() else None
+    if found != size:
+        told = "is missing" if found is None else f"has {found} bytes in place of {size}"
+        raise CheckpointError(f"{path} {told}; the checkpoint is damaged, load another one")
+    if checksum(path) != digest:
+        raise CheckpointError(
+            f"{path} is not as it was written (its {ALGORITHM} differs); the checkpoint is damaged, load another one"
+        )
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The cell of this rank. ``group`` is ``None`` for the world, and where there is no process group at all."""
+
+    number: int
+    sizes: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+    is_first: bool
+    """Whether this is the cell's first rank, which writes the index"""
+    world: dist.ProcessGroup | None = None
+    """Group of all ranks; ``None`` for torch's default one"""
+
+    @property
+    def place(self) -> int:
+        """Rank in the cell."""
+        return self.rank - sum(self.sizes[: self.number])
+
+    @property
+    def name(self) -> str:
+        """Name of the cell's folder."""
+        return f"cell_{self.number}"
+
+
+def this_cell(
+    state: DistributedState, groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None
+) -> Cell:
+    """Return the cell of this rank. Nothing moves.
+
+    :param state: The state that says where this rank stands.
+    :param groups: Groups of the world and of the cell to use in place of the state's; ``None`` for the cell where it is
+        the world.
+    :return: The cell; all ranks where there is no federation.
+    :raises StateError: if the state and torch.distributed do not fit each other.
+    """
+    rank, world_size = state.rank, state.world_size
+    if rank is None or world_size is None:
+        raise StateError("the state does not know its rank and world yet; call set_global first")
+    joined = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if joined != (rank, world_size):
+        raise StateError(
+            f"the state says rank {rank} of {world_size}, but torch.distributed rank {joined[0]} of {joined[1]}; give "
+            "the state of this process, inside its session"
+        )
+    topology = state.topology
+    number = topology.cell_of(rank)
+    is_first = rank == topology.offsets[number]
+    if groups is None:
+        return Cell(number, topology.sizes, rank, state.federation, is_first)
+    world, group = groups
+    return Cell(number, topology.sizes, rank, group or world, is_first, world)
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a checkpoint.
+
+    :param path: Where the checkpoint lies, or shall lie.
+    :return: The path.
+    :raises ConfigError: if it can be none.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigError(f"path {path!r} is no path; give the checkpoint's folder")
+    found = Path(os.path.abspath(path))
+    if not found.name or found.name.startswith("."):
+        raise ConfigError(f"path {found} is hidden or has no name, which stands for unfinished ones; give another name")
+    return found
+
+
+def together(
+    what: str,
+    act: Callable[[], T],
+    path: Path,
+    advice: str,
+    show: Callable[[T], str] = lambda _: "done",
+    *,
+    world: dist.ProcessGroup | None = None,
+) -> T:
+    """Do this rank's share of something; it counts only where it worked on all ranks.
+
+    Collective over the world, where it is initialized: one small all-reduce.
+
+    :param what: What is done, for messages.
+    :param act: Does it, and may itself communicate inside the cell.
+    :param path: The checkpoint, for messages.
+    :param advice: What to do where it fails.
+    :param show: Writes what the ranks must have in common.
+    :param world: Group of all ranks; by default torch's own.
+    :return: What ``act`` returned.
+    :raises XfflError: the same on all ranks: what ``act`` raised somewhere, other errors as a CheckpointError.
+    """
+    done: list[T] = []
+    error: XfflError | None = None
+    text = ""
+    try:
+        done.append(act())
+        text = show(done[0])
+    except XfflError as wrong:
+        error = wrong
+    except (Exception, CheckpointException) as wrong:  # noqa: BLE001 - whatever it is, the others must hear of it
+        error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
+        error.__cause__ = wrong
+    try:
+        agree(f"{what} of a checkpoint", text, error=error, group=world)
+    except XfflError:
+        raise
+    except RuntimeError as lost:  # a rank died: there is nobody to agree with
+        told = f"{error} Also, " if error is not None else f"checkpoint {path}: "
+        raise CheckpointError(f"{told}{what} was not confirmed by all ranks: {lost}; {advice}") from (error or lost)
+    return done[0]
+
+
+def gather(value: Any, cell: Cell) -> list[Any]:
+    """Return a small value of each rank of the cell; collective over the cell.
+
+    :param value: This rank's value.
+    :param cell: The cell.
+    :return: The values in the order of the ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * cell.sizes[cell.number]
+    dist.all_gather_object(values, value, group=cell.group)
+    return values
+
+
+def _reason(error: BaseException) -> str:
+    """Write an error as one line; torch's has those of several ranks in it."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank} of the cell: {_reason(first)}"
+    if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to run what the file holds
+        return "a file holds something else than a tensor"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

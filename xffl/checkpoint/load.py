@@ -1,0 +1,405 @@
+"""Loading: into models and optimizers however they are spread now."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from xffl.checkpoint.contents import (
+    Contents,
+    Part,
+    check_parts,
+    collect,
+    is_extra_state,
+    is_overlapping,
+    model_names,
+    modules_with_extra_state,
+    parameter_names,
+    saved_options,
+    trained_names,
+)
+from xffl.checkpoint.format import Cell, Record, check_path, gather, read_record, settle, this_cell, together
+from xffl.checkpoint.rank_state import check_own, is_same_layout, load_own, read_own, wanted_own
+from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
+from xffl.distributed.collectives import bytes_of
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import from_plain, load_optimizer, spread_whole, tensors_named
+from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.topology import Topology
+
+__all__ = ["compare_cells", "load_checkpoint"]
+
+
+SHOWN = 4
+"""Names that a message writes out."""
+UNTOUCHED = "nothing was loaded; give what was saved, or another checkpoint"
+TORN = "models and optimizers may be loaded in part: load another checkpoint before they are used"
+
+
+@dataclass
+class _Plan:
+    """What is to be loaded: tensors to fill, what stands in the way, and what of the checkpoint nobody here wants."""
+
+    folder: Path
+    index: CellIndex
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
+    devices: dict[str, torch.device] = field(default_factory=dict)
+    """Tensors of the modules' extra states, with where they go"""
+    models: dict[str, list[str]] = field(default_factory=dict)
+    """Names of each model's state dict here"""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What the modules' extra states were, once they are read"""
+    problems: list[str] = field(default_factory=list)
+    unused: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a caller wants to load."""
+
+    parts: Mapping[str, Part]
+    own: Mapping[str, Stateful]
+    reset: frozenset[str]
+    local: frozenset[str]
+    path: Path
+    topology: Topology
+    cell: Cell
+
+    def __str__(self) -> str:
+        """Write what must be the same on all ranks."""
+        told = f"path={self.path} parts={sorted(self.parts)} own={sorted(self.own)}"
+        return f"{told} reset={sorted(self.reset)} local={sorted(self.local)}"
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part],
+    state: DistributedState,
+    *,
+    own: Mapping[str, Stateful] | None = None,
+    reset: Collection[str] = (),
+    local: Collection[str] = (),
+) -> dict[str, Any]:
+    """Load a checkpoint into the parts, in place, and return the values that were saved with it.
+
+    Collective over the world. The parts may be spread otherwise than they were: another number of ranks in a cell or of
+    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers that the ranks of
+    a cell held otherwise come back as each had them, in another layout as the cell's first rank had them. All names,
+    shapes and dtypes are compared before anything is changed. Extra states of modules are taken as they were saved,
+    whatever is there now, and are given to their modules before any weight is written: where one refuses its own, all
+    get back what they had, and nothing was loaded. Tensors do not move between ranks.
+
+    The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
+    ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between
+    the cells (moments of optimizers, tensors with the policy ``local``) comes from there. Everything that is trained in
+    the models is compared over the saved cells first, bit for bit.
+
+    The files hold tensors, which torch reads with ``weights_only``, and JSON: reading them runs no code. Before
+    anything is changed, all that is read is compared with its checksum; a cell's ranks share its files out for this.
+
+    :param path: The checkpoint's folder.
+    :param parts: What to load into, under the names that were saved; see :func:`xffl.checkpoint.save_checkpoint`.
+    :param state: The state that says where this rank stands.
+    :param own: Objects that this rank has kept for itself, under the names that were saved; the layout (sizes of cells,
+        replica size, mesh) must be the same then.
+    :param reset: Names of own state that are left as they are, whatever the checkpoint holds of them; ``*`` for all.
+    :param local: Names of trained tensors, such as ``model/head.weight``, that may differ between the saved cells.
+    :return: The values.
+    :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
+    :raises StateError: if the state does not fit torch.distributed.
+    :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
+    """
+
+    def given() -> _Asked:
+        check_parts(parts)
+        for knob, names in (("reset", reset), ("local", local)):
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ConfigError(f"{knob} is {names!r}; give a list of names")
+        checked = check_own(own)
+        asked = check_path(path), state.topology, this_cell(state)
+        return _Asked(parts, checked, frozenset(reset), frozenset(local), *asked)
+
+    asked = together("arguments", given, Path(str(path)), UNTOUCHED, str)
+    target, cell = asked.path, asked.cell
+    folder, record, wanted = together("record", lambda: _record(asked), target, UNTOUCHED, str)
+    current = together("contents", lambda: collect(parts), target, UNTOUCHED)
+    if len(record.cells) != len(cell.sizes):
+        names = together("contents", lambda: trained_names(parts), target, UNTOUCHED)
+        together("comparing cells", lambda: compare_cells(folder, record, names, asked.local, cell), target, UNTOUCHED)
+    plan = together("comparing", lambda: _plan(folder, record, asked, current), target, UNTOUCHED)
+    together("comparing", lambda: _check_unused(plan, cell), target, UNTOUCHED)
+
+    def read_kept() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        is_same = is_same_layout(record, state.topology)
+        return read_own(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same)
+
+    kept, buffers = together("own state", read_kept, target, UNTOUCHED)
+    together("reading extra states", lambda: _read_values(plan, buffers), target, UNTOUCHED)
+    undo: list[Callable[[], None]] = []
+    try:
+        together("giving extra states", lambda: _try_extra_states(plan, parts, current, undo), target, UNTOUCHED)
+    except XfflError:
+        together("taking extra states back", lambda: [call() for call in reversed(undo)], target, TORN)
+        raise
+    together("reading", lambda: _read(plan, cell, buffers), target, TORN)
+    together("applying", lambda: _torn(lambda: _apply(plan, parts)), target, TORN)
+    together("applying own state", lambda: _torn(lambda: load_own(asked.own, kept)), target, TORN)
+    return {name: from_plain(value, {}) for name, value in record.values.items()}
+
+
+def _record(asked: _Asked) -> tuple[Path, Record, list[str]]:
+    """Find the folder, read its record and see whether it fits the cells and parts; also tell the own state to load."""
+    folder = settle(asked.path)
+    record, parts, sizes = read_record(folder), asked.parts, asked.cell.sizes
+    if len(record.cells) != len(sizes) and not record.after_round:
+        raise CheckpointError(
+            f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
+            f"each cell holds other weights, so start {len(record.cells)} cells (of any sizes), or save right after a "
+            "round (after_round=True)"
+        )
+    missing, extra = sorted(set(parts) - set(record.parts)), sorted(set(record.parts) - set(parts))
+    if missing or extra:
+        told = [f"it has no {missing}"] * bool(missing) + [f"{extra} were not asked for"] * bool(extra)
+        raise CheckpointError(
+            f"checkpoint {folder} has the parts {sorted(record.parts)}: {' and '.join(told)}; give the parts that were "
+            "saved"
+        )
+    return folder, record, sorted(wanted_own(folder, record, asked.own, asked.reset, asked.topology))
+
+
+def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Plan:
+    """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
+    parts, cell = asked.parts, asked.cell
+    home = folder / f"cell_{cell.number % len(record.cells)}"
+    index = read_index(home, record.indexes.get(home.name))
+    check_data(home, index, cell.place, cell.sizes[cell.number])
+    plan = _Plan(home, index)
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            _want_model(name, current, plan)
+        elif isinstance(part, torch.optim.Optimizer):
+            _want_optimizer(name, part, parameter_names(name, part, parts), current, plan)
+        elif name in index.values:
+            for key in tensors_named(index.values[name]):
+                plan.targets[key] = _target(index, key, current.tensors.get(key), None)
+        else:
+            plan.problems.append(f"nothing of part {name!r}")
+    for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys():
+        plan.problems.append(f"no tensor {key!r}, though it is named")
+    if plan.problems:
+        raise CheckpointError(f"checkpoint {home} does not fit: {_first(plan.problems)}; {UNTOUCHED}")
+    return plan
+
+
+def _want_model(name: str, current: Contents, plan: _Plan) -> None:
+    """Compare a model's tensors and values with those saved; an extra state is taken as it was, whatever is here."""
+    index = plan.index
+    there = set(model_names(name, index.tensors, index.values))
+    plan.models[name] = model_names(name, current.tensors, current.values)
+    for key in plan.models[name]:
+        tensor, saved = current.tensors.get(key), index.tensors.get(key)
+        if key not in there or (not is_extra_state(key) and (tensor is None) != (saved is None)):
+            plan.problems.append(f"{key!r} is missing in it")
+        elif key in index.values:
+            for inner in tensors_named(index.values[key]):
+                plan.devices[inner] = _device_of(current.tensors.get(inner))
+        elif is_extra_state(key):
+            plan.devices[key] = _device_of(tensor)
+        elif tensor is not None and saved is not None:
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                plan.problems.append(
+                    f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, but {tuple(tensor.shape)} {tensor.dtype} "
+                    "here"
+                )
+            plan.targets[key] = tensor
+    plan.unused |= there - set(plan.models[name])
+
+
+def _want_optimizer(
+    name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], current: Contents, plan: _Plan
+) -> None:
+    """Compare an optimizer's parameters with those saved, and find a place for the state of each."""
+    index = plan.index
+    saved = saved_options(name, index.values)
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        options = {json.dumps(saved[member], sort_keys=True) for member in members if member in saved}
+        if len(options) > 1:
+            plan.problems.append(f"{name!r} has {members[0]!r} and others of its group in groups with other options")
+        for parameter, member in zip(group["params"], members, strict=True):
+            if member not in saved:
+                plan.problems.append(f"{name!r} of {member!r} is missing in it")
+            for key in tensors_named([saved.get(member), index.values.get(f"{name}/state/{member}")]):
+                plan.targets[key] = _target(index, key, current.tensors.get(key), parameter)
+    mine = {member for members in names for member in members}
+    plan.unused |= {f"{name}/state/{member}" for member in saved.keys() - mine}
+
+
+def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor to read into: the one that is there, else one that is spread like the parameter."""
+    saved = index.tensors.get(key)
+    if saved is None:
+        return torch.empty(0)  # told as a problem
+    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not is_overlapping(now):
+        return now
+    if parameter is not None and parameter.shape == saved.shape and saved.shape:
+        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    if not isinstance(parameter, DTensor) or not saved.shape:
+        return torch.empty(saved.shape, dtype=saved.dtype)
+    whole = torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
+    return spread_whole(whole, parameter)
+
+
+def _device_of(tensor: torch.Tensor | None) -> torch.device:
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _check_unused(plan: _Plan, cell: Cell) -> None:
+    """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
+    nobodys = set.intersection(*gather(plan.unused, cell))
+    if nobodys:
+        told = _first([f"{key!r} has no place here" for key in sorted(nobodys)])
+        raise CheckpointError(f"checkpoint {plan.folder} does not fit: {told}; {UNTOUCHED}")
+
+
+def _torn(act: Callable[[], None]) -> None:
+    """Do something, and tell of its own errors, too, that tensors have been written before."""
+    try:
+        act()
+    except XfflError as error:
+        raise type(error)(f"{error}; {TORN}") from error
+
+
+def _read_values(plan: _Plan, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
+    tensors = {
+        name: (buffers[name] if name in buffers else read_tensor(plan.folder, plan.index, name)).to(device)
+        for name, device in plan.devices.items()
+    }
+    for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
+        saved = plan.index.values
+        plan.values[key] = from_plain(saved[key], tensors) if key in saved else tensors[key]
+
+
+def _try_extra_states(
+    plan: _Plan, parts: Mapping[str, Part], current: Contents, undo: list[Callable[[], None]]
+) -> None:
+    """Give modules their extra states before any weight is written, since a module may refuse one; local.
+
+    ``undo`` gets what gives them back what they had. They are given once more with the weights.
+    """
+    for name, part in parts.items():
+        for key, module in modules_with_extra_state(name, part) if isinstance(part, nn.Module) else ():
+            if key in plan.values:
+                had = {
+                    one: current.tensors[one].clone()
+                    for one in (key, *tensors_named(current.values.get(key)))
+                    if one in current.tensors
+                }
+                before = from_plain(current.values[key], had) if key in current.values else had[key]
+                undo.append(partial(module.set_extra_state, before))
+                module.set_extra_state(plan.values[key])
+
+
+def _read(plan: _Plan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Fill the tensors, and those that each rank has kept for itself; collective over the cell."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(
+            plan.targets,
+            storage_reader=CellReader(plan.folder, plan.index),
+            planner=planner,
+            process_group=cell.group,
+        )
+    for name, kept in buffers.items():
+        if name not in plan.devices:
+            plan.targets[name].copy_(kept)
+
+
+def _apply(plan: _Plan, parts: Mapping[str, Part]) -> None:
+    """Give the parts what was read. Nothing moves."""
+    values = plan.index.values
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            held = plan.targets | plan.values
+            set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
+        elif isinstance(part, torch.optim.Optimizer):
+            _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
+        else:
+            part.load_state_dict(from_plain(values[name], plan.targets))
+
+
+def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _Plan) -> None:
+    """Give an optimizer its state and options; an empty group keeps its options."""
+    values = plan.index.values
+    options = saved_options(name, values)
+    groups = optimizer.state_dict()["param_groups"]
+    for group, members in zip(groups, names, strict=True):
+        if members:
+            group |= from_plain(options[members[0]], plan.targets)
+    state = {
+        number: from_plain(values[key], plan.targets)
+        for number, key in enumerate(f"{name}/state/{member}" for members in names for member in members)
+        if key in values
+    }
+    load_optimizer(optimizer, {"state": state, "param_groups": groups})
+
+
+def _first(problems: list[str]) -> str:
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "; ".join(problems[:SHOWN] + more)
+
+
+def compare_cells(folder: Path, record: Record, names: Collection[str], local: Collection[str], cell: Cell) -> None:
+    """Refuse a checkpoint whose cells hold different weights.
+
+    Collective over the cell. All ranks of the world share the tensors out; each reads whole ones, two at a time.
+
+    :param folder: The checkpoint's folder.
+    :param record: What it says of itself.
+    :param names: What is trained in the models of this rank.
+    :param local: Names that may differ.
+    :param cell: The cell of this rank.
+    :raises CheckpointError: if a tensor is not the same in all cells, bit for bit.
+    """
+    # Stages of a pipeline know other names, and each name must have one rank that reads it.
+    mine = sorted(set().union(*gather(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
+    first = folder / "cell_0"
+    head = read_index(first, record.indexes.get(first.name))
+    for number in range(1, len(record.cells)):
+        home = folder / f"cell_{number}"
+        index = read_index(home, record.indexes.get(home.name))
+        for name in mine:
+            if name not in head.tensors:
+                continue  # told where the parts are compared
+            if name not in index.tensors or not _is_same(
+                read_tensor(first, head, name), read_tensor(home, index, name)
+            ):
+                places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
+                raise CheckpointError(
+                    f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in {home} as "
+                    f"in {first} (files {', '.join(places)}); start {len(record.cells)} cells, or give "
+                    f"local=[{name!r}] where its policy is local"
+                )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bits: equal NaNs are the same."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(bytes_of(one), bytes_of(other))

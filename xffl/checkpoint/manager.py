@@ -1,0 +1,234 @@
+"""Checkpoints of a run: saved by step, the oldest deleted, the latest found again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from xffl.checkpoint.async_save import PendingSave
+from xffl.checkpoint.format import (
+    RECORD,
+    Record,
+    aside,
+    delete,
+    find_record,
+    read_pointer,
+    read_record,
+    remove_checkpoint,
+    together,
+    write_pointer,
+)
+from xffl.checks import integer
+from xffl.errors import CheckpointError, ConfigError
+
+__all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]
+
+
+LOG = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+FINAL = "final"
+
+
+class Saver(Protocol):
+    """What saves, such as a strategy."""
+
+    @property
+    def save_checkpoint(self) -> Callable[..., Any]:
+        """Called with the path and what else was given; collective over the world."""
+
+
+class CheckpointManager:
+    """Save checkpoints by step and keep the newest ones.
+
+    The file ``latest`` beside them holds the name of the newest one.
+
+    :param output_dir: The run's folder; checkpoints go to ``checkpoints/step_<step>`` in it.
+    :param keep_last: How many to keep, at least 1; ``final`` is never deleted, nor is what is no checkpoint of xffl.
+    :param keep_every: Steps that this divides are kept for good.
+    :raises ConfigError: if an argument cannot be meant.
+    """
+
+    def __init__(
+        self, output_dir: str | os.PathLike[str], keep_last: int = 3, *, keep_every: int | None = None
+    ) -> None:
+        keep_last = integer("keep_last", keep_last, hint="keep at least 1 checkpoint")
+        keep_every = None if keep_every is None else integer("keep_every", keep_every, hint="give steps, or None")
+        if not isinstance(output_dir, (str, os.PathLike)):
+            raise ConfigError(f"output_dir {output_dir!r} is no path; give the run's folder")
+        self.output_dir = Path(output_dir) / FOLDER
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+
+    def save(self, strategy: Saver, step: int, **kwargs: Any) -> None:
+        r"""Save the checkpoint of a step through a strategy, then delete the oldest.
+
+        Collective over the world, where it is initialized. Where the strategy saves in the background, the thread
+        that writes also deletes, when the new checkpoint is whole.
+
+        :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
+            :class:`PendingSave`, saves in the background.
+        :param step: Number of the step, the same on all ranks.
+        :param \**kwargs: Given on to the strategy.
+        :raises ConfigError: if the step is none, or the ranks were given different ones.
+        :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
+        """
+
+        def given() -> Path:
+            return self.output_dir / f"step_{integer('step', step, 0)}"
+
+        self._save(strategy, together("step", given, self.output_dir, "give all ranks the same step", str), kwargs)
+
+    def save_final(self, strategy: Saver, **kwargs: Any) -> None:
+        r"""Save the checkpoint ``final``, which is never deleted; otherwise as :meth:`save`.
+
+        :param strategy: As for :meth:`save`.
+        :param \**kwargs: Given on to the strategy; give it the ``step`` among its values.
+        :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
+        """
+        self._save(strategy, self.output_dir / FINAL, kwargs)
+
+    def _save(self, strategy: Saver, path: Path, kwargs: dict[str, Any]) -> None:
+        saved = strategy.save_checkpoint(path, **kwargs)
+        if isinstance(saved, PendingSave):
+            saved.then(lambda world: self._rotate(path, world))
+        else:
+            self._rotate(path)
+
+    def _rotate(self, saved: Path | None = None, world: dist.ProcessGroup | None = None) -> None:
+        """Point to the new checkpoint and delete all but the newest; rank 0 does it, when all ranks have come here.
+
+        Collective over the world, where it is initialized.
+
+        :param saved: The one that was just saved, which stays even where others have a higher step.
+        :param world: Group of all ranks; by default torch's own.
+        """
+        advice = "see who may write there; the new checkpoint is whole"
+        together("saving", lambda: None, self.output_dir, advice, world=world)
+
+        def rotate() -> None:
+            if dist.is_initialized() and dist.get_rank() != 0:
+                return
+            if saved is not None:
+                if find_record(saved) is None:
+                    raise CheckpointError(
+                        f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
+                        "write it, or return what AsyncSaver.save returned"
+                    )
+                write_pointer(saved)
+            for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
+                delete(left)
+            by_step = sorted(_steps(self.output_dir).items(), reverse=True)
+            for step, (folder, _) in by_step[self.keep_last :]:
+                is_kept = self.keep_every is not None and step % self.keep_every == 0
+                if not is_kept and (saved is None or folder.name != saved.name):
+                    remove_checkpoint(folder)
+
+        together("deleting old ones", rotate, self.output_dir, advice, world=world)
+
+
+def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:
+    """Find the newest checkpoint of a run. Reads files only; nothing moves.
+
+    The newest is the one that the file ``latest`` names. Where that is gone or unfinished, or another one was saved at
+    a later time (a kill came before the file was written), it is the one of the highest step. ``final`` is it where it
+    was saved at that step or a later one (at a later time, where it does not say its ``step`` among its values).
+    Unfinished and foreign folders do not count, nor do damaged ones (see :func:`check_checkpoints`).
+
+    :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
+    :return: The checkpoint's folder, or ``None`` where there is none.
+    """
+    folder = Path(experiment_dir) / FOLDER
+    steps = _steps(folder)
+    final = _whole(folder / FINAL)
+    whole = {path.name: (path, record) for path, record in steps.values()}
+    if final is not None:
+        whole[FINAL] = (folder / FINAL, final)
+    pointed = whole.get(read_pointer(folder) or "")
+    if pointed is not None and all(record.saved_at <= pointed[1].saved_at for _, record in whole.values()):
+        return pointed[0]
+    latest = max(steps) if steps else None
+    if final is not None and (latest is None or _is_newer(final, latest, steps[latest][1])):
+        return folder / FINAL
+    return None if latest is None else steps[latest][0]
+
+
+def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
+    """Raise where a run has a checkpoint that cannot be read. Reads files only; nothing moves.
+
+    :func:`find_latest_checkpoint` passes over it, so that the run would silently lose what it holds.
+
+    :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
+    :raises CheckpointError: if ``final`` or one of a step is damaged, or of another version.
+    """
+    folder = Path(experiment_dir) / FOLDER
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / RECORD).exists():
+            try:
+                read_record(path)
+            except CheckpointError as error:
+                latest = find_latest_checkpoint(experiment_dir)
+                where = "begins anew" if latest is None else f"goes on from {latest.name}"
+                raise CheckpointError(f"{error}; move {path} away, and the run {where}") from error
+
+
+def auto_resume(config: Any, trainer: Any) -> bool:
+    """Load the newest checkpoint of a run, if there is one.
+
+    Collective over the world, where it is initialized: the ranks compare what they found.
+
+    :param config: Its ``experiment.output_dir`` is the run's folder.
+    :param trainer: Its ``load_checkpoint(path)`` is called.
+    :return: Whether there was one.
+    :raises CheckpointError: if the ranks find different ones, the run has one that cannot be read, or it cannot be
+        loaded.
+    """
+    output_dir = Path(config.experiment.output_dir)
+    advice = "give the run's folder on a file system that all ranks share"
+
+    def find() -> Path | None:
+        check_checkpoints(output_dir)
+        return find_latest_checkpoint(output_dir)
+
+    latest = together("latest one", find, output_dir, advice, str)
+    if latest is None:
+        return False
+    LOG.info("going on from %s", latest)
+    try:
+        trainer.load_checkpoint(latest)
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(
+            f"{error}; to begin anew, give the run another folder (experiment.output_dir, experiment.name)"
+        ) from error
+    return True
+
+
+def _steps(folder: Path) -> dict[int, tuple[Path, Record]]:
+    """Return the whole checkpoints of steps, also one that a kill left aside while it was replaced."""
+    found: dict[int, tuple[Path, Record]] = {}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"step_(\d+)|\.step_(\d+)\.old", entry.name)
+        if match is None:
+            continue
+        path = folder / f"step_{match[1] or match[2]}"
+        record = _whole(path)
+        if record is not None:
+            found[int(match[1] or match[2])] = (path, record)
+    return found
+
+
+def _whole(path: Path) -> Record | None:
+    return find_record(path) or (None if path.exists() else find_record(aside(path, "old")))
+
+
+def _is_newer(final: Record, step: int, record: Record) -> bool:
+    own = final.values.get("step")
+    if isinstance(own, int) and not isinstance(own, bool):
+        return own >= step
+    return final.saved_at > record.saved_at

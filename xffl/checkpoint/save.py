@@ -1,0 +1,320 @@
+"""Saving: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+
+from xffl import __version__
+from xffl.checkpoint.contents import Contents, Part, buffers_of, check_parts, collect
+from xffl.checkpoint.format import (
+    INDEX,
+    Cell,
+    FileEntry,
+    Record,
+    aside,
+    check_path,
+    checksum,
+    delete,
+    find_record,
+    gather,
+    publish,
+    settle,
+    this_cell,
+    together,
+)
+from xffl.checkpoint.rank_state import OwnState, check_own, collect_own, digests_of, unlike, write_own
+from xffl.checkpoint.storage import CellWriter
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import Plain, to_plain
+from xffl.errors import CheckpointError, ConfigError
+from xffl.topology import Topology
+
+__all__ = ["Kept", "Saving", "begin", "save_checkpoint", "write"]
+
+
+KEPT = "what was saved before stays; see that there is space and that the folder can be written, then save again"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a caller gives to be kept; see :func:`save_checkpoint`."""
+
+    parts: Mapping[str, Part]
+    values: Mapping[str, Any] | None = None
+    own: Mapping[str, Stateful] | None = None
+    after_round: bool = False
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is to be written."""
+
+    target: Path
+    topology: Topology
+    cell: Cell
+    parts: tuple[str, ...]
+    values: dict[str, Plain]
+    after_round: bool
+    contents: Contents
+    own: OwnState
+
+    def record(self) -> Record:
+        """Return what the checkpoint says of itself, but for the indexes' checksums."""
+        return Record(
+            xffl=__version__,
+            torch=torch.__version__,
+            saved_at=datetime.now(timezone.utc).isoformat(),
+            world_size=self.topology.world_size,
+            cells=self.topology.sizes,
+            replica_size=self.topology.replica_size,
+            cell_shape=_shape(self.topology),
+            after_round=self.after_round,
+            parts=self.parts,
+            own=tuple(sorted(self.own.values)),
+            values=self.values,
+            indexes={},
+        )
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part],
+    state: DistributedState,
+    *,
+    values: Mapping[str, Any] | None = None,
+    own: Mapping[str, Stateful] | None = None,
+    after_round: bool = False,
+) -> None:
+    """Write a checkpoint, whole or not at all.
+
+    Collective over the world; the folder must be on a file system that all ranks share. Each cell writes its own
+    tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
+    not sharded its first rank. Buffers that the ranks of a cell hold otherwise, such as statistics of their own data
+    since the last round, each rank writes for itself as well. Tensors do not move between ranks. A small all-reduce
+    over the world ends each step, so that all ranks fail alike. The files are written aside, flushed to the disk, read
+    back for their checksums, and take their name in the end; a checkpoint of the same name is replaced only then. A
+    save that was killed leaves a folder ``.NAME.partial``, which the next one of this name removes.
+
+    Tensors are kept in torch's own files, everything else in JSON; reading them runs no code.
+
+    :param path: The folder to make; one that is no checkpoint is not overwritten.
+    :param parts: Models, optimizers of these models, and objects with ``state_dict`` and ``load_state_dict``, by name;
+        the same on all ranks. What such an object holds must be the same on all ranks of a cell.
+    :param state: The state that says where this rank stands.
+    :param values: Plain values (step, epoch) that loading returns; the same on all ranks.
+    :param own: Objects with ``state_dict`` and ``load_state_dict`` that each rank keeps for itself (random numbers,
+        what lossy codecs still have to send), by name; the names are the same on all ranks, what they hold need not be.
+        They load into the same layout only. Their tensors are copied to the host and come back on the CPU.
+    :param after_round: Whether a round has just given all cells the same weights; then the checkpoint also loads into
+        other numbers of cells. The same on all ranks.
+    :raises ConfigError: if an argument cannot be meant or kept, or the ranks were given different ones.
+    :raises StateError: if the state does not fit torch.distributed.
+    :raises CheckpointError: if it could not be written; the same on all ranks.
+    """
+    write(begin(path, Kept(parts, values, own, after_round), state))
+
+
+def begin(
+    path: str | os.PathLike[str],
+    kept: Kept,
+    state: DistributedState,
+    *,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
+    is_copied: bool = False,
+) -> Saving:
+    """Check what is to be kept and take it; collective over the world.
+
+    :param path: The folder to make.
+    :param kept: What is to be kept.
+    :param state: The state that says where this rank stands.
+    :param groups: Groups to communicate over in place of the state's, see :func:`xffl.checkpoint.format.this_cell`.
+    :param is_copied: Copy tensors to the memory of the host, so that they may change from here on.
+    :return: What :func:`write` writes.
+    :raises XfflError: the same on all ranks.
+    """
+    world = None if groups is None else groups[0]
+
+    def given() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
+        check_parts(kept.parts)
+        if not isinstance(kept.after_round, bool):
+            raise ConfigError(f"after_round is {kept.after_round!r}; give True or False")
+        own = check_own(kept.own)
+        return check_path(path), _plain_values(kept.values), this_cell(state, groups), own
+
+    shown = Path(str(path))
+    target, plain, cell, own = together(
+        "arguments", given, shown, KEPT, lambda it: _text(it[0], kept, it[1], it[3]), world=world
+    )
+
+    def take() -> tuple[Contents, OwnState, dict[str, torch.Tensor], dict[str, str]]:
+        found = collect(kept.parts)
+        buffers = buffers_of(kept.parts, found)
+        return found.on_host() if is_copied else found, collect_own(own), buffers, digests_of(buffers)
+
+    contents, own_state, buffers, digests = together("contents", take, target, KEPT, world=world)
+
+    def set_apart() -> OwnState:
+        apart = unlike(gather(digests, cell)) & buffers.keys()
+        return replace(own_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
+
+    own_state = together("buffers", set_apart, target, KEPT, world=world)
+    names = tuple(sorted(kept.parts))
+    return Saving(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
+
+
+def write(saving: Saving) -> None:
+    """Write a checkpoint and give it its name; collective over the world.
+
+    :param saving: What :func:`begin` returned.
+    :raises XfflError: the same on all ranks.
+    """
+    target, cell = saving.target, saving.cell
+    together("preparing", lambda: _prepare(target, cell), target, KEPT, world=cell.world)
+    partial = aside(target, "partial")
+    try:
+        together("writing", lambda: _write(partial / cell.name, saving), target, KEPT, world=cell.world)
+        together("publishing", lambda: _publish(target, saving.record(), cell), target, KEPT, world=cell.world)
+    except CheckpointError:
+        if cell.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
+        raise
+
+
+def _shape(topology: Topology) -> tuple[tuple[str, int], ...] | None:
+    return None if topology.cell_shape is None else tuple(dict(topology.cell_shape).items())
+
+
+def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(f"values is {type(values).__name__}; give a mapping such as {{'step': 100}}")
+    if wrong := [name for name in values or () if not isinstance(name, str)]:
+        raise ConfigError(f"values has the name {wrong[0]!r}; names are strings")
+    return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
+
+
+def _text(path: Path, kept: Kept, values: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
+    """Return what must be the same on all ranks."""
+    told = f"path={path} parts={sorted(kept.parts)} values={json.dumps(values, sort_keys=True)}"
+    return f"{told} own={sorted(own)} after_round={kept.after_round}"
+
+
+def _prepare(path: Path, cell: Cell) -> None:
+    """Clear the way and make the folders to write into; rank 0 does it."""
+    if cell.rank != 0:
+        return
+    if (before := settle(path)) != path:
+        before.rename(path)
+    if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in (aside(path, "partial"), aside(path, "removed")):
+        if left.exists():
+            delete(left)
+    for number in range(len(cell.sizes)):
+        (aside(path, "partial") / f"cell_{number}").mkdir(parents=True)
+
+
+def _write(folder: Path, saving: Saving) -> None:
+    """Write this rank's tensors; collective over the cell."""
+    contents, cell = saving.contents, saving.cell
+    values = _merged(contents.values, cell)
+    shapes = _merged(_shapes(contents.tensors), cell)
+    conflict = next((found for found in (values, shapes) if isinstance(found, str)), None)
+    files: dict[str, FileEntry] = {}
+    try:
+        if not folder.is_dir():
+            conflict = (
+                f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
+            )
+        elif conflict is None:
+            files = write_own(folder, cell.place, saving.own)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
+    # Before torch's collectives, which a rank that raises alone would leave the others in.
+    told = gather((conflict, files, contents.ties), cell)
+    conflicts = [text for text, _, _ in told if text is not None]
+    if conflicts:
+        raise CheckpointError(conflicts[0])
+    assert isinstance(values, dict)
+    ties = {name: first for _, _, found in told for name, first in found.items()}
+    own_files = {name: entry for _, found, _ in told for name, entry in found.items()}
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+        dedup_save_to_lowest_rank=True,  # buffers that go together are of one rank, and one replica writes
+    )
+    writer = CellWriter(folder, values, ties, own_files)
+    if dist.is_initialized():
+        save(dict(contents.tensors), storage_writer=writer, planner=planner, process_group=cell.group)
+    else:
+        _save_alone(contents.tensors, writer, planner)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Plain]:
+    """Write the kinds of tensors, of which one rank keeps each for all."""
+    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+
+
+def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner: DefaultSavePlanner) -> None:
+    """Take torch's steps of a save in one process, where its ``save`` warns (filters of warnings are no thread's)."""
+    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+
+
+def _merged(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
+    """Put the values of the cell's ranks together on its first one; a text tells that two ranks contradict each other.
+
+    Collective over the cell. Stages of a pipeline name different parameters; all others have the same, which cross
+    once.
+    """
+    digests = gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
+    if len(set(digests)) == 1:
+        return values
+    place = dist.get_rank(cell.group)
+    mine = values if digests.index(digests[place]) == place else None
+    by_rank: list[dict[str, Plain] | None] = [None] * len(digests)
+    head = cell.rank - place
+    dist.gather_object(mine, by_rank if cell.is_first else None, dst=head, group=cell.group)
+    merged: dict[str, Plain] = {}
+    for rank, told in enumerate(by_rank):
+        for name, value in (told or {}).items():
+            if merged.setdefault(name, value) != value:
+                return (
+                    f"what {name!r} holds on rank {head + rank} is not what it holds on a lower rank of cell "
+                    f"{cell.number}; a checkpoint keeps one value for each cell, so make them the same"
+                )
+    return merged
+
+
+def _publish(path: Path, record: Record, cell: Cell) -> None:
+    """Give the checkpoint its name; rank 0 does it."""
+    if cell.rank != 0:
+        return
+    partial = aside(path, "partial")
+    for number in range(len(record.cells)):
+        index = partial / f"cell_{number}" / INDEX
+        if not index.is_file():
+            raise CheckpointError(
+                f"rank 0 does not see {index}, which cell {number} has written; save where all ranks share the files"
+            )
+        record.indexes[f"cell_{number}"] = checksum(index)
+    publish(path, record)

@@ -1,0 +1,203 @@
+"""What a backend carries: where tensors must lie for it, and how NCCL's groups are connected before they are used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from xffl import errors
+from xffl.errors import ConfigError, LaunchError, XfflError
+
+if TYPE_CHECKING:
+    from xffl.distributed.distributed_state import DistributedState
+
+__all__ = ["agree", "agree_on_store", "barrier", "connect", "control_device", "ranks_text", "transfer_device"]
+
+
+def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where small messages lie (votes, agreements): on the CPU, unless the group has NCCL alone.
+
+    :param group: The group that carries them; by default the world.
+    :return: The CPU, or this rank's current GPU.
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def transfer_device(state: DistributedState) -> torch.device:
+    """Return where weights lie while they move: on the GPU over NCCL, else on the CPU, since gloo sends from there.
+
+    :param state: The state that describes the world.
+    :return: The device, a GPU with its index.
+    """
+    if "nccl" not in str(state.backend):
+        return torch.device("cpu")
+    device = state.current_device if state.current_device is not None else torch.cuda.current_device()
+    return torch.device("cuda", device) if isinstance(device, int) else device
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all ranks of a group have come here.
+
+    Collective over the group. NCCL is told this rank's GPU; by itself it counts GPUs by the rank, which is another one
+    where nodes have unlike numbers of them.
+
+    :param group: The group; by default the world.
+    """
+    device = control_device(group)
+    dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])
+
+
+def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Connect groups over NCCL; elsewhere nothing is done.
+
+    Collective over each group. NCCL connects a group in its first call, in which all its ranks must take part: where
+    some send and others do not, that call would wait for ever. All ranks name kinds of groups in the same order, so
+    that none waits for another in a circle.
+
+    :param groups: The groups, of which one may be named again; ``None`` stands for one that this rank is not in.
+    :param device: What :func:`transfer_device` gives.
+    """
+    for group in dict.fromkeys(groups) if device.type != "cpu" else ():
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+SHOWN = 4
+"""Different errors or values that a message writes out."""
+
+
+def agree(
+    what: str,
+    value: str,
+    *,
+    error: XfflError | None = None,
+    describe: Callable[[dict[int, str]], XfflError] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Return if all ranks were given the same and none has an error; raise the same error on all of them otherwise.
+
+    Collective over the world: one all-reduce of 16 bytes, and only where ranks differ an all-gather of their values.
+    Where torch.distributed is not initialized nothing moves, and this rank's own error is raised.
+
+    :param what: What is compared, for the message: "ranks were given different WHAT".
+    :param value: This rank's value, as a person would write it; it counts only where there is no error.
+    :param error: What this rank found wrong.
+    :param describe: Makes the error from the values by rank where they differ; by default one that lists them.
+    :param group: A group of all ranks; by default the world.
+    :raises XfflError: the ranks' common error, or that of the lowest rank that has one with the ranks named, or the
+        one that tells how the values differ.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    told = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
+    h = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8], "big") >> 1
+    extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    low, high = extremes.tolist()
+    if low == -high:
+        if error is not None:
+            raise error
+        return
+    gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, told, group=group)
+    raise _difference(gathered, describe)
+
+
+def agree_on_store(
+    store: Store, rank: int, world_size: int, value: str, error: XfflError | None, timeout_s: float
+) -> None:
+    """Do what :func:`agree` does before there is a process group, over the store that ranks meet at.
+
+    Collective over the world: a handful of small requests to the store from each rank.
+
+    :param store: A store that no rank has used for this before.
+    :param rank: Rank of this process.
+    :param world_size: Number of processes.
+    :param value: What the ranks must have in common, as a person would write it.
+    :param error: What this rank found wrong.
+    :param timeout_s: How long to wait for the others, in seconds.
+    :raises XfflError: the same on all ranks: the first rank's error, or one that tells how the values differ.
+    :raises LaunchError: if not all ranks come in time.
+    """
+    if error is not None:  # this rank has no value then, and must not be taken for one that was given another
+        store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
+    elif (common := store.compare_set("value", "", value).decode()) != value:
+        text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
+        store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
+    if store.add("arrived", 1) == world_size:
+        store.set("verdict", store.compare_set("error", "", "null").decode())
+    try:
+        store.wait(["verdict"], timedelta(seconds=timeout_s))
+    except RuntimeError as late:
+        raise LaunchError(
+            f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but not all came: {late}; "
+            "see the other ranks' output, or raise timeout_s"
+        ) from late
+    verdict: list[str] | None = json.loads(store.get("verdict").decode())
+    if verdict is None:
+        return
+    if store.add("read", 1) == world_size:
+        store.set("all_read", "")
+    if rank == 0:  # the store may live in this process, which must not leave before all have read
+        store.wait(["all_read"], timedelta(seconds=timeout_s))
+    raise _rebuild(*verdict)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Write ranks the short way, such as ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
+
+
+def _difference(
+    gathered: list[tuple[str, str, tuple[str, str] | None]],
+    describe: Callable[[dict[int, str]], XfflError] | None,
+) -> XfflError:
+    """Make the one error that all ranks raise from what each of them told."""
+    failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
+    if failures:
+        alike: dict[tuple[str, str], list[int]] = {}
+        for rank, failure in failures.items():
+            alike.setdefault(failure, []).append(rank)
+        (name, text), ranks = next(iter(alike.items()))
+        told = [f"{text} ({ranks_text(ranks)} of {len(gathered)})"]
+        told += [f"{ranks_text(others)}: {other}" for (_, other), others in list(alike.items())[1:SHOWN]]
+        more = [f"and {len(alike) - SHOWN} other errors"] if len(alike) > SHOWN else []
+        return _rebuild(name, "; ".join(told + more))
+    calls = {what for what, _, _ in gathered}
+    values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
+    if describe is not None and len(calls) == 1:
+        return describe(values)
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
+    if len(by_value) > SHOWN:
+        shown += f"; and {len(by_value) - SHOWN} other values"
+    what = calls.pop() if len(calls) == 1 else "calls"
+    return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
+
+
+def _rebuild(name: str, text: str) -> XfflError:
+    """Make an error of xffl from its class's name; a class from elsewhere becomes its base."""
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, XfflError)):
+        return XfflError(f"{name}: {text}")
+    return kind(text)

@@ -1,0 +1,209 @@
+"""Weights for a model that was built on the meta device: made module by module, each rank keeping its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from xffl.distributed.consistency import control_device
+from xffl.errors import ConfigError
+
+__all__ = ["check_initializers", "is_meta", "materialize"]
+
+
+Initializer = Callable[[nn.Module], object]
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Tell whether a model's tensors have no values yet; local.
+
+    :param model: The model.
+    :return: Whether all of them are on the meta device.
+    :raises ConfigError: if some are and some are not.
+    """
+    places = {name: tensor.is_meta for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if len(set(places.values())) > 1:
+        with_values = next(name for name, is_bare in places.items() if not is_bare)
+        without = next(name for name, is_bare in places.items() if is_bare)
+        raise ConfigError(
+            f"tensor {without!r} is on the meta device and {with_values!r} is not; build all of the model under "
+            "torch.device('meta'), or none of it"
+        )
+    return True in places.values()
+
+
+def check_initializers(model: nn.Module, init_weights: Initializer | None) -> None:
+    """Raise where nothing says what a module's tensors are to be; local.
+
+    :param model: The model.
+    :param init_weights: As in :func:`materialize`.
+    :raises ConfigError: for the first such module.
+    """
+    if init_weights is not None:
+        return
+    for name, module in model.named_modules():
+        if _own(module) and _reset_of(module) is None:
+            raise ConfigError(
+                f"module {name or 'model'!r} ({type(module).__name__}) has tensors without values and no "
+                "reset_parameters(); write one, or give init_weights"
+            )
+    if _reset_of(model) is not None and any(True for _ in model.children()):
+        raise ConfigError(
+            f"{type(model).__name__}.reset_parameters initializes all of the model at once, which would be whole on "
+            "every rank; give init_weights, which is called module by module"
+        )
+
+
+@torch.no_grad()
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    init_weights: Initializer | None = None,
+    *,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Give values to a model on the meta device, spread as it is.
+
+    Collective over the world: rank 0's random numbers count for all (5 kB). Module by module every rank makes whole
+    tensors on the CPU, initializes them, and keeps its part, so the largest module is all that is ever whole; a module
+    that initializes its children, too (torch's attention), is whole with them. The weights are those of the unsharded
+    model where modules are made in the order of ``model.modules()``.
+
+    :param model: The model, its parameters plain or DTensors.
+    :param device: Where its values are to lie.
+    :param init_weights: Initializes the own tensors of the module that it is called with, which are whole and on the
+        CPU; by default each module's ``reset_parameters``.
+    :param modules: The modules of the whole model by name, in order, where this rank holds some of them only (a
+        pipeline's stage): the others are made, too, and forgotten, so that random numbers are those of the whole model.
+    :raises ConfigError: if a floating-point tensor was left without values; on all ranks.
+    """
+    order = dict(model.named_modules()) if modules is None else modules
+    mine = set(map(id, model.modules()))
+    _make_empty(model, device)
+    filling = _Filling(mine, device, init_weights)
+    with torch.random.fork_rng(devices=[]):
+        _share_random_state()
+        inside: set[int] = set()
+        for name, module in order.items():
+            if id(module) not in inside:
+                inside |= filling.fill(name, module)
+
+
+class _Filling:
+    """Modules that are given values, one after the other."""
+
+    def __init__(self, mine: set[int], device: torch.device, init_weights: Initializer | None) -> None:
+        self._mine, self._device, self._init_weights = mine, device, init_weights
+        self._done: set[int] = set()
+
+    def fill(self, name: str, module: nn.Module) -> set[int]:
+        """Initialize a module, with its children if it does so itself; return the modules that are done with it."""
+        is_own_alone = self._init_weights is not None or _reset_of(module) is None or not [*module.children()]
+        covered = [module] if is_own_alone else [*module.modules()]
+        if not any(_own(part) for part in covered):
+            return set()
+        with self._whole(name, covered):
+            for part in covered if self._init_weights is not None else reversed(_outside_in(covered)):
+                if self._init_weights is not None:
+                    self._init_weights(part)
+                elif (reset := _reset_of(part)) is not None:
+                    reset()
+        return set(map(id, covered))
+
+    @contextmanager
+    def _whole(self, name: str, covered: Sequence[nn.Module]) -> Iterator[None]:
+        """Let modules have whole tensors on the CPU for the length of a block, then take over this rank's part of them.
+
+        A tensor that another module has initialized before (a tied one) keeps its values.
+        """
+        own = [(part, *place) for part in covered for place in _own(part)]
+        for _, kept, leaf, tensor in own:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if whole.is_floating_point():
+                whole.fill_(torch.nan)  # to see what nobody initializes
+            is_parameter = isinstance(tensor, nn.Parameter)
+            kept[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+        try:
+            yield
+            made = [kept[leaf] for _, kept, leaf, _ in own]
+        finally:
+            for _, kept, leaf, tensor in own:
+                kept[leaf] = tensor
+        for (part, _, leaf, tensor), values in zip(own, made, strict=True):
+            if values is None or (values.is_floating_point() and values.isnan().any()):
+                raise ConfigError(
+                    f"tensor {leaf!r} of module {name or 'model'!r} ({type(part).__name__}) was left without values; "
+                    "initialize all of it in reset_parameters, or in init_weights"
+                )
+            if id(part) in self._mine and id(tensor) not in self._done:
+                _take(tensor, values.detach(), self._device)
+            self._done.add(id(tensor))
+
+
+def _make_empty(model: nn.Module, device: torch.device) -> None:
+    """Give a model's tensors memory; a tensor that several modules share stays one."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    ties = []
+    for module in model.modules():
+        for leaf, tensor in module._parameters.items():
+            if tensor is not None:
+                home = first.setdefault(id(tensor), (module, leaf))
+                ties.append((module, leaf, home))
+    model.to_empty(device=device)
+    for module, leaf, (owner, name) in ties:
+        if module._parameters[leaf] is not owner._parameters[name]:
+            module._parameters[leaf] = owner._parameters[name]
+
+
+def _outside_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return a module and its descendants so that, backwards, children come in order and each before its parent."""
+    ordered: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        if module not in ordered:
+            ordered.append(module)
+
+    visit(modules[0])
+    return ordered[::-1]
+
+
+def _own(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Return a module's own tensors, with where it keeps them."""
+    found: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    for kept in (module._parameters, module._buffers):
+        for leaf, tensor in kept.items():
+            if tensor is not None:
+                found.append((kept, leaf, tensor))  # type: ignore[arg-type]
+    return found
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return what initializes a module; torch's attention calls it by another name."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _take(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> None:
+    """Copy this rank's part of whole values."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(values)
+        return
+    # Cut from the values that every rank has made, without a word to the others.
+    part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.to_local().copy_(part.to_local())
+
+
+def _share_random_state() -> None:
+    """Go on with rank 0's random numbers."""
+    if not dist.is_initialized():
+        return
+    state = torch.get_rng_state().to(control_device())
+    dist.broadcast(state, src=0)
+    torch.set_rng_state(state.cpu())

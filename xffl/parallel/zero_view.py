@@ -1,0 +1,401 @@
+"""What a rank holds of a model that ZeRO has cut: the master weights by name, for rounds and checkpoints.
+
+DeepSpeed's optimizer keeps its own copy of the weights in fp32 (the *masters*), cut over the ranks of a cell: with
+stages 1 and 2 the parameters of a group as one long row, with stage 3 each parameter by itself. The masters are what
+training changes, the model's weights are rounded copies of them; so a round averages the masters, and writes the copies
+anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from xffl.errors import ConfigError, StateError
+
+__all__ = [
+    "NO_ENGINE",
+    "Masters",
+    "find_masters",
+    "is_cut",
+    "mark",
+    "mark_unready",
+    "refresh_view",
+    "round_view",
+    "write_view",
+]
+
+
+MARK = "_xffl_zero"
+UNREADY = "unready"
+NO_ENGINE = (
+    "DeepSpeed has no optimizer yet; call optimizer = strategy.wrap_optimizer(model, optimizer) before the model is "
+    "used"
+)
+"""What is said where the engine is not made yet."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What this rank's optimizer holds of a parameter.
+
+    :param row: Which of the optimizer's rows it lies in.
+    :param offset: Where in the row it begins.
+    :param start: The parameter's element that it begins with.
+    :param numel: Its elements, without padding; 0 where the rank holds none.
+    """
+
+    row: int
+    offset: int
+    start: int
+    numel: int
+
+
+class Masters:
+    """The masters of an engine, and its optimizer's state, as tensors of whole parameters' names.
+
+    The :attr:`view` is a model of the same structure whose parameters are rows cut over the ranks of the cell (a
+    :class:`DTensor` of one dimension each), in memory of their own: 4 bytes for each element that the rank holds.
+    Buffers are the model's own; so are parameters that are not trained.
+
+    :param engine: DeepSpeed's engine, of stage 1, 2 or 3.
+    :param model: The model in it.
+    :param mesh: The ranks of the cell.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._engine, self._model, self._mesh = engine, model, mesh
+        self._stage = int(engine.zero_optimization_stage())
+        self._place, self._size = mesh.get_local_rank(), mesh.size()
+        self._steps = -1
+        zero = engine.optimizer
+        groups = zero.fp16_groups if self._stage == 3 else zero.bit16_groups
+        self._rows: list[torch.Tensor] = list(
+            zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+        )
+        fragments = dict(self._fragments(groups))
+        self._fragment = {name: fragments[p] for name, p in model.named_parameters() if p in fragments}
+        self._parameter = {name: p for name, p in model.named_parameters() if p in fragments}
+
+    @cached_property
+    def _shard(self) -> dict[str, nn.Parameter]:
+        """The view's parameters, by name."""
+        return {name: self._empty(name) for name in self._fragment}
+
+    @cached_property
+    def view(self) -> nn.Module:
+        """The model of cut rows, made at the first use; it holds what :meth:`read` has taken."""
+        return self._mirror()
+
+    def _fragments(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[tuple[nn.Parameter, Fragment]]:
+        """Find where this rank's rows hold each parameter."""
+        for row, parameters in enumerate(groups):
+            offset, held = 0, self._rows[row].numel()
+            first = 0 if self._stage == 3 else self._place * held
+            for parameter in parameters:
+                numel = self._numel(parameter)
+                if self._stage == 3:
+                    start, last = self._chunk(numel)
+                    yield parameter, Fragment(row, offset, start, last - start)
+                    offset += -(-numel // self._size)
+                    continue
+                start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + held))
+                yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start)
+                offset += numel
+
+    def _numel(self, parameter: nn.Parameter) -> int:
+        return int(parameter.ds_numel) if self._stage == 3 else parameter.numel()  # type: ignore[attr-defined]
+
+    def _chunk(self, numel: int) -> tuple[int, int]:
+        """Return the elements of a row that a DTensor gives this rank."""
+        length = -(-numel // self._size)
+        return min(self._place * length, numel), min((self._place + 1) * length, numel)
+
+    def _empty(self, name: str, dtype: torch.dtype | None = None) -> nn.Parameter:
+        parameter = self._parameter[name]
+        numel = self._numel(parameter)
+        start, last = self._chunk(numel)
+        local = torch.zeros(last - start, dtype=dtype or self._rows[0].dtype, device=self._device)
+        return nn.Parameter(self._cut(local, numel), requires_grad=True)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    def _cut(self, local: torch.Tensor, numel: int) -> DTensor:
+        shape = torch.Size((numel,))
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+
+    def _mirror(self) -> nn.Module:
+        """Make modules of the same types and names with the cut rows in the place of the parameters."""
+        cut: dict[nn.Parameter, nn.Parameter] = {p: self._shard[name] for name, p in self._parameter.items()}
+        made: dict[nn.Module, nn.Module] = {}
+        for module in self._model.modules():
+            twin = type(module).__new__(type(module))
+            twin.__dict__.update(module.__dict__)
+            made[module] = twin
+        for module, twin in made.items():
+            parameters = {
+                leaf: None if parameter is None else self._twin(parameter, cut)
+                for leaf, parameter in module._parameters.items()
+            }
+            children = {name: None if child is None else made[child] for name, child in module._modules.items()}
+            twin.__dict__.update(_parameters=parameters, _modules=children)
+            twin.__dict__.pop(MARK, None)
+        return made[self._model]
+
+    def _twin(self, parameter: nn.Parameter, cut: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+        """Return a parameter's row; one that is not trained shares its memory with the model."""
+        if parameter not in cut:
+            if self._stage < 3:
+                cut[parameter] = parameter
+            else:
+                start, last = self._chunk(numel := self._numel(parameter))
+                own = parameter.ds_tensor.data[: last - start]  # type: ignore[attr-defined]
+                cut[parameter] = nn.Parameter(self._cut(own, numel), requires_grad=False)
+        return cut[parameter]
+
+    # Between rows and cut rows ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _collect(self, name: str, rows: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """Copy a parameter's part of the ranks' rows into this rank's shard; with stages 1 and 2 over the cell."""
+        fragment, numel = self._fragment[name], self._numel(self._parameter[name])
+        mine = rows[fragment.row].detach()[fragment.offset : fragment.offset + fragment.numel]
+        if self._stage == 3:
+            into.copy_(mine)
+            return
+        whole = torch.zeros(numel, dtype=mine.dtype, device=self._device)
+        whole[fragment.start : fragment.start + fragment.numel] = mine.to(self._device)
+        dist.all_reduce(whole.view(torch.uint8), group=self._mesh.get_group())  # adding zeros keeps every bit
+        into.copy_(whole[slice(*self._chunk(numel))])
+
+    @torch.no_grad()
+    def _spread(self, name: str, shard: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Copy shards into the ranks' rows; with stages 1 and 2 over the cell, and the whole is returned."""
+        fragment, numel = self._fragment[name], self._numel(self._parameter[name])
+        mine = rows[fragment.row].detach()[fragment.offset : fragment.offset + fragment.numel]
+        if self._stage == 3:
+            mine.copy_(shard)
+            return None
+        whole = self._cut(shard, numel).full_tensor()
+        mine.copy_(whole[fragment.start : fragment.start + fragment.numel])
+        return whole
+
+    def check(self) -> None:
+        """Raise where the model holds other parameters than those whose masters the engine steps; local."""
+        now = dict(self._model.named_parameters())
+        if other := [name for name, parameter in self._parameter.items() if now.get(name) is not parameter]:
+            raise ConfigError(
+                f"parameter {other[0]!r} was replaced by another object since wrap_optimizer, so ZeRO goes on training "
+                "the old one; load with assign=False, or replace parameters before wrap_model"
+            )
+
+    def read(self) -> None:
+        """Take the masters as they are into the view.
+
+        Collective over the cell with stages 1 and 2: an all-reduce of each parameter in fp32.
+        """
+        for name, shard in self._shard.items():
+            self._collect(name, self._rows, _local(shard))
+        self._steps = self._engine.global_steps
+
+    def read_again(self) -> None:
+        """Do what :meth:`read` does, if there was a step since."""
+        if self._steps != self._engine.global_steps:
+            self.read()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Make the view's values the masters, and the model's weights copies of them.
+
+        Collective over the cell with stages 1 and 2: an all-gather of each parameter in fp32.
+        """
+        if self._stage == 3:  # frees what is gathered
+            self._engine.optimizer.empty_partition_cache()
+        for name, shard in self._shard.items():
+            parameter = self._parameter[name]
+            whole = self._spread(name, _local(shard), self._rows)
+            if whole is not None:
+                parameter.data.copy_(whole.view_as(parameter))
+            else:
+                local = _local(shard)
+                parameter.ds_tensor.data[: len(local)].copy_(local)  # type: ignore[attr-defined]
+
+    # The optimizer's state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state by parameter, cut like the view, and its options.
+
+        Collective over the cell with stages 1 and 2: an all-reduce of each tensor of the size of a parameter.
+
+        :return: Cut rows by parameter and entry, what else belongs to each row, and the options of each group.
+        """
+        inner = self._engine.optimizer.optimizer
+        states: list[dict[str, Any]] = [dict(inner.state.get(row, {})) for row in self._rows]
+        cut: dict[str, dict[str, torch.Tensor]] = {}
+        for name, fragment in self._fragment.items():
+            cut[name] = {}
+            for key, value in states[fragment.row].items():
+                if _is_row(value, self._rows[fragment.row]):
+                    shard = self._empty(name, value.dtype).data
+                    self._collect(name, [state.get(key, value) for state in states], _local(shard))
+                    cut[name][key] = shard
+        others = [
+            {key: value for key, value in state.items() if not _is_row(value, row)}
+            for state, row in zip(states, self._rows, strict=True)
+        ]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+        # Rows are the groups with stages 1 and 2, and parts of groups with stage 3, where each has its own numbers.
+        by_name = {name: others[fragment.row] for name, fragment in self._fragment.items()}
+        scale = self._engine.optimizer.loss_scaler
+        return {"rows": cut, "others": by_name, "options": options, "loss_scale": dict(vars(scale))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, of any number of ranks; collective like it.
+
+        :param state: The state.
+        """
+        inner = self._engine.optimizer.optimizer
+        for name, fragment in self._fragment.items():
+            kept = inner.state[self._rows[fragment.row]]
+            for key, value in state["rows"][name].items():
+                self._spread(name, _local(value), [inner.state[row].get(key, kept[key]) for row in self._rows])
+            for key, value in state["others"][name].items():
+                kept[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        for group, options in zip(inner.param_groups, state["options"], strict=True):
+            group.update(options)
+        vars(self._engine.optimizer.loss_scaler).update(state["loss_scale"])
+
+    def fill_state(self) -> None:
+        """Let an optimizer that has not stepped make its state, with steps that change nothing; local."""
+        inner = self._engine.optimizer.optimizer
+        if any(inner.state.get(row) for row in self._rows):
+            return
+        kept = [dict(group) for group in inner.param_groups]
+        values = [row.detach().clone() for row in self._rows]
+        grads = [row.grad for row in self._rows]
+        for row in self._rows:
+            row.grad = torch.zeros_like(row)
+        for group, members in zip(inner.param_groups, self._rows_of_groups(), strict=True):
+            group["params"] = members
+        inner.step()
+        for row, value, grad in zip(self._rows, values, grads, strict=True):
+            row.data.copy_(value)
+            row.grad = grad
+        for group, before in zip(inner.param_groups, kept, strict=True):
+            group["params"] = before["params"]
+
+    def _rows_of_groups(self) -> list[list[torch.Tensor]]:
+        zero = self._engine.optimizer
+        groups: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
+        for number, row in enumerate(self._rows):
+            groups[zero.sub_group_to_group_id[number] if self._stage == 3 else number].append(row)
+        return groups
+
+
+# What rounds call -----------------------------------------------------------------------------------------------------
+
+
+def mark_unready(model: nn.Module) -> None:
+    """Mark a model that ZeRO is to cut, so that nobody uses it before; local.
+
+    :param model: The model, without wrappers.
+    """
+    object.__setattr__(model, MARK, UNREADY)
+
+
+def mark(model: nn.Module, masters: Masters | None) -> None:
+    """Mark a model with what ZeRO has cut it into; local.
+
+    :param model: The model, without wrappers.
+    :param masters: The masters; ``None`` where nothing is cut (stage 0).
+    """
+    object.__setattr__(model, MARK, masters)
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Tell whether an engine has cut a model, or a part of it; local.
+
+    :param model: The model, or a wrapper of it.
+    :return: Whether it has.
+    """
+    is_marked = any(isinstance(module.__dict__.get(MARK), Masters) for module in model.modules())
+    return is_marked or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def find_masters(model: nn.Module) -> Masters | None:
+    """Return the masters of a model; local.
+
+    :param model: The model, or a wrapper of it: the engine, too.
+    :return: The masters; ``None`` where ZeRO has not cut it.
+    :raises StateError: if the engine is still to be made.
+    :raises ConfigError: if DeepSpeed has cut it without the strategy.
+    """
+    for module in model.modules():
+        found = module.__dict__.get(MARK)
+        if found == UNREADY:
+            raise StateError(NO_ENGINE)
+        if isinstance(found, Masters):
+            return found
+    if "deepspeed" not in sys.modules:
+        return None
+    # Asked in each round, so names are put together only for one that is to be told.
+    for parameter in (held for module in model.modules() for held in module._parameters.values()):
+        if parameter is not None and "ds_tensor" in parameter.__dict__:
+            name = next(name for name, other in model.named_parameters() if other is parameter)
+            raise ConfigError(
+                f"parameter {name!r} is cut by a DeepSpeed engine that this package knows nothing of; make it with "
+                "xffl.parallel.DeepSpeedStrategy"
+            )
+    return None
+
+
+def round_view(model: nn.Module) -> nn.Module:
+    """Return the model whose tensors take part in rounds: the masters where ZeRO has cut it, else the model itself.
+
+    :param model: The model that trains.
+    :return: The same object for the same model.
+    """
+    masters = find_masters(model)
+    return model if masters is None else masters.view
+
+
+def refresh_view(model: nn.Module, *, is_new: bool = True) -> None:
+    """Take the masters as they are into the view; collective over the cell where ZeRO has cut the model.
+
+    :param model: The model that trains.
+    :param is_new: Whether to do so even where no step was made since the last time.
+    :raises ConfigError: if the model holds other parameters than the engine.
+    """
+    if (masters := find_masters(model)) is not None:
+        masters.read() if is_new else masters.read_again()
+        masters.check()  # after what is collective
+
+
+def write_view(model: nn.Module) -> None:
+    """Write the view's values into masters and weights; collective over the cell where ZeRO has cut the model.
+
+    :param model: The model that trains.
+    """
+    if (masters := find_masters(model)) is not None:
+        masters.write()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements, in the same memory."""
+    data = tensor.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def _is_row(value: object, row: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == row.shape and value.dim() == 1
