@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import math
+import numbers
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["index_of", "integer", "integer_fields"]
+__all__ = ["closest", "index_of", "integer", "integer_fields", "number", "one_of", "shorten"]
 
 _KINDS = {None: "an integer", 0: "an integer of 0 or more", 1: "a positive integer"}
 
@@ -62,6 +66,84 @@ def integer_fields(
         value = getattr(holder, name)
         if value is not None or not may_be_none:
             object.__setattr__(holder, name, integer(f"{prefix}{name}", value, minimum, hint=hint))
+
+
+def number(
+    what: str,
+    value: Any,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    hint: str = "",
+    error: type[XfflError] = ConfigError,
+) -> float:
+    """Return a finite ``float`` in ``[minimum, maximum]`` that lies above ``above`` and below ``below``.
+
+    :param what: What the value is given as, for the message.
+    :param value: The value; booleans and texts are no numbers.
+    :param minimum: The smallest that is allowed.
+    :param maximum: The largest that is allowed.
+    :param above: What it must exceed.
+    :param below: What it must stay under.
+    :param hint: What to give, for the message.
+    :param error: Class of the error.
+    :return: The number.
+    :raises XfflError: of that class, if it is none, or outside the limits.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not (is_number and minimum <= value <= maximum and above < value < below):
+        limits = [(">=", minimum), (">", above), ("<=", maximum), ("<", below)]
+        rule = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
+        kind = f"a number {rule}" if rule else "a finite number"
+        raise error(f"{what} must be {kind}, got {value!r}" + (f"; {hint}" if hint else ""))
+    return float(value)
+
+
+def one_of(
+    what: str, value: Any, choices: Iterable[Any], *, hint: str = "", error: type[XfflError] = ConfigError
+) -> None:
+    """Raise where a value is none of the choices; the message names the closest one.
+
+    :param what: What the value is given as, for the message.
+    :param value: The value.
+    :param choices: What is allowed.
+    :param hint: What to give, for the message.
+    :param error: Class of the error.
+    :raises XfflError: of that class, if it is none of them.
+    """
+    known = list(choices)
+    if any(type(value) is type(choice) and value == choice for choice in known):
+        return
+    near = closest(value, [choice for choice in known if isinstance(choice, str)]) if isinstance(value, str) else None
+    meant = f" (did you mean {near!r}?)" if near is not None else ""
+    shown = ", ".join(repr(choice) for choice in known)
+    raise error(f"{what} must be one of {shown}, got {value!r}{meant}" + (f"; {hint}" if hint else ""))
+
+
+def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return which of the names is nearest to a misspelled one, ``None`` where none is near.
+
+    :param name: What was given.
+    :param names: What is known.
+    :param cutoff: How alike they must be, from 0 to 1.
+    :return: The name.
+    """
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
+
+
+def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
+    """Write the first items of a list and how many more there are: ``a, b and 3 more``.
+
+    :param items: What is listed; written by ``str``.
+    :param most: How many are written out.
+    :param separator: What stands between them.
+    :return: The text.
+    """
+    texts = [str(item) for item in items]
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def index_of(value: Any) -> int | None:

@@ -30,11 +30,11 @@ from xffl.aggregation.engine import transport as crossing
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy.differential import Privacy
+from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed import consistency as backends
 from xffl.distributed.process_group import setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
-from xffl.report.forms import MOST_IN_FLIGHT
 from xffl.training.callbacks.spread import copies_of, local, spread_like
 
 pytestmark = pytest.mark.skipif(

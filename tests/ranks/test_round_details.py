@@ -29,7 +29,7 @@ from xffl.aggregation.engine import transport as crossing
 from xffl.aggregation.engine.consensus import Contribution
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels
-from xffl.report.forms import IN_FLIGHT
+from xffl.costs import IN_FLIGHT
 
 # What is averaged -----------------------------------------------------------------------------------------------------
 

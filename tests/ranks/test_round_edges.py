@@ -605,7 +605,7 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], 
         model.weight[0, 0] = float("nan") if rank or nonfinite == "reject" else 1.0
     before = model.weight.detach().clone()
     aggregator = xffl.Aggregator(model, state, nonfinite=nonfinite)
-    how = {"reject": (protocol, "agree"), "drop_cell": (protocol.dist, "all_gather_object")}[nonfinite]
+    how = {"reject": (protocol, "check_consistent"), "drop_cell": (protocol.dist, "all_gather_object")}[nonfinite]
 
     def lost(*args: Any, **kwargs: Any) -> None:
         raise stop("the peer is gone")

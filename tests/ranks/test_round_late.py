@@ -16,7 +16,7 @@ import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import Mean, Seen, Weighed
-from xffl.report.forms import MOST_IN_FLIGHT
+from xffl.costs import MOST_IN_FLIGHT
 
 
 def local(parameter: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ import xffl
 from tests.ports import free_port
 from tests.worlds import run_world
 from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
-from xffl.distributed.consistency import agree_on_store
+from xffl.distributed.consistency import check_consistent_on_store
 from xffl.errors import TopologyError, XfflError
 
 ROOT = Path(__file__).parents[2]
@@ -243,17 +243,17 @@ def test_a_rank_with_an_error_is_not_taken_for_one_with_another_set_up() -> None
     store, has_spoken = dist.HashStore(), threading.Event()
     told: dict[int, str] = {}
 
-    def agree(rank: int, value: str, error: XfflError | None) -> None:
+    def ask(rank: int, value: str, error: XfflError | None) -> None:
         seen: Any = FirstOfAll(store, has_spoken) if rank == 1 else store
         if rank == 0:
             has_spoken.wait(10)
         with pytest.raises(xffl.ConfigError) as raised:
-            agree_on_store(seen, rank, 2, value, error, 10.0)
+            check_consistent_on_store(seen, rank, 2, value, error, 10.0)
         told[rank] = str(raised.value)
 
     threads = [
-        threading.Thread(target=agree, args=(0, "device='cpu'", None)),
-        threading.Thread(target=agree, args=(1, "None", xffl.ConfigError("device 'gpu' is none"))),
+        threading.Thread(target=ask, args=(0, "device='cpu'", None)),
+        threading.Thread(target=ask, args=(1, "None", xffl.ConfigError("device 'gpu' is none"))),
     ]
     for thread in threads:
         thread.start()

@@ -14,7 +14,7 @@ from xffl.aggregation.compression.codecs import codec_of
 from xffl.aggregation.engine.groups import Routes
 from xffl.aggregation.engine.plan import Lane, Piece, Track, make_tracks
 from xffl.aggregation.options import Options
-from xffl.report.forms import FLIGHT_BYTES, IN_FLIGHT, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, in_flight
+from xffl.costs import IN_FLIGHT, IN_FLIGHT_BYTES, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, pipeline_depth
 from xffl.topology import Topology
 
 MIB = 2**20
@@ -44,12 +44,12 @@ def test_two_cells_write_a_code_once_only() -> None:
 
 @given(st.integers(0, 10**12), st.integers(0, 200), st.integers(1, 100), st.sampled_from(["all_gather", "two_hop"]))
 def test_buckets_under_way_keep_within_their_bytes(nbytes: int, count: int, cells: int, form: str) -> None:
-    depth = in_flight(nbytes, count, cells, form)
+    depth = pipeline_depth(nbytes, count, cells, form)
     assert IN_FLIGHT <= depth <= MOST_IN_FLIGHT
     copies = (cells - 1) / cells if form == "two_hop" else cells - 1
-    assert depth == IN_FLIGHT or (depth * nbytes * copies <= FLIGHT_BYTES and 3 * depth <= count)
+    assert depth == IN_FLIGHT or (depth * nbytes * copies <= IN_FLIGHT_BYTES and 3 * depth <= count)
     if nbytes * copies and IN_FLIGHT < depth < MOST_IN_FLIGHT:
-        assert (depth + 1) * nbytes * copies > FLIGHT_BYTES or 3 * (depth + 1) > count
+        assert (depth + 1) * nbytes * copies > IN_FLIGHT_BYTES or 3 * (depth + 1) > count
 
 
 def track_of(

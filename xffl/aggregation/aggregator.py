@@ -54,7 +54,7 @@ from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy.differential import Accountant, Privacy
 from xffl.aggregation.privacy.secure_sum import Masker, SecureSum, make_masker
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.consistency import agree, barrier, transfer_device
+from xffl.distributed.consistency import barrier, check_consistent, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.sharding import reshard
@@ -593,7 +593,7 @@ def assemble(
         error = wrong
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
         error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
-    agree("models", text, error=error, describe=describe_difference)
+    check_consistent("models", text, error=error, describe=describe_difference)
     world = place.world
     spread = None if holding is None else _agreed_spread(holding, manifest, place)
     axes_of_cells = gather_axes(axes, topology, world) if spread is None else (spread.axes,) * topology.cells
@@ -604,7 +604,7 @@ def assemble(
         f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_lanes}, "
         f"rails={options.rails}"
     )
-    agree("exchange plans", plan, group=world)
+    check_consistent("exchange plans", plan, group=world)
     masker = None
     if options.secure is not None:
         masker = make_masker(options.secure, rank, topology, context=plan, group=world)
@@ -624,7 +624,7 @@ def _agreed_spread(holding: Holding, manifest: Manifest, place: Place) -> Spread
         manifest.check_patterns(spread)
     except XfflError as wrong:
         error = wrong
-    agree("models", "" if spread is None else spread.text, error=error, describe=describe_difference)
+    check_consistent("models", "" if spread is None else spread.text, error=error, describe=describe_difference)
     assert spread is not None, "the ranks agree on errors only by raising one"
     return spread
 

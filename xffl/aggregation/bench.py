@@ -23,7 +23,7 @@ from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer_fields
 from xffl.cluster.hardware import describe_host
-from xffl.distributed.consistency import agree, barrier, ranks_text, transfer_device
+from xffl.distributed.consistency import barrier, check_consistent, ranks_text, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.parallel.shard import shard
@@ -131,7 +131,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     error: XfflError | None = None
     if dist.get_world_size() == 1:
         error = ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
-    agree("efforts", str(effort), error=error)
+    check_consistent("efforts", str(effort), error=error)
     load = os.getloadavg()[0]
     device = transfer_device(state)
     model = build_model(effort.megabytes)

@@ -29,7 +29,7 @@ from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -227,7 +227,7 @@ def load_global(
         compare(told["tensors"], _kinds(manifest), f"{path}", "this model")
     except XfflError as wrong:
         error = wrong
-    agree("global models", str(told), error=error)
+    check_consistent("global models", str(told), error=error)
     load_checkpoint(path, {PART: _Moving(manifest, is_export=False)}, state)
     return int(told["round"])
 
@@ -255,7 +255,7 @@ def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
         found = read_global(path)
     except XfflError as wrong:
         error = wrong
-    agree("global models", f"{found}", error=error)
+    check_consistent("global models", f"{found}", error=error)
     return found
 
 
@@ -472,7 +472,7 @@ def _agreed(
         manifest.check_patterns()
     except XfflError as wrong:
         error = wrong
-    agree(what, f"{told}\n{manifest}", error=error)
+    check_consistent(what, f"{told}\n{manifest}", error=error)
     assert manifest is not None, "the ranks agree on errors only by raising one"
     return told, manifest
 

@@ -32,7 +32,7 @@ from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.exports import FileRound, RoundPlan
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -135,7 +135,7 @@ class FederatedScaling:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
-        agree("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
+        check_consistent("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
@@ -362,7 +362,7 @@ class FederatedScaling:
                 check_stepped(self._model, self._optimizers)
         except XfflError as wrong:
             error = wrong
-        agree("optimizers", "", error=error)
+        check_consistent("optimizers", "", error=error)
 
     def _note_start(self) -> None:
         """Note what the model is before the first step."""
@@ -390,7 +390,7 @@ class FederatedScaling:
                 )
             )
         try:
-            agree("parameters that no step has changed", "", error=error)
+            check_consistent("parameters that no step has changed", "", error=error)
         except XfflError as told:
             return told
         return None

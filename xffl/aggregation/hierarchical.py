@@ -24,7 +24,7 @@ from xffl.aggregation.engine.groups import Place, make_place
 from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.checks import index_of
-from xffl.distributed.consistency import agree, barrier
+from xffl.distributed.consistency import barrier, check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -111,7 +111,7 @@ class Levels(Aggregator):
             text = f"{[(level.every, level.groups) for level in given]}"
         except XfflError as wrong:
             error = wrong
-        agree("levels", text, error=error)
+        check_consistent("levels", text, error=error)
         self._places = [make_place(state, topology, first) for topology, first in worlds]
         self._stages: list[_Stage] = []
         try:
@@ -141,7 +141,7 @@ class Levels(Aggregator):
         except XfflError as wrong:
             error = type(wrong)(f"{wrong}{_where(number, place)}")
         # Some parts of the world may have made theirs.
-        agree(f"aggregators of level {number}", "", error=error)
+        check_consistent(f"aggregators of level {number}", "", error=error)
         at = place.topology.coordinates(place.rank)
         return _Stage(aggregator, take_part, level.every, at.cell, at.local_rank == 0)
 

@@ -11,8 +11,8 @@ from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
 from xffl.aggregation.privacy.differential import Privacy
 from xffl.aggregation.privacy.secure_sum import SecureSum
 from xffl.checks import integer
+from xffl.costs import FORMS
 from xffl.errors import ConfigError
-from xffl.report.forms import FORMS
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
 
@@ -30,7 +30,7 @@ class Options:
     :param bucket_bytes: Bytes of a bucket, at most.
     :param atomic: Whether new values wait until all ranks agree.
     :param nonfinite: What happens to a cell with values that are not finite.
-    :param form: One of :data:`xffl.report.forms.FORMS`.
+    :param form: One of :data:`xffl.costs.FORMS`.
     :param rails: Whether replicas take turns.
     :param fragments: Parts that are exchanged in turn.
     :param overlap: Whether rounds may go on beside training.

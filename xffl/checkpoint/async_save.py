@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from xffl.checkpoint.contents import Part
 from xffl.checkpoint.format import this_cell
 from xffl.checkpoint.save import Kept, begin, write
-from xffl.distributed.consistency import agree, barrier
+from xffl.distributed.consistency import barrier, check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.errors import ConfigError, StateError, XfflError
@@ -80,7 +80,7 @@ class AsyncSaver:
             cell = this_cell(state)
         except XfflError as wrong:
             error = wrong
-        agree("arguments of AsyncSaver", f"timeout_s={timeout_s}", error=error)
+        check_consistent("arguments of AsyncSaver", f"timeout_s={timeout_s}", error=error)
         self._state = state
         self._groups = make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

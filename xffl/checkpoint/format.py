@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -446,7 +446,7 @@ def together(
         error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
         error.__cause__ = wrong
     try:
-        agree(f"{what} of a checkpoint", text, error=error, group=world)
+        check_consistent(f"{what} of a checkpoint", text, error=error, group=world)
     except XfflError:
         raise
     except RuntimeError as lost:  # a rank died: there is nobody to agree with

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,15 @@ from xffl.errors import ConfigError, LaunchError, XfflError
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
 
-__all__ = ["agree", "agree_on_store", "barrier", "connect", "control_device", "ranks_text", "transfer_device"]
+__all__ = [
+    "barrier",
+    "check_consistent",
+    "check_consistent_on_store",
+    "connect",
+    "control_device",
+    "ranks_text",
+    "transfer_device",
+]
 
 
 def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -75,7 +84,7 @@ SHOWN = 4
 """Different errors or values that a message writes out."""
 
 
-def agree(
+def check_consistent(
     what: str,
     value: str,
     *,
@@ -114,10 +123,44 @@ def agree(
     raise _difference(gathered, describe)
 
 
-def agree_on_store(
+@contextmanager
+def run_on_all_ranks(
+    what: str,
+    *,
+    convert: Callable[[Exception], XfflError] | None = None,
+    describe: Callable[[dict[int, str]], XfflError] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[Callable[[object], None]]:
+    """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
+
+    Collective over the world, as :func:`check_consistent`, which ends the block: the block itself may not use a group
+    that a rank with an error has left. It is given a function that takes what the ranks must have in common.
+
+    :param what: What is compared, for the message.
+    :param convert: Makes the error that all ranks raise of one that is not xffl's; without it such an error is this
+        rank's alone.
+    :param describe: As for :func:`check_consistent`.
+    :param group: A group of all ranks; by default the world.
+    :raises XfflError: as :func:`check_consistent` does.
+    """
+    values = [""]
+    error: XfflError | None = None
+    try:
+        yield lambda value: values.append(str(value))
+    except XfflError as wrong:
+        error = wrong
+    except Exception as wrong:  # whatever it is, the other ranks must hear of it
+        if convert is None:
+            raise
+        error = convert(wrong)
+        error.__cause__ = wrong
+    check_consistent(what, values[-1], error=error, describe=describe, group=group)
+
+
+def check_consistent_on_store(
     store: Store, rank: int, world_size: int, value: str, error: XfflError | None, timeout_s: float
 ) -> None:
-    """Do what :func:`agree` does before there is a process group, over the store that ranks meet at.
+    """Do what :func:`check_consistent` does before there is a process group, over the store that ranks meet at.
 
     Collective over the world: a handful of small requests to the store from each rank.
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
 from xffl.cluster.network import Timeouts
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.groups import ALL_KINDS, cell_mesh, destroy_group, make_groups
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -234,12 +234,12 @@ class StateFields:
         try:
             found = check()
         except XfflError as error:
-            agree(what, "", error=error)
+            check_consistent(what, "", error=error)
             raise
         except (TypeError, ValueError) as error:  # an argument of a kind that nobody thought of
-            agree(what, "", error=ConfigError(f"{what} cannot be read: {error}"))
+            check_consistent(what, "", error=ConfigError(f"{what} cannot be read: {error}"))
             raise
-        agree(what, show(found))
+        check_consistent(what, show(found))
         return found
 
     def _place(self) -> tuple[int, int]:
@@ -464,7 +464,7 @@ def laid(state: Layered, call: str) -> Iterator[None]:
         except Exception as wrong:  # noqa: BLE001 - whatever it is, the others must hear of it
             error = StateError(f"{call} could not make its process groups: {wrong}")
             error.__cause__ = wrong
-        agree(f"outcomes of {call}", "done", error=error)
+        check_consistent(f"outcomes of {call}", "done", error=error)
         layer.is_open = False
     except BaseException:
         take_off(state)

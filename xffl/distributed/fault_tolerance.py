@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from xffl.cluster.network import list_interfaces
 from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import agree, control_device
+from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
@@ -450,7 +450,7 @@ class FaultTolerantWorld(DistributedWorld):
                 import torchft.manager
         except XfflError as wrong:
             error = wrong
-        agree("lighthouses or numbers of the replica group", f"{lighthouse} {self._group}", error=error)
+        check_consistent("lighthouses or numbers of the replica group", f"{lighthouse} {self._group}", error=error)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)

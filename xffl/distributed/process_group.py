@@ -33,7 +33,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.distributed import distributed_state as checks
-from xffl.distributed.consistency import agree, agree_on_store, barrier, ranks_text
+from xffl.distributed.consistency import barrier, check_consistent, check_consistent_on_store, ranks_text
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
@@ -169,7 +169,7 @@ def setup_distributed_process_group(
             request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters)
     except XfflError as wrong:
         error = wrong
-    agree_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
+    check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
     assert request is not None, "the ranks agree on errors only by raising one"
     _join(meeting, place, request)
     try:
@@ -445,7 +445,7 @@ def set_up_cells(
         accept_cells(asked, cells, world_size, required, is_speaker=state.rank == 0)
     except XfflError as wrong:
         error = wrong
-    agree("numbers of cells to require (XFFL_REQUIRE_CELLS)", str(required), error=error)
+    check_consistent("numbers of cells to require (XFFL_REQUIRE_CELLS)", str(required), error=error)
     if federated is not None:
         state.set_federated_scaling(federated, hsdp, cell_shape)
     elif hsdp is not None:
@@ -480,7 +480,7 @@ def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tup
         sizes = sizes_of_ranks([host for host, _ in places], federated)
     except XfflError as wrong:  # a file may differ from host to host
         error = wrong
-    agree(f"cells by {federated}", str(sizes), error=error)
+    check_consistent(f"cells by {federated}", str(sizes), error=error)
     return sizes
 
 

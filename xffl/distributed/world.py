@@ -19,7 +19,7 @@ from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.failure import note_failure
 from xffl.distributed.collectives import Collectives, total_norm
-from xffl.distributed.consistency import agree, barrier
+from xffl.distributed.consistency import barrier, check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.parallel_dims import dtype_of, make_cell_meshes
@@ -361,7 +361,7 @@ class DistributedWorld(Collectives):
                 _check_state(state.topology, sizes, mesh)
         except XfflError as wrong:
             error = wrong
-        agree("device parameters", f"{self.device_parameters}, federated={federated}", error=error)
+        check_consistent("device parameters", f"{self.device_parameters}, federated={federated}", error=error)
         assert mesh is not None, "the ranks agree on errors only by raising one"
         if not is_set_up:
             self._is_laid_here = True
@@ -381,7 +381,7 @@ class DistributedWorld(Collectives):
                 federated, _, sources = complete_federation(None, 0)  # replicas are the mesh's
         except XfflError as wrong:
             error = wrong
-        agree("federated sizes", repr(federated), error=error)
+        check_consistent("federated sizes", repr(federated), error=error)
         return find_sizes(federated, state.node_rank), sources
 
     def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:

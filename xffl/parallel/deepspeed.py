@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
@@ -171,7 +171,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             text = "\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model))
         except XfflError as wrong:
             error = wrong
-        agree("models given to wrap_model", text, error=error)
+        check_consistent("models given to wrap_model", text, error=error)
         model.to(self.device)
         send_weights(model, self.state)
         self._loss = loss
@@ -195,7 +195,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._check_optimizer(model, optimizer)
         except XfflError as wrong:
             error = wrong
-        agree("optimizers given to wrap_optimizer", f"{type(optimizer).__name__} {self.ds_config}", error=error)
+        check_consistent(
+            "optimizers given to wrap_optimizer", f"{type(optimizer).__name__} {self.ds_config}", error=error
+        )
         assert isinstance(model, ZeroModel)
         unit = CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
         engine = model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from xffl.cluster.allocator import return_large_blocks
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import agree, connect, transfer_device
+from xffl.distributed.consistency import check_consistent, connect, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
@@ -158,7 +158,7 @@ def _agree_on_model(
             f"the arguments of xffl.shard cannot be read: {type(wrong).__name__}: {wrong}; give a module, a state and "
             "a list of layer classes"
         )
-    agree("models given to xffl.shard", text, error=error)
+    check_consistent("models given to xffl.shard", text, error=error)
     return options, is_bare
 
 

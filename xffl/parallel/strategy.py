@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from xffl.checkpoint import load_checkpoint, save_checkpoint
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
@@ -446,7 +446,9 @@ class DistributedStrategy(ABC):
                 f"the strategy has wrapped several {what}; give load_checkpoint(path, model, optimizer), or mappings "
                 "of them by the names that were saved"
             )
-        agree("models to load a checkpoint into", str([len(optimizers) for _, optimizers in wrapped]), error=error)
+        check_consistent(
+            "models to load a checkpoint into", str([len(optimizers) for _, optimizers in wrapped]), error=error
+        )
         model, optimizers = wrapped[0]
         return model, next(iter(optimizers), None) if optimizer is None else optimizer
 

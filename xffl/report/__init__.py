@@ -3,10 +3,10 @@
 Importing this room needs neither torch nor matplotlib; the figures load matplotlib when they are drawn.
 """
 
+from xffl.costs import codec_bytes, codec_ratio
 from xffl.report.bench_figure import bench_figure
 from xffl.report.bench_table import bench_table
 from xffl.report.cell_traffic import step_traffic
-from xffl.report.codes import codec_bytes, codec_ratio
 from xffl.report.curves import curves_figure
 from xffl.report.figure import topology_figure
 from xffl.report.forecast import forecast_data_parallel, forecast_round

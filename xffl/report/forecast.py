@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.checks import integer
+from xffl.costs import FORMS, IN_FLIGHT, form_of, pipeline_depth
 from xffl.errors import ConfigError
-from xffl.report.forms import FORMS, IN_FLIGHT, form_of, in_flight
 from xffl.report.pipeline import Link, Pace, Stages, follow
 from xffl.topology import Topology
 
@@ -158,7 +158,7 @@ class _Way:
 
     def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
         """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
-        depth = in_flight(bucket, buckets, self.cells, self.form)
+        depth = pipeline_depth(bucket, buckets, self.cells, self.form)
         depth = depth if self.is_asked else min(depth, STREAMS)
         return Pace(
             depth,
@@ -211,7 +211,7 @@ def forecast_round(
     :param form: ``all_gather``, ``two_hop``, or ``auto``: as the aggregator chooses.
     :param rails: Whether every replica of a shard carries a part of its buckets, instead of one sender.
     :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
-    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.report.codes.codec_ratio`.
+    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.costs.codec_ratio`.
         ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
     :param bucket_bytes: Bytes of the model in a bucket, at least 1.
     :param fragments: Parts of the model, of which a round exchanges one; at least 1.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.failure import note_failure
-from xffl.distributed.consistency import agree, barrier
+from xffl.distributed.consistency import barrier, check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError
 from xffl.training.listener import Goal, Listener, own_store
@@ -192,7 +192,7 @@ class Preemption:
         raise PreemptedExit(self._reached.reason)
 
     def __enter__(self) -> Preemption:
-        agree("signals of a preemption", str([one.name for one in self.signals]))
+        check_consistent("signals of a preemption", str([one.name for one in self.signals]))
         if not self.signals:
             return self
         topology, rank = self._state.topology, self._state.rank or 0
@@ -206,7 +206,7 @@ class Preemption:
         except LaunchError as lost:
             wrong = lost
         try:
-            agree("connections of a preemption", "", error=wrong)
+            check_consistent("connections of a preemption", "", error=wrong)
         except BaseException:
             if self._is_own:
                 self._inbox.__exit__()

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from xffl.checkpoint.manager import check_checkpoints
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.loggers.lines import cut_lines
@@ -335,7 +335,7 @@ def _together(what: str, act: Callable[[], None], value: str) -> None:
         error = wrong
     except OSError as wrong:
         error = ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
-    agree(what, value, error=error)
+    check_consistent(what, value, error=error)
 
 
 def _from_first(value: str) -> str:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from xffl.aggregation.report import RoundReport
 from xffl.checkpoint import auto_resume, find_latest_checkpoint
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, LaunchError, StateError
@@ -238,7 +238,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
             is_resumed=is_resumed,
             may_restart=experiment.resume,
         )
-        agree("configurations", json.dumps(plain_config(self.config), sort_keys=True, default=str))
+        check_consistent("configurations", json.dumps(plain_config(self.config), sort_keys=True, default=str))
         self.callbacks.pre_fit(self)
         self.callbacks.pre_configure(self)
         self.configure()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from xffl.aggregation.engine.tensors import Manifest, Pattern
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.parallel.zero_view import find_masters
 
@@ -113,7 +113,7 @@ def set_up(
         error = wrong
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
         error = ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
-    agree("clients", str(client), error=error)
+    check_consistent("clients", str(client), error=error)
 
 
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from xffl.aggregation.engine.status import (
 from xffl.aggregation.engine.tensors import Facts
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.parallel.zero_view import refresh_view
@@ -265,7 +265,7 @@ class Protocol:
         check_rounds(ballots, self._topology)
         if any(other.is_failed for other in ballots):
             with self._telling():
-                agree(f"opening of round {number}", "", error=error, group=self._group)
+                check_consistent(f"opening of round {number}", "", error=error, group=self._group)
         return ballots
 
     def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
@@ -283,7 +283,7 @@ class Protocol:
                 "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
             )
         with self._telling():
-            agree("finite values", "", error=error, group=self._group)
+            check_consistent("finite values", "", error=error, group=self._group)
 
     def _tell_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""

@@ -32,8 +32,8 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy.differential import Accountant, Privacy, privatize
 from xffl.aggregation.privacy.secure_sum import Masker
 from xffl.aggregation.report import Journal
+from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.consistency import control_device
-from xffl.report.forms import MOST_IN_FLIGHT
 from xffl.topology import Topology
 
 __all__ = ["Exchange", "Findings", "Flights", "Late", "Looks", "Protection", "energy_of", "weighed"]

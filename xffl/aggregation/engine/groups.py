@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.consistency import connect, control_device, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
-from xffl.report.forms import MOST_IN_FLIGHT
 from xffl.topology import Topology
 
 __all__ = ["Move", "Place", "Progress", "Routes", "make_place", "routes_of", "start_moves"]
@@ -248,7 +248,7 @@ class Progress:
     NCCL's clock for a message starts when it is given, and ``work.wait()`` holds up the stream, not the host. If all of
     an exchange were given at once, its timeout would be one for the whole of it, and the host would learn of a peer
     that is gone from NCCL's watchdog, which ends the process. So the host waits, with a deadline, for what it gave
-    :data:`~xffl.report.forms.MOST_IN_FLIGHT` messages before.
+    :data:`~xffl.costs.MOST_IN_FLIGHT` messages before.
 
     :param device: Where values move.
     :param within_s: Seconds that a message may take.

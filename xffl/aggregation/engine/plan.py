@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.compression.codecs import Codec
 from xffl.aggregation.engine.groups import Routes
-from xffl.report.forms import IN_FLIGHT, form_of, in_flight
+from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
 from xffl.topology import Topology
 
 __all__ = [
@@ -456,7 +456,7 @@ def make_tracks(
     :param rank: The rank.
     :param routes: Its process groups.
     :param bucket_bytes: Bytes of a bucket, at most.
-    :param form: One of :data:`xffl.report.forms.FORMS`.
+    :param form: One of :data:`xffl.costs.FORMS`.
     :param codecs: The codec of each name that lanes carry.
     :param device: Where the groups' backend communicates from.
     :param combines_late: Whether values may be combined when the round is written.
@@ -488,7 +488,7 @@ def make_tracks(
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
-        depth = IN_FLIGHT if is_packed else in_flight(largest, len(buckets) / turns, topology.cells, taken)
+        depth = IN_FLIGHT if is_packed else pipeline_depth(largest, len(buckets) / turns, topology.cells, taken)
         is_part = lane.held_by_part[cell]
         is_two_hop = taken == "two_hop"
         takes_turns = is_two_hop and topology.cells == 2 and codec is None and not routes.is_railed

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.mean import CHUNK
 from xffl.checks import integer
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.errors import ConfigError, RoundError, StateError, XfflError
 from xffl.extras import optional_import
 from xffl.topology import Topology
@@ -283,7 +283,7 @@ def make_masker(
         keys = KeyPair()
     except XfflError as wrong:
         error = wrong
-    agree("secure sums", f"{options}, {context}", error=error, group=group)
+    check_consistent("secure sums", f"{options}, {context}", error=error, group=group)
     assert keys is not None, "all ranks have a key pair"
     publics: list[bytes] = [b""] * topology.world_size
     dist.all_gather_object(publics, keys.public, group=group)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import check_name
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
@@ -135,7 +135,7 @@ class LoggerMixin(TrainerMixin):
         except Exception as wrong:  # noqa: BLE001 - whatever a package raises, the other ranks must hear of it
             error = ConfigError(f"loggers could not be made: {type(wrong).__name__}: {wrong}; see configure_loggers")
             error.__cause__ = wrong
-        agree("loggers", "made", error=error)
+        check_consistent("loggers", "made", error=error)
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
@@ -272,7 +272,7 @@ class LoggerMixin(TrainerMixin):
             error = wrong
         except OSError as wrong:
             error = ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
-        agree("records of a run that is resumed", "cut", error=error)
+        check_consistent("records of a run that is resumed", "cut", error=error)
         super().on_resumed()
 
     # What the parts share ---------------------------------------------------------------------------------------------

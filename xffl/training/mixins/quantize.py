@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xffl.distributed.consistency import agree
+from xffl.distributed.consistency import check_consistent
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.extras import optional_import
 from xffl.parallel.config import check_name
@@ -138,7 +138,7 @@ class QuantizeMixin(TrainerMixin):
             text = f"{how}: {', '.join(layers)}"
         except XfflError as wrong:
             error = wrong
-        agree("layers to quantize", text, error=error)
+        check_consistent("layers to quantize", text, error=error)
         for layer in dict.fromkeys(layers.values()):
             _become(layer, make(layer))
         self._left_alone = left_alone

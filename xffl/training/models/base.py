@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.format import this_cell
 from xffl.distributed.collectives import bytes_of
-from xffl.distributed.consistency import agree, control_device
+from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, XfflError
@@ -55,7 +55,7 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
         text = hashlib.sha256(told.encode()).hexdigest()
     except XfflError as wrong:
         error = wrong
-    agree("base models", text, error=error)
+    check_consistent("base models", text, error=error)
     if not dist.is_initialized():
         return
     sums = torch.zeros(len(cell.sizes), len(tensors), dtype=torch.int64)
