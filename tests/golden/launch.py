@@ -1,0 +1,154 @@
+"""Run cases, or command lines, on the tree that stands first on ``PYTHONPATH``; write what they tell as JSON.
+
+One process imports torch and the tree, and each rank is a fork of it, so that a world starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = ("_dynamo", "distributed.fsdp", "distributed.tensor", "distributed.pipelining", "nn.parallel")
+"""What torch imports when it is first used, seconds on every rank."""
+A_WORLD = 16
+"""Cases of one world at most."""
+DEADLINE_S = 240.0
+
+
+def load_tree() -> None:
+    """Import xffl from the tree, and the cases from beside this file."""
+    tree = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+    import xffl
+
+    assert xffl.__file__ is not None and Path(xffl.__file__).is_relative_to(tree), f"{xffl.__file__} is not in {tree}"
+    sys.path[0] = str(ROOT)  # instead of this folder; what xffl still imports comes from its own folder
+    import_module("tests.golden.cases")
+    for name in PRELOAD:
+        import_module(f"torch.{name}")
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # more ranks than cores, see tests/conftest.py
+
+
+def forked(job: Callable[[], object], log: Path) -> int:
+    """Start a process that does something, and return its id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if (pid := os.fork()) != 0:
+        return pid
+    code = 1
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        job()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - told in the log
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def be_rank(rank: int, world_size: int, names: list[str], stem: Path, folder: Path) -> None:
+    """Be a rank of a world; the first one writes what was told after each case."""
+    import torch
+    import torch.distributed as dist
+
+    cases = import_module("tests.golden.cases")
+    gc.freeze()  # what was imported need not be looked through by each rank
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(stem) + ".store", world_size)
+    wait = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
+    told: dict[str, Any] = {}
+    for name, record in cases.run_cases(names, folder):
+        told[name] = record
+        if rank == 0:
+            Path(f"{stem}.json").write_text(json.dumps(told))
+
+
+def run_worlds(only: str, jobs: int, scratch: Path, folder: Path) -> dict[str, Any]:
+    """Run all cases with a text in their names; a world that hangs or dies leaves those that it had not ended."""
+    cases = import_module("tests.golden.cases")
+    stages: list[list[tuple[int, list[str]]]] = [[], []]
+    for size, names in sorted(cases.named(only).items(), reverse=True):
+        for stage, part in enumerate(([n for n in names if n[:4] != "load"], [n for n in names if n[:4] == "load"])):
+            stages[stage] += [(size, part[at : at + A_WORLD]) for at in range(0, len(part), A_WORLD)]
+    told: dict[str, Any] = {}
+    for number, worlds in enumerate(stages):  # what was saved is loaded afterwards
+        running: dict[Path, tuple[set[int], float, list[str]]] = {}
+        while worlds or running:
+            while worlds and len(running) < jobs:
+                size, names = worlds.pop(0)
+                stem = scratch / f"world-{number}-{len(worlds)}"
+                pids = {
+                    forked(lambda r=rank, s=size, n=names, t=stem: be_rank(r, s, n, t, folder), Path(f"{stem}.log"))  # type: ignore[misc]
+                    for rank in range(size)
+                }
+                running[stem] = (pids, time.monotonic() + DEADLINE_S, names)
+            time.sleep(0.05)
+            for stem, (pids, deadline, names) in list(running.items()):
+                ended = {pid: code for pid in pids if (code := os.waitpid(pid, os.WNOHANG))[0]}
+                pids.difference_update(ended)
+                if any(code[1] for code in ended.values()) or time.monotonic() > deadline:
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                    pids.clear()
+                if not pids:
+                    del running[stem]
+                    file = Path(f"{stem}.json")
+                    found = json.loads(file.read_text()) if file.exists() else {}
+                    told |= {name: found.get(name, {"lost": f"see {stem}.log"}) for name in names}
+    return told
+
+
+def run_commands(lines: list[list[str]], scratch: Path) -> dict[str, Any]:
+    """Run command lines of ``xffl``; return the exit code and what each has printed."""
+
+    def run(words: list[str]) -> None:
+        os.chdir(scratch)
+        sys.argv = ["xffl", *words]
+        runpy.run_module("xffl", run_name="__main__", alter_sys=True)
+
+    told = {}
+    for words in lines:
+        log = scratch / "command.log"
+        log.unlink(missing_ok=True)
+        _, status = os.waitpid(forked(lambda words=words: run(words), log), 0)  # type: ignore[misc]
+        told[" ".join(words)] = {"code": os.waitstatus_to_exitcode(status), "text": log.read_text()}
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--scratch", type=Path, required=True, help="an empty folder")
+    parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are written and read")
+    parser.add_argument("--commands", default="[]", help="JSON: command lines to run, too")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    load_tree()
+    cases = run_worlds(asked.only, asked.jobs, asked.scratch, asked.folder)
+    commands = run_commands(json.loads(asked.commands), asked.scratch)
+    asked.out.write_text(json.dumps({"cases": cases, "commands": commands}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
