@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -22,17 +23,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
+from tests.golden.launch import TIMES, records_of
 from tests.golden.table import CASES, Case
+from tests.tasks import TaskConfig, TaskTrainer
 from xffl.aggregation import Levels
 from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
+from xffl.training import ExperimentConfig, FederationConfig, TrainingParameters
+from xffl.training.callbacks import CheckpointCallback
 
 __all__ = ["named", "run_cases"]
 
 Told = dict[str, Any]
-TIMES = ("seconds", "phases", "hidden", "step_seconds")
-"""Fields of a report that no two runs share."""
 DIGESTS = ("bits", "bits before")
 """What is told of the bits that each rank holds."""
 ROUNDS = 3
@@ -310,6 +313,47 @@ def strategy(
     return told
 
 
+def trainer(
+    state: xffl.DistributedState,
+    folder: Path,
+    *,
+    cells: tuple[int, ...] = (),
+    save: str = "",
+    load: str = "",
+    optimizer: str = "AdamW",
+    steps: int = 14,
+    export: str = "",
+    **federation: Any,
+) -> Told:
+    """Train with the trainer; to load is to go on from the first checkpoint of a copy of the run."""
+    run = folder / (f"again {load}" if load else f"run {save or export}")
+    if state.rank == 0:
+        shutil.rmtree(run, ignore_errors=True)
+    if load and state.rank == 0:
+        shutil.copytree(folder / f"run {load}", run)
+        kept = sorted((run / "checkpoints").glob("step_*"), key=lambda one: int(one.name.removeprefix("step_")))
+        for one in (*kept[1:], run / "checkpoints" / "final"):
+            shutil.rmtree(one)
+        (run / "checkpoints" / "latest").unlink()
+    dist.barrier()
+    strategy = "single" if cells and set(cells) == {1} else "fsdp"
+    config = TaskConfig(
+        experiment=ExperimentConfig(name="golden", output_dir=str(run)),
+        distributed=DistributedConfig(strategy=strategy, federated=cells or None),
+        training=TrainingParameters(
+            epochs=4, max_steps=steps, batch_size=8, max_grad_norm=1.0, log_every=3, validate_every_steps=5
+        ),
+        federation=FederationConfig(**federation, export_to=str(folder / "made" / export) if export else None),
+        callbacks=[CheckpointCallback(every_rounds=1, keep_last_n=9)] if cells else [],
+        samples=150,
+        optimizer=optimizer,
+    )
+    made = TaskTrainer(config)
+    made.fit(state)
+    told: Told = {"bits": [bits(made.model)]}
+    return told if load else {**told, "records": records_of(run)}
+
+
 def wrong(state: xffl.DistributedState, folder: Path, *, options: list[Told], loops: list[Told]) -> Told:
     """Ask for what cannot be meant; the class of each error, or what was made of it."""
     told: Told = {"errors": []}
@@ -333,6 +377,7 @@ KINDS: dict[str, Callable[..., Told]] = {
     "loop": loop,
     "moved": moved_in,
     "strategy": strategy,
+    "trainer": trainer,
     "wrong": wrong,
 }
 
@@ -340,7 +385,7 @@ KINDS: dict[str, Callable[..., Told]] = {
 def state_of(case: Case) -> xffl.DistributedState:
     state = xffl.DistributedState()
     cpu = torch.device("cpu")
-    if case.kind == "strategy":
+    if case.kind in ("strategy", "trainer"):
         state.set_global("gloo", cpu, None, None, dist.get_rank(), dist.get_world_size())
         state.set_node(dist.get_rank(), dist.get_world_size(), 0, 1)
         return state

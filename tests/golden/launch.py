@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import runpy
@@ -14,14 +15,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("_dynamo", "distributed.fsdp", "distributed.tensor", "distributed.pipelining", "nn.parallel")
-"""What torch imports when it is first used, seconds on every rank."""
+PRELOAD = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining"),
+    *("torch.nn.parallel", "sklearn.datasets", "torchmetrics", "deepspeed.runtime.zero.muon.muon_optimizer"),
+)
+"""What is imported when it is first used, seconds on every rank."""
+TIMES = ("time", "seconds", "phases", "hidden", "step_seconds")
+"""Fields of reports and records that no two runs share."""
 A_WORLD = 16
 """Cases of one world at most."""
 DEADLINE_S = 240.0
@@ -36,9 +43,30 @@ def load_tree() -> None:
     sys.path[0] = str(ROOT)  # instead of this folder; what xffl still imports comes from its own folder
     import_module("tests.golden.cases")
     for name in PRELOAD:
-        import_module(f"torch.{name}")
+        with suppress(ImportError):
+            import_module(name)
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # more ranks than cores, see tests/conftest.py
+
+
+def records_of(run: Path) -> dict[str, Any]:
+    """Return what a run's folder holds but for times: records, what it was asked for, and the names of its files."""
+    found: dict[str, Any] = {"files": sorted(str(one.relative_to(run)) for one in run.rglob("*") if one.is_file())}
+    for file in sorted([*run.glob("metrics/*.jsonl"), *run.glob("rounds/*.jsonl")]):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        found[file.name + " of " + file.parent.name] = [
+            {name: value for name, value in line.items() if name not in TIMES} for line in lines
+        ]
+    found |= {file.name: file.read_text().splitlines()[0] for file in sorted(run.glob("metrics/*.csv"))}
+    for file in (run / "origins.json", run / "partition.json"):
+        found[file.name] = json.loads(file.read_text()) if file.exists() else None
+    return found
+
+
+def digests_under(folder: Path) -> dict[str, str]:
+    """Return the digests of the files that ``xffl`` has written for others: what is no JSON."""
+    files = sorted(one for one in folder.rglob("*") if one.is_file() and one.suffix != ".json")
+    return {str(one.relative_to(folder)): hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
 
 
 def forked(job: Callable[[], object], log: Path) -> int:
@@ -118,8 +146,8 @@ def run_worlds(only: str, jobs: int, scratch: Path, folder: Path) -> dict[str, A
     return told
 
 
-def run_commands(lines: list[list[str]], scratch: Path) -> dict[str, Any]:
-    """Run command lines of ``xffl``; return the exit code and what each has printed."""
+def run_commands(lines: list[list[str]], scratch: Path, folder: Path) -> dict[str, Any]:
+    """Run command lines of ``xffl``, with the folder for ``@``; return the exit code and what each has printed."""
 
     def run(words: list[str]) -> None:
         os.chdir(scratch)
@@ -127,11 +155,12 @@ def run_commands(lines: list[list[str]], scratch: Path) -> dict[str, Any]:
         runpy.run_module("xffl", run_name="__main__", alter_sys=True)
 
     told = {}
-    for words in lines:
+    for line in lines:
+        words = [word.replace("@", str(folder)) for word in line]
         log = scratch / "command.log"
         log.unlink(missing_ok=True)
         _, status = os.waitpid(forked(lambda words=words: run(words), log), 0)  # type: ignore[misc]
-        told[" ".join(words)] = {"code": os.waitstatus_to_exitcode(status), "text": log.read_text()}
+        told[" ".join(line)] = {"code": os.waitstatus_to_exitcode(status), "text": log.read_text()}
     return told
 
 
@@ -146,8 +175,9 @@ def main() -> None:
     asked = parser.parse_args()
     load_tree()
     cases = run_worlds(asked.only, asked.jobs, asked.scratch, asked.folder)
-    commands = run_commands(json.loads(asked.commands), asked.scratch)
-    asked.out.write_text(json.dumps({"cases": cases, "commands": commands}, indent=1))
+    commands = run_commands(json.loads(asked.commands), asked.scratch, asked.folder)
+    files = digests_under(asked.folder / "made")
+    asked.out.write_text(json.dumps({"cases": cases, "commands": commands, "files": files}, indent=1))
 
 
 if __name__ == "__main__":

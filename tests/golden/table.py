@@ -161,6 +161,13 @@ IN_MESHES: list[tuple[str, Options]] = [
     ("two_hop, fragments", {"form": "two_hop", "fragments": 2, "bucket_bytes": 4096}),
 ]
 
+RUNS: list[tuple[str, tuple[int, ...], Options]] = [
+    ("error feedback", (1, 1), {"every": 3, "aggregator": {"codec": "int8"}}),
+    ("scaffold", (1, 1), {"every": 3, "algorithm": "scaffold", "optimizer": "SGD"}),
+    ("streaming_diloco", (1, 2), {"every": 2, "algorithm": "streaming_diloco"}),
+    ("fedadam", (2, 2), {"every": 3, "algorithm": "fedadam", "delay": 1, "aggregator": {"overlap": True}}),
+]
+
 WRONG_OPTIONS: list[Options] = [
     *({name: "nothing"} for name in ("codec", "combine", "server", "privacy", "form", "nonfinite", "secure")),
     *({name: 2} for name in ("rails", "atomic", "overlap", "norms")),
@@ -232,6 +239,12 @@ def _table() -> dict[str, Case]:
                 found[f"strategy {label}, {more}"] = Case("strategy", two, None, {**options, **extra, "cells": two})
     wide = {"name": "fsdp", "mesh": {"dp_shard": 2, "tp": 2}, "cells": (4, 4)}
     found["strategy fsdp and tensor, rounds"] = Case("strategy", (4, 4), None, wide)
+    for label, sizes, options in RUNS:
+        for way in ("save", "load"):
+            found[f"{way} run {label}"] = Case("trainer", sizes, None, {**options, "cells": sizes, way: label})
+    for cell, ranks in enumerate((2, 1)):
+        export = {"every": 5, "steps": 5, "round": 1, "cell": f"{cell}/2,1", "export": f"cell_{cell}"}
+        found[f"export of cell {cell}"] = Case("trainer", (ranks,), None, export)
     for layout in (PAIR, CUT):
         found[f"wrong, {_label(layout)}"] = Case("wrong", *layout, {"options": WRONG_OPTIONS, "loops": WRONG_LOOPS})
     return found
