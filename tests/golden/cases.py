@@ -33,7 +33,7 @@ from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 from xffl.training import ExperimentConfig, FederationConfig, TrainingParameters
 from xffl.training.callbacks import CheckpointCallback
 
-__all__ = ["named", "run_cases"]
+__all__ = ["by_size", "run_cases"]
 
 Told = dict[str, Any]
 DIGESTS = ("bits", "bits before")
@@ -433,10 +433,9 @@ def run_cases(names: list[str], folder: Path) -> Iterator[tuple[str, Told]]:
         yield name, together(told)
 
 
-def named(only: str) -> dict[int, list[str]]:
-    """Return the names of cases with a text in them, by the size of their worlds."""
+def by_size(names: list[str]) -> dict[int, list[str]]:
+    """Return the names of cases by the size of their worlds."""
     found: dict[int, list[str]] = {}
-    for name, case in CASES.items():
-        if only in name:
-            found.setdefault(sum(case.sizes), []).append(name)
+    for name in names:
+        found.setdefault(sum(CASES[name].sizes), []).append(name)
     return found

@@ -70,19 +70,16 @@ def environ_of(tree: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def run_cases(tree: Path, folder: Path, only: str, jobs: int, commands: list[list[str]]) -> Told:
+def run_cases(tree: Path, folder: Path, which: list[str], jobs: int, commands: list[list[str]]) -> Told:
     """Run the launcher with a tree; checkpoints are written to and read from the folder."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "out.json")
-        given = ["--only", only, "--jobs", str(jobs), "--folder", str(folder), "--scratch", scratch, "--out", str(out)]
+        given = [*which, "--jobs", str(jobs), "--folder", str(folder), "--scratch", scratch, "--out", str(out)]
         command = [sys.executable, str(HERE / "launch.py"), *given, "--commands", json.dumps(commands)]
         ran = subprocess.run(command, cwd=scratch, env=environ_of(tree), capture_output=True, text=True, check=False)
         if ran.returncode:
             sys.exit(f"the launcher failed with {tree}:\n{ran.stdout}{ran.stderr}")
         found: Told = json.loads(out.read_text())
-        for name, case in found["cases"].items():
-            if "lost" in case:
-                case["lost"] = f"{name}: " + Path(scratch, case["lost"]).read_text(errors="replace")[-3000:]
     return found
 
 
@@ -157,7 +154,7 @@ def differences(old: Any, new: Any, at: str = "") -> Iterator[str]:
 def all_of(tree: Path, folder: Path, only: str, jobs: int) -> Told:
     """Run everything with a tree; runs and checkpoints stay in the folder."""
     is_whole = not only
-    found = run_cases(tree, folder / "kept", only, jobs, COMMANDS if is_whole else [])
+    found = run_cases(tree, folder / "kept", ["--only", only], jobs, COMMANDS if is_whole else [])
     return found | ({"xffl exec": execute(tree, folder / "exec")} if is_whole else {})
 
 
@@ -192,8 +189,7 @@ def new_results(asked: argparse.Namespace, old: Told, old_folder: Path, scratch:
     loads = [name for name in old["cases"] if name.startswith("load ")]
     if loads:
         shutil.copytree(old_folder / "kept", scratch / "kept")
-        only = asked.only if asked.only.startswith("load") else "load "
-        crossed = run_cases(tree, scratch / "kept", only, asked.jobs, [])["cases"]
+        crossed = run_cases(tree, scratch / "kept", ["--names", json.dumps(loads)], asked.jobs, [])["cases"]
         for name in loads:
             before[f"{name}, written by the old tree"] = before[name]
             after[f"{name}, written by the old tree"] = crossed[name]

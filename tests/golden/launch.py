@@ -110,12 +110,13 @@ def be_rank(rank: int, world_size: int, names: list[str], stem: Path, folder: Pa
             Path(f"{stem}.json").write_text(json.dumps(told))
 
 
-def run_worlds(only: str, jobs: int, scratch: Path, folder: Path) -> dict[str, Any]:
-    """Run all cases with a text in their names; a world that hangs or dies leaves those that it had not ended."""
+def run_worlds(names: list[str], jobs: int, scratch: Path, folder: Path) -> dict[str, Any]:
+    """Run cases; a world that hangs or dies leaves those that it had not ended."""
     cases = import_module("tests.golden.cases")
     stages: list[list[tuple[int, list[str]]]] = [[], []]
-    for size, names in sorted(cases.named(only).items(), reverse=True):
-        for stage, part in enumerate(([n for n in names if n[:4] != "load"], [n for n in names if n[:4] == "load"])):
+    for size, alike in sorted(cases.by_size(names).items(), reverse=True):
+        for stage in (0, 1):
+            part = [name for name in alike if name.startswith("load ") == bool(stage)]
             stages[stage] += [(size, part[at : at + A_WORLD]) for at in range(0, len(part), A_WORLD)]
     told: dict[str, Any] = {}
     for number, worlds in enumerate(stages):  # what was saved is loaded afterwards
@@ -142,7 +143,8 @@ def run_worlds(only: str, jobs: int, scratch: Path, folder: Path) -> dict[str, A
                     del running[stem]
                     file = Path(f"{stem}.json")
                     found = json.loads(file.read_text()) if file.exists() else {}
-                    told |= {name: found.get(name, {"lost": f"see {stem}.log"}) for name in names}
+                    log = Path(f"{stem}.log").read_text(errors="replace")[-3000:]
+                    told |= {name: found.get(name, {"lost": log}) for name in names}
     return told
 
 
@@ -166,7 +168,8 @@ def run_commands(lines: list[list[str]], scratch: Path, folder: Path) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="run the cases with this in their names")
+    parser.add_argument("--names", help="JSON: run these cases")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--scratch", type=Path, required=True, help="an empty folder")
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are written and read")
@@ -174,7 +177,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     load_tree()
-    cases = run_worlds(asked.only, asked.jobs, asked.scratch, asked.folder)
+    everything = import_module("tests.golden.table").CASES
+    names = json.loads(asked.names) if asked.names else [name for name in everything if asked.only in name]
+    cases = run_worlds(names, asked.jobs, asked.scratch, asked.folder)
     commands = run_commands(json.loads(asked.commands), asked.scratch, asked.folder)
     files = digests_under(asked.folder / "made")
     asked.out.write_text(json.dumps({"cases": cases, "commands": commands, "files": files}, indent=1))
