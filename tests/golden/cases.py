@@ -140,7 +140,7 @@ def weight_of(state: xffl.DistributedState, weights: str | None) -> float | None
     if weights == "equal parts":
         return (cell + 1.0) / size
     last = state.topology.cells - 1
-    whole = (1.0, 2.0**last - last)[cell == last]  # a power of two in all
+    whole = (1.0, 2.0 ** (last + 1) - last)[cell == last]  # a power of two in all
     return whole if state.rank == first else 0.0
 
 

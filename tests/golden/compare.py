@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 import os
-import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,30 +25,46 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tests.golden.launch import ROOT, records_of
+from tests.golden.launch import ROOT, options_of, records_of  # noqa: E402
 
 HERE = ROOT / "tests" / "golden"
-NAMES = "aggregate exec bench consolidate doctor env init lighthouse list logs plan report submit workflow".split()
 PLAN = "plan --json --federated 4,4 --hsdp 2 --params 8e9 --link-gbps 10 --link-ms 10 --step-s 1 --every 100"
-FINAL = "@/run error feedback/checkpoints/final"
+NAMES = "aggregate bench consolidate doctor env exec init lighthouse list logs plan report submit workflow"
+LINES = f"""
+{PLAN}
+{PLAN} --simulate
+{PLAN} --simulate --codec int8 --form two_hop --rails
+plan --json --world 32 --mesh pp=2,dp_shard=auto
+plan --federated 4,3 --world 8
+nothing
+--version
+env
+list algorithms
+list algorithms --json
+list algorithms --kind combine --json
+list algorithms --kind nothing
+exec nowhere.yaml
+exec --processes 0 x.py
+exec --processes 3 --federated 2,2 x.py
+aggregate @/nowhere --out @/x
+aggregate @/made/cell_0 --out @/x
+aggregate @/made/cell_0 @/made/cell_1 --out @/made/tried --dry-run
+aggregate @/made/cell_0 @/made/cell_1 --out @/made/mean
+aggregate @/made/cell_0 @/made/cell_1 --out @/made/weighed --weights 3,1 --combine median
+aggregate @/made/cell_0 @/made/cell_1 --out @/made/served --server fedadam
+consolidate @/nowhere @/x
+consolidate '@/run error feedback/checkpoints/final' @/made/whole
+consolidate '@/run error feedback/checkpoints/final' @/made/whole_1 --cell 1
+init
+init @/made/project
+report @/nowhere
+submit nowhere.yaml --dry-run
+"""
 COMMANDS = [
-    *([name, "--help"] for name in ("", *NAMES)),
+    *([], ["--help"], *([name, end] for name in NAMES.split() for end in ("--help", "--nothing-of-this-name"))),
     *(["workflow", name, "--help"] for name in ("init", "begin", "record")),
-    *([name, "--nothing-of-this-name"] for name in NAMES),
-    *(line.split() for line in (PLAN, f"{PLAN} --simulate", f"{PLAN} --simulate --codec int8 --form two_hop --rails")),
-    *(line.split() for line in ("plan --federated 4,3 --world 8", "plan --json --world 32 --mesh pp=2,dp_shard=auto")),
-    *([], ["nothing"], ["--version"], "list algorithms".split(), "list algorithms --json".split(), ["env"]),
-    *("list algorithms --kind combine --json".split(), "list algorithms --kind nothing".split()),
-    *("exec nowhere.yaml".split(), "exec --processes 0 x.py".split(), "exec --processes 3 --federated 2,2 x.py".split()),
-    *("aggregate @/nowhere --out @/x".split(), "aggregate @/made/cell_0 --out @/x".split()),
-    "aggregate @/made/cell_0 @/made/cell_1 --out @/made/tried --dry-run".split(),
-    "aggregate @/made/cell_0 @/made/cell_1 --out @/made/mean".split(),
-    "aggregate @/made/cell_0 @/made/cell_1 --out @/made/weighed --weights 3,1 --combine median".split(),
-    "aggregate @/made/cell_0 @/made/cell_1 --out @/made/served --server fedadam".split(),
-    *("consolidate @/nowhere @/x".split(), ["consolidate", FINAL, "@/made/whole"]),
-    ["consolidate", FINAL, "@/made/whole_1", "--cell", "1"],
-    *("init".split(), "init @/made/project".split(), "report @/nowhere".split(), "submit nowhere.yaml --dry-run".split()),
-]  # fmt: skip
+    *map(shlex.split, LINES.strip().splitlines()),
+]
 CONFIG = """\
 trainer: task.TaskTrainer
 launch: {processes: 2, federated: [1, 1]}
@@ -84,7 +100,7 @@ def run_cases(tree: Path, folder: Path, which: list[str], jobs: int, commands: l
 
 
 def execute(tree: Path, folder: Path) -> Told:
-    """Run ``xffl exec`` on a small configuration in a folder, which may hold a run to go on with; return its records."""
+    """Run ``xffl exec`` in a folder, which may hold a run to go on with; return its code and its records."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
     shutil.copy(ROOT / "tests" / "tasks.py", folder / "task.py")
@@ -107,16 +123,6 @@ def resume(tree: Path, old: Path, folder: Path) -> Told:
             shutil.rmtree(one)
     (checkpoints / "latest").unlink()
     return execute(tree, folder)
-
-
-def options_of(text: str) -> dict[str, str]:
-    """Return the options and arguments that a ``--help`` lists, each with its default."""
-    found = {}
-    for block in re.split(r"\n(?=  \S)", "\n" + text.partition("\nexamples:")[0])[1:]:
-        header = re.split(r"\s{2,}|\n", block.strip())[0]
-        defaults = re.findall(r"default: ([^()]*)\)", block.partition("\n\n")[0])
-        found[header] = defaults[-1] if defaults else ""
-    return found
 
 
 def plain(line: str, told: Told) -> Told:
@@ -219,7 +225,9 @@ def main() -> int:
         print(f"{'DIFFERENT' if found else 'equal':9}  {name}", *found[:6], sep="\n             ")
         wrong += bool(found)
     rows = len({**before, **after})
-    print(f"{rows} rows, {wrong} different; {middle - start:.0f} s old tree, {time.monotonic() - middle:.0f} s new tree")
+    print(
+        f"{rows} rows, {wrong} different; {middle - start:.0f} s old tree, {time.monotonic() - middle:.0f} s new tree"
+    )
     return int(wrong > 0)
 
 

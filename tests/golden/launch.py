@@ -10,6 +10,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -60,6 +61,18 @@ def records_of(run: Path) -> dict[str, Any]:
     found |= {file.name: file.read_text().splitlines()[0] for file in sorted(run.glob("metrics/*.csv"))}
     for file in (run / "origins.json", run / "partition.json"):
         found[file.name] = json.loads(file.read_text()) if file.exists() else None
+    return found
+
+
+def options_of(text: str) -> dict[str, str]:
+    """Return the options and arguments that a ``--help`` lists, each with its default."""
+    found = {}
+    for block in re.split(r"\n(?=  \S)", "\n" + text.partition("\nexamples:")[0])[1:]:
+        header = re.split(r"\s{2,}|\n", block.strip())[0]
+        if not re.fullmatch(r"-.*|[\w-]+", header):
+            continue  # a line of an example
+        defaults = re.findall(r"default: ([^()]*)\)", block.partition("\n\n")[0])
+        found[header] = defaults[-1] if defaults else ""
     return found
 
 

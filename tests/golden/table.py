@@ -193,11 +193,11 @@ EXACT_ROUNDS: list[tuple[str, Options, tuple[Layout, ...]]] = [
     ("bf16", {"codec": "bf16"}, (SHARDS,)),
     ("topk", {"codec": "topk:0.25"}, (CUT,)),
     ("median", {"combine": "median"}, (FOUR,)),
-    ("drop_cell", {"bad": 1, "nonfinite": "drop_cell"}, (COPIES, FOUR)),
+    ("drop_cell", {"bad": 1, "nonfinite": "drop_cell", "weights": None}, (COPIES, FIVE)),
     ("two_hop, fragments", {"form": "two_hop", "fragments": 2, "count": 4, "bucket_bytes": 64}, (UNLIKE, THREE)),
     ("all_gather, in place", {"form": "all_gather", "atomic": False, "bucket_bytes": 64}, (FOUR, THREE)),
     ("late", {**LATE, "alpha": 0.5}, (SHARDS,)),
-    ("levels", {**LEVELS, "count": 4}, (FOUR,)),
+    ("levels", {**LEVELS, "count": 4, "weights": None}, (FOUR,)),
 ]
 EXACT_LOOPS: list[tuple[str, Options, tuple[Layout, ...]]] = [
     ("uneven", {"every": 4, "steps": (5, 11, 7)}, (CUT, UNLIKE)),
