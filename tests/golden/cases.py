@@ -139,8 +139,10 @@ def weight_of(state: xffl.DistributedState, weights: str | None) -> float | None
     first, size = sum(state.topology.sizes[:cell]), state.topology.sizes[cell]
     if weights == "equal parts":
         return (cell + 1.0) / size
+    # 1, 3; 3, 4, 9; 9, 12, 16, 27: taken from the heaviest on, each is a quarter of the sum so far, which no step of a
+    # mean rounds, and so no processor with fused steps rounds otherwise.
     last = state.topology.cells - 1
-    whole = (1.0, 2.0 ** (last + 1) - last)[cell == last]  # a power of two in all
+    whole = 3.0**last if cell == last else 3.0 ** (last - 1 - cell) * 4.0**cell
     return whole if state.rank == first else 0.0
 
 

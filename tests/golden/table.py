@@ -193,7 +193,7 @@ EXACT_ROUNDS: list[tuple[str, Options, tuple[Layout, ...]]] = [
     ("bf16", {"codec": "bf16"}, (SHARDS,)),
     ("topk", {"codec": "topk:0.25"}, (CUT,)),
     ("median", {"combine": "median"}, (FOUR,)),
-    ("drop_cell", {"bad": 1, "nonfinite": "drop_cell", "weights": None}, (COPIES, FIVE)),
+    ("drop_cell", {"bad": 1, "nonfinite": "drop_cell"}, (COPIES, THREE)),
     ("two_hop, fragments", {"form": "two_hop", "fragments": 2, "count": 4, "bucket_bytes": 64}, (UNLIKE, THREE)),
     ("all_gather, in place", {"form": "all_gather", "atomic": False, "bucket_bytes": 64}, (FOUR, THREE)),
     ("late", {**LATE, "alpha": 0.5}, (SHARDS,)),
