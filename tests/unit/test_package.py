@@ -313,6 +313,23 @@ def test_tests_for_gpus_are_collected_with_what_a_machine_with_a_gpu_has() -> No
 # House rules that no linter knows -------------------------------------------------------------------------------------
 
 
+def test_contributing_says_where_things_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| .+ \| \[(.+)\]\(\1\) \| `(\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 15 and text.count("](xffl/") == len(rows)
+    for file, name in rows:
+        tree = ast.parse((ROOT / file).read_text())
+        names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert name in names, f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in SOURCES}), ids=lambda folder: folder.name)
+def test_folders_of_the_rebuilt_rooms_are_narrow(folder: Path) -> None:
+    rooms = ("aggregation", "distributed", "parallel", "checkpoint")
+    if folder.relative_to(PACKAGE).parts[:1] and folder.relative_to(PACKAGE).parts[0] in rooms:
+        assert len(list(folder.glob("*.py"))) <= 15
+
+
 PRIVATE = {"torch.distributed.tensor._random"}
 """What has no public way: how torch makes up random numbers for DTensors on GPUs."""
 
@@ -320,7 +337,7 @@ PRIVATE = {"torch.distributed.tensor._random"}
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_are_small_and_use_public_torch(path: Path) -> None:
     source = path.read_text()
-    assert source.count("\n") <= 700
+    assert source.count("\n") <= 900
     vague = {"utils", "common", "helpers", "custom", "processing"}
     assert not vague & set(path.relative_to(ROOT).with_suffix("").parts)
     for node in ast.walk(ast.parse(source)):
