@@ -24,17 +24,12 @@ __all__ = ["Layout", "Pool", "Staging", "aligned"]
 
 
 class Places(NamedTuple):
-    """Where a bucket's elements lie.
+    """Where a bucket's elements lie."""
 
-    :param views: The elements, as views that follow each other.
-    :param device: The device of all views, if they are 1-D.
-    :param run: The only view, if its elements are one run of memory.
-    :param memory: The bytes of each view, for a copy without torch, where they are several runs of memory on the CPU.
-    """
-
-    views: list[torch.Tensor]
-    device: torch.device | None
-    run: torch.Tensor | None
+    views: list[torch.Tensor]  # the elements, as views that follow each other
+    device: torch.device | None  # the device of all views, if they are 1-D
+    run: torch.Tensor | None  # the only view, if its elements are one run of memory
+    # the bytes of each view, for a copy without torch, where they are several runs of memory on the CPU
     memory: list[memoryview]
 
 
@@ -43,13 +38,6 @@ class Layout:
 
     Views are kept from round to round while the model keeps its tensors where they are. ``shares_memory`` tells, once
     they have been looked up, whether some of them overlap.
-
-    :param entries: The moving tensors, in the plan's order; ``None`` for one that this rank does not hold.
-    :param items: The same tensors as the plan sees them.
-    :param axes: For each cell, the axis along which it cuts each tensor.
-    :param at: This rank's place in the federation.
-    :param needs_memory_of_its_own: Whether tensors are written while others are still read, so that none may share
-        memory.
     """
 
     def __init__(
@@ -85,38 +73,23 @@ class Layout:
         self._cuts: dict[int, tuple[torch.Tensor, list[memoryview]]] = {}
 
     def name(self, item: int) -> str:
-        """Return a tensor's name.
-
-        :param item: Its place in the plan.
-        :return: The name, without wrappers.
-        """
+        """Return a tensor's name."""
         entry = self._entries[item]
         assert entry is not None, "lanes hold only what this rank holds"
         return entry.name
 
     def held(self, item: int) -> tuple[int, int]:
-        """Return where this rank's part of a tensor begins in canonical order, and its elements.
-
-        :param item: Its place in the plan.
-        :return: First element and number of elements.
-        """
+        """Return where this rank's part of a tensor begins in canonical order, and its elements."""
         return self._origin[item], self._held[item]
 
     def moving(self, fragment: int) -> list[torch.Tensor]:
-        """Return the model's tensors of a fragment, also those of which this rank has no elements; local.
-
-        :param fragment: The part of the model.
-        :return: Its parameters and buffers as the model keeps them.
-        """
+        """Return the model's tensors of a fragment, also those of which this rank has no elements; local."""
         entries = zip(self._entries, self._fragments, strict=True)
         kept = [entry.held[entry.leaf] for entry, number in entries if entry is not None and number == fragment]
         return [tensor for tensor in kept if tensor is not None]
 
     def look_up(self) -> None:
-        """Look all tensors up anew; local.
-
-        :raises ConfigError: if one has another shape or data type, or another part of it is held here.
-        """
+        """Look all tensors up anew; local."""
         tensors = [*itertools.chain.from_iterable(held.values() for held in self._dicts)]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         if is_same and _places(self._moving) == self._found:
@@ -161,21 +134,12 @@ class Layout:
         return None
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.
-
-        :param bucket: The bucket.
-        :param device: Where the groups' backend communicates from.
-        :return: A flat view of the model; ``None`` where the elements have to be packed.
-        """
+        """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is."""
         places = self._places_of(bucket)
         return places.run if places.device == device else None
 
     def pack(self, bucket: Bucket, into: torch.Tensor) -> None:
-        """Copy a bucket's elements out of the model.
-
-        :param bucket: The bucket.
-        :param into: Flat tensor of as many elements.
-        """
+        """Copy a bucket's elements out of the model."""
         views, device, _, memory = self._places_of(bucket)
         if memory and into.device == device:
             _copy(memory, self._cut(bucket, into, memory))
@@ -188,11 +152,7 @@ class Layout:
                 values.view(view.shape).copy_(view)
 
     def unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Write a bucket's elements into the model.
-
-        :param bucket: The bucket.
-        :param values: Flat tensor of as many elements; the model's own run of them is left as it is.
-        """
+        """Write a bucket's elements into the model."""
         views, device, _, memory = self._places_of(bucket)
         if len(views) == 1 and device is not None:
             if views[0].data_ptr() != values.data_ptr():
@@ -209,11 +169,7 @@ class Layout:
                 view.copy_(new.view(view.shape))
 
     def nonfinite(self, bucket: Bucket) -> list[int]:
-        """Tell which tensors have a value in a bucket that is not finite; local.
-
-        :param bucket: The bucket.
-        :return: Their places in the plan.
-        """
+        """Tell which tensors have a value in a bucket that is not finite; local."""
         return [piece.item for piece in bucket.pieces if not all(map(_is_finite, self._views_of_piece(piece)))]
 
     def _cut(self, bucket: Bucket, buffer: torch.Tensor, like: Sequence[memoryview]) -> list[memoryview]:
@@ -280,13 +236,7 @@ def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
 
 
 def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
-    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views.
-
-    :param view: A tensor of any strides; one with gaps gives several views.
-    :param start: First element.
-    :param count: Number of elements.
-    :return: The views, whose elements follow each other.
-    """
+    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views."""
     if view.is_contiguous():
         return [view.view(-1)[start : start + count]]
     inner = view.numel() // view.shape[0]
@@ -310,12 +260,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 class Staging:
-    """The buffers between the model and the exchange; local.
-
-    :param layout: Where this rank's elements lie.
-    :param device: Where the groups' backend communicates from.
-    :param atomic: Whether new values are collected beside the model, one copy of what this rank holds.
-    """
+    """The buffers between the model and the exchange; local."""
 
     def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
         self._layout = layout
@@ -331,21 +276,13 @@ class Staging:
         self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
 
     def begin(self, *, is_snapshot: bool, keeps_snapshot: bool) -> None:
-        """Get ready for a round.
-
-        :param is_snapshot: Whether values are copied before the exchange begins.
-        :param keeps_snapshot: Whether that copy outlives the round.
-        """
+        """Get ready for a round."""
         self.is_snapshot, self.keeps_snapshot, self._is_read_from_stage = is_snapshot, keeps_snapshot, False
         while self._kept:  # of a round that did not take place
             self._packs.give(self._kept.popitem()[1])
 
     def make(self, tracks: Sequence[Track], pause_of: dict[int, int]) -> None:
-        """Make what a round needs, so that it does not run out of memory on its way.
-
-        :param tracks: The lanes of the round.
-        :param pause_of: By lane, for how many buckets one is under way.
-        """
+        """Make what a round needs, so that it does not run out of memory on its way."""
         for track in tracks:
             for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
                 if is_needed and track.number not in kept:
@@ -422,12 +359,7 @@ class Staging:
         self._is_read_from_stage = True
 
     def pack(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy a bucket out of the model where it has to be.
-
-        :param track: Its lane.
-        :param bucket: The bucket.
-        :return: Its values, and the buffer lent for them, if any.
-        """
+        """Copy a bucket out of the model where it has to be."""
         values, _, lent = self.own(track, bucket)
         run = self._layout.run_of(bucket, self._device)
         if run is None or run.data_ptr() != values.data_ptr():
@@ -458,11 +390,7 @@ LINE = 64
 
 
 class Pool:
-    """Buffers of one size; as many as were ever lent at a time, since fresh memory is slow.
-
-    :param nbytes: Size of a buffer; it grows with what is asked for.
-    :param device: Where buffers live.
-    """
+    """Buffers of one size; as many as were ever lent at a time, since fresh memory is slow."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
@@ -496,13 +424,7 @@ class Pool:
             self._free.append(buffer)
 
     def rows(self, buffer: torch.Tensor, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """Cut a buffer that is lent into aligned rows, as long as there is room; kept, since to cut takes its time.
-
-        :param buffer: The buffer, of at least ``aligned`` bytes for what each row is to hold.
-        :param dtype: Data type of the rows.
-        :param count: Number of rows.
-        :return: The rows.
-        """
+        """Cut a buffer that is lent into aligned rows, as long as there is room; kept, since to cut takes its time."""
         kept = self._rows.get((id(buffer), dtype, count))
         if kept is None:
             step = buffer.numel() // max(1, count) // LINE * LINE

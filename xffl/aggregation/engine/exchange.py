@@ -48,18 +48,6 @@ class Exchange:
 
     With ``atomic`` the new values are collected beside the model, one copy of this rank's shard, until :meth:`commit`
     writes them; else they are written bucket by bucket.
-
-    :param layout: Where this rank's elements lie.
-    :param tracks: All lanes of this rank.
-    :param crossing: The slow link.
-    :param topology: The federation.
-    :param rank: This rank.
-    :param routes: Its process groups.
-    :param device: Where buffers live: where the groups' backend communicates from.
-    :param options: What the aggregator was asked for.
-    :param agreed: The last agreed model, where the options need it.
-    :param progress: How far the host is ahead of a GPU.
-    :param masker: The masks of a secure sum.
     """
 
     def __init__(
@@ -116,11 +104,6 @@ class Exchange:
         """Look the tensors up and read those of this round that this rank sends; local.
 
         What is combined late is looked at when it is sent, while the processor has it at hand: see :meth:`settle`.
-
-        :param fragment: The part of the model that takes part in the round.
-        :param is_snapshot: Whether the model may change before the round has read it: then all of it is copied now.
-        :param keeps_snapshot: Whether that copy is to outlive the round, on every rank.
-        :return: What was found.
         """
         self.journal = Journal(self._device, self.journal)
         self._progress.forget()
@@ -149,11 +132,7 @@ class Exchange:
             return looks.findings()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
 
     def check(self, turnout: Turnout) -> None:
-        """Raise where these cells cannot be combined as was asked; pure, the same on all ranks.
-
-        :param turnout: Whose values count.
-        :raises Exception: whatever the combiner or the secure sum has against it.
-        """
+        """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
         self.combiner.check(len(turnout.cells))
         if self.masker is not None:
             self.masker.check(turnout.cells)
@@ -166,9 +145,6 @@ class Exchange:
 
         Collective over the world; a GPU has done its part then. Afterwards :attr:`journal` tells what this rank sent,
         how long it took, and what failed here, and :attr:`turnout` what the cells counted for.
-
-        :param turnout: Whose values count; the same on all ranks.
-        :param fragment: As in :meth:`look`.
         """
         self.turnout = turnout if self._is_gathering else weighed(turnout, self.combiner)
         if self.masker is not None:
@@ -200,10 +176,7 @@ class Exchange:
         return self._late.findings()
 
     def settle(self, *, is_moderate: bool) -> None:
-        """Go on with what all ranks have found in the values that are combined late; local.
-
-        :param is_moderate: Whether none of them is so large that its square leaves fp32.
-        """
+        """Go on with what all ranks have found in the values that are combined late; local."""
         self.turnout = replace(self.turnout, is_fused=self.turnout.is_fused and is_moderate)
 
     def _march(self, fragment: int, start: Callable[[Track, Bucket], Iterator[int]]) -> None:
@@ -248,10 +221,6 @@ class Exchange:
         """Write the collected values into the model; local. Without ``atomic`` they are there already.
 
         Where another cell's values were collected and not the mean, the mean is written.
-
-        :param fragment: As in :meth:`look`.
-        :param is_merged: Whether the model has changed since and its changes count, by ``alpha``.
-        :param alpha: The part of the model's value that stays; ``None``: what it has changed by since is added.
         """
         with self.journal.phase("commit"):
             if is_merged or self._staging.is_snapshot:
@@ -419,14 +388,7 @@ class Flights:
 
 
 class Late:
-    """The lanes of a rank that are combined late, see :class:`~xffl.aggregation.engine.plan.Track`.
-
-    :param layout: Where this rank's elements lie.
-    :param staging: Where what arrives is collected.
-    :param crossing: The slow link.
-    :param routes: This rank's process groups.
-    :param cell: This rank's cell, 0 or 1.
-    """
+    """The lanes of a rank that are combined late, see :class:`~xffl.aggregation.engine.plan.Track`."""
 
     def __init__(self, layout: Layout, staging: Staging, crossing: Crossing, routes: Routes, cell: int) -> None:
         self._layout, self._staging, self._crossing, self._routes = layout, staging, crossing, routes
@@ -446,10 +408,6 @@ class Late:
 
         A loop of its own instead of a flight for each bucket: where buckets empty the caches, a step of Python costs
         ten times as much, and there are hundreds.
-
-        :param track: The lane, which this rank carries.
-        :param turnout: Whose values count; the others' stay where they are.
-        :param journal: Where bytes, seconds and failures are noted.
         """
         buckets, senders, ahead = track.buckets, turnout.senders(track.lane), track.ahead
         sends, receives = self._cell in senders, self._other in senders
@@ -490,11 +448,7 @@ class Late:
         return values, lent
 
     def write(self, tracks: Sequence[Track], turnout: Turnout) -> None:
-        """Write the mean of lanes into the model; local.
-
-        :param tracks: The lanes.
-        :param turnout: Whose values count, and for what.
-        """
+        """Write the mean of lanes into the model; local."""
         # What shares memory is written once all of it has been read.
         waits = self._layout.shares_memory
         for track in tracks:
@@ -516,23 +470,15 @@ class Late:
 
 
 class Findings(NamedTuple):
-    """What a rank has found in the values that it sends.
+    """What a rank has found in the values that it sends."""
 
-    :param nonfinite: Names of tensors to be averaged that hold a value which is not finite.
-    :param is_moderate: Whether no value is so large that its square leaves fp32.
-    :param norm: Squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks.
-    """
-
-    nonfinite: list[str]
-    is_moderate: bool
-    norm: float = 0.0
+    nonfinite: list[str]  # names of tensors to be averaged that hold a value which is not finite
+    is_moderate: bool  # whether no value is so large that its square leaves fp32
+    norm: float = 0.0  # squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks
 
 
 class Looks:
-    """Looks at the values of a round, bucket by bucket; local.
-
-    :param layout: Where this rank's elements lie.
-    """
+    """Looks at the values of a round, bucket by bucket; local."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -564,13 +510,7 @@ def energy_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def weighed(turnout: Turnout, combiner: Combiner, distances: Sequence[Sequence[float]] | None = None) -> Turnout:
-    """Let a combiner weigh the cells that contribute; pure, the same on all ranks.
-
-    :param turnout: What all ranks know about them.
-    :param combiner: The combiner; one that looks at every element by itself counts all cells alike.
-    :param distances: Squared distances between all cells, where the combiner asks for them.
-    :return: The turnout with counts and scale.
-    """
+    """Let a combiner weigh the cells that contribute; pure, the same on all ranks."""
     cells = turnout.cells
     if not isinstance(combiner, Weighting):
         return replace(turnout, counts=tuple(float(cell in cells) for cell in range(len(turnout.weights))))
@@ -588,12 +528,7 @@ def weighed(turnout: Turnout, combiner: Combiner, distances: Sequence[Sequence[f
 
 
 class Protection:
-    """One rank's clipping and noise, and what they have cost so far.
-
-    :param privacy: What was asked for.
-    :param rank: This rank.
-    :param masker: The masks of a secure sum, if it is one.
-    """
+    """One rank's clipping and noise, and what they have cost so far."""
 
     def __init__(self, privacy: Privacy, rank: int, masker: Masker | None) -> None:
         self._privacy = privacy
@@ -617,14 +552,6 @@ class Protection:
         Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
         something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
         sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
-
-        :param carried: The buckets that this rank carries.
-        :param agreed: The last agreed model.
-        :param staging: Where values are read from and collected.
-        :param journal: Where seconds and failures are noted.
-        :param cells: The cells that contribute.
-        :param cell: This cell; where it does not contribute, nothing of it is sent, and nothing is done.
-        :param home: The group of the cell; ``None`` where there is one rank.
         """
         self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
         if cell not in cells:

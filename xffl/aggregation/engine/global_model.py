@@ -24,12 +24,6 @@ class GlobalState:
     A server optimizer sees, for each part of the model that is exchanged in turn, one flat tensor for each lane of the
     rank; a lane has the same elements in the same order on all ranks that hold it, so they all take the same step. Each
     part has its own optimizer and schedule.
-
-    :param tracks: The rank's lanes.
-    :param layout: Where this rank's elements lie.
-    :param server: The server optimizer; ``None`` where the mean takes the place of the model.
-    :param device: Where the groups' backend communicates from; also where the state is kept, unless the server says
-        otherwise.
     """
 
     def __init__(
@@ -78,11 +72,7 @@ class GlobalState:
         self._is_known = False
 
     def check(self, fragment: int) -> None:
-        """Raise where a round cannot go on from this state; local.
-
-        :param fragment: The part of the model whose round it is.
-        :raises StateError: after :meth:`forget`, until a state has been loaded; or where a schedule has ended.
-        """
+        """Raise where a round cannot go on from this state; local."""
         if not self._is_known:
             raise StateError(
                 "the last agreed model and the server optimizer may differ between ranks since a round tore the model, "
@@ -113,12 +103,7 @@ class GlobalState:
     @torch.inference_mode(False)  # what a server's optimizer makes here outlives the round
     @torch.no_grad()
     def step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
-        """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements.
-
-        :param fragment: The part of the model whose round it is.
-        :param means: By lane the mean of the cells' models, which the new model replaces.
-        :param scale: What the way from the agreed model to the mean is multiplied by.
-        """
+        """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements."""
         optimizer = self._optimizers.get(fragment)
         tracks = self._of(fragment)
         for track in tracks:
@@ -160,10 +145,7 @@ class GlobalState:
         return [track for track in self._tracks if track.lane.fragment == fragment]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds.
-
-        :return: Copies: flat tensors in canonical order, numbers and texts.
-        """
+        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds."""
         optimizers = {}
         for fragment, optimizer in self._optimizers.items():
             tracks = self._of(fragment)
@@ -186,11 +168,7 @@ class GlobalState:
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is that of another model, cut, or server optimizer.
-        """
+        """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since."""
         if set(state["optimizers"]) != set(self._optimizers):
             raise CheckpointError(
                 f"the state has server optimizers for fragments {sorted(state['optimizers'])} and this aggregator for "

@@ -30,20 +30,14 @@ ROUND_KINDS = ("federation", "replica", "federated")
 
 @dataclass(frozen=True)
 class Place:
-    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility.
+    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility."""
 
-    :param state: The state that describes the world.
-    :param topology: The cells of this run; their ranks are counted from ``first``.
-    :param first: The rank of the world that they are counted from.
-    :param groups: Groups that were made for it, a ``world`` among them where it is a part; ``None``: the state's.
-    :param own: All of these groups, placeholders too.
-    """
-
-    state: DistributedState
-    topology: Topology
-    first: int = 0
+    state: DistributedState  # the state that describes the world
+    topology: Topology  # the cells of this run; their ranks are counted from first
+    first: int = 0  # the rank of the world that they are counted from
+    # groups that were made for it, a world among them where it is a part; None: the state's
     groups: Groups | None = None
-    own: tuple[dist.ProcessGroup, ...] = ()
+    own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
 
     @property
     def rank(self) -> int:
@@ -63,28 +57,21 @@ class Routes:
 
     An exchange that fails on GPUs leaves messages under way in them; :meth:`abort` ends those, and :meth:`renew` puts
     other groups in their place.
-
-    :param world: The group of all ranks, which votes.
-    :param across: The groups in which carriers swap shards, bucket by bucket in turn: NCCL works off those of a group
-        one after the other, each with its latency. None on a rank that sends nothing.
-    :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
-    :param cell: All ranks of the cell; ``None`` where there is one.
-    :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
-    :param own: Groups that were made for this alone, placeholders too.
-    :param first: The rank of the world that the topology's ranks are counted from.
-    :param holders: By the shards that hold the same elements, where they are several but not all, the ranks of the cell
-        that hold one of these.
-    :param make: Makes groups like these; collective over the world. ``None`` where others belong to more than this.
     """
 
-    world: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None  # the group of all ranks, which votes
+    # the groups in which carriers swap shards, bucket by bucket in turn: NCCL works off those of a group one after
+    # the other, each with its latency. None on a rank that sends nothing
     across: tuple[dist.ProcessGroup | None, ...]
-    replica: dist.ProcessGroup | None
-    cell: dist.ProcessGroup | None
-    is_railed: bool = False
-    own: tuple[dist.ProcessGroup, ...] = ()
-    first: int = 0
+    replica: dist.ProcessGroup | None  # the ranks of the cell that hold this rank's shard; None where there is one
+    cell: dist.ProcessGroup | None  # all ranks of the cell; None where there is one
+    is_railed: bool = False  # whether the replicas of a shard take turns in carrying its buckets, instead of one sender
+    own: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for this alone, placeholders too
+    first: int = 0  # the rank of the world that the topology's ranks are counted from
+    # by the shards that hold the same elements, where they are several but not all, the ranks of the cell that hold
+    # one of these
     holders: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    # makes groups like these; collective over the world. None where others belong to more than this
     make: Callable[[], Routes] | None = None
     is_aborted: bool = False
 
@@ -108,11 +95,6 @@ def make_place(state: DistributedState, topology: Topology, first: int) -> Place
 
     Collective over the world: all ranks make a place at the same time, each the one that it belongs to. Places of one
     call have replicas of one size, so that every rank makes the same number of groups.
-
-    :param state: The state that describes the world.
-    :param topology: The cells of the part, ranks counted from ``first``.
-    :param first: Its first rank.
-    :return: The place.
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
@@ -126,14 +108,6 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
     """Pick the groups of a round; groups of one rank are left out.
 
     Collective over the world. Over NCCL each group is connected, by an all-reduce of 4 bytes.
-
-    :param place: Where rounds take place.
-    :param is_railed: Whether replicas take turns: then any rank may meet any other.
-    :param is_own: Make groups that nobody else uses, collectively over the world, instead of taking the state's: for
-        rounds beside which the caller's own collectives go on. On GPUs they are always made, since FSDP's meshes use
-        the state's, and an exchange that fails must not take those along.
-    :param holders: Shards that hold the same elements, for each of which a group is made; the same on all ranks.
-    :return: The groups.
     """
     state, groups, world = place.state, place.groups, place.world
     across: tuple[dist.ProcessGroup | None, ...] = ()
@@ -207,14 +181,7 @@ def _recorded(
 def start_moves(
     receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup | None, tag: int
 ) -> list[dist.Work]:
-    """Start receiving from some ranks and sending to some; local, its peers do the same.
-
-    :param receive: What comes, in the order in which it is sent.
-    :param send: What leaves, in the order in which it is received.
-    :param group: The group that both ends belong to; by default the world.
-    :param tag: Tells these messages from others on the group.
-    :return: What to wait for.
-    """
+    """Start receiving from some ranks and sending to some; local, its peers do the same."""
     if not receive and not send:
         return []
     if (receive or send)[0][0].device.type != "cpu":
@@ -249,9 +216,6 @@ class Progress:
     an exchange were given at once, its timeout would be one for the whole of it, and the host would learn of a peer
     that is gone from NCCL's watchdog, which ends the process. So the host waits, with a deadline, for what it gave
     :data:`~xffl.costs.MOST_IN_FLIGHT` messages before.
-
-    :param device: Where values move.
-    :param within_s: Seconds that a message may take.
     """
 
     def __init__(self, device: torch.device, within_s: float) -> None:
@@ -267,10 +231,7 @@ class Progress:
             self._await(MOST_IN_FLIGHT)
 
     def drain(self) -> None:
-        """Wait until the GPU has done all that the current stream was given.
-
-        :raises RuntimeError: if it does not in time: then a peer does not answer.
-        """
+        """Wait until the GPU has done all that the current stream was given."""
         self.note()
         self._await(0)
 

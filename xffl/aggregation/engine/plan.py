@@ -200,29 +200,19 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """All intervals with the same owners and the same treatment.
+    """All intervals with the same owners and the same treatment."""
 
-    :param fragment: Part of the model that the lane belongs to.
-    :param held_by_part: For each cell, whether ranks hold the lane's elements only as a part of their shard.
-    :param owners: The shard that carries the lane, in each cell.
-    :param dtype: Data type of every element.
-    :param rule: ``average`` or ``first``.
-    :param is_mean_at_home: Whether the ranks at home are averaged first.
-    :param codec: How values are written on the slow link.
-    :param is_stepped: Whether they are what training changes: parameters that are averaged and not frozen.
-    :param pieces: The intervals, by tensor.
-    :param holders: The shards that hold the lane's elements, all of them, where they are several but not all.
-    """
-
-    fragment: int
+    fragment: int  # part of the model that the lane belongs to
+    # for each cell, whether ranks hold the lane's elements only as a part of their shard
     held_by_part: tuple[bool, ...]
-    owners: tuple[int, ...]
-    dtype: str
-    rule: str
-    is_mean_at_home: bool
-    codec: str
-    is_stepped: bool
-    pieces: tuple[Piece, ...]
+    owners: tuple[int, ...]  # the shard that carries the lane, in each cell
+    dtype: str  # data type of every element
+    rule: str  # average or first
+    is_mean_at_home: bool  # whether the ranks at home are averaged first
+    codec: str  # how values are written on the slow link
+    is_stepped: bool  # whether they are what training changes: parameters that are averaged and not frozen
+    pieces: tuple[Piece, ...]  # the intervals, by tensor
+    # the shards that hold the lane's elements, all of them, where they are several but not all
     holders: tuple[int, ...] = ()
 
     @property
@@ -269,13 +259,7 @@ class Lane:
 
 
 def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[Lane, ...]:
-    """List the lanes that a rank takes part in, as owner or at home, in the order in which all ranks walk them.
-
-    :param items: The tensors that take part in the round, in the manifest's order.
-    :param topology: The federation.
-    :param rank: The rank to plan for.
-    :return: The lanes, by :attr:`Lane.key`.
-    """
+    """List the lanes that a rank takes part in, as owner or at home, in the order in which all ranks walk them."""
     at = topology.coordinates(rank)
     lanes: dict[_Key, list[Piece]] = {}
     for item in items:
@@ -297,12 +281,7 @@ def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[La
 
 
 def digest(items: Sequence[Item], topology: Topology) -> str:
-    """Return a hash of everything that all ranks derive their lanes and buckets from.
-
-    :param items: The tensors that take part in the round.
-    :param topology: The federation.
-    :return: Hexadecimal digits.
-    """
+    """Return a hash of everything that all ranks derive their lanes and buckets from."""
     shape = () if topology.cell_shape is None else (topology.cell_shape,)
     facts = (topology.sizes, topology.replica_size, *shape, [tuple(item) for item in items])
     return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -323,30 +302,21 @@ MOST_UNLIKE = 1.25
 
 @dataclass(frozen=True)
 class Turnout:
-    """Whose values count in a round.
+    """Whose values count in a round."""
 
-    :param weights: One weight for each cell; cells of weight 0 send nothing.
-    :param first: The cell that tensors of policy ``first`` are taken from.
-    :param number: The round's number, from 1.
-    :param is_fused: Whether two values may be combined in one fused step: no rank holds one whose square leaves fp32,
-        so that differences do not either, and all have the same arithmetic.
-    :param steps: Effective local steps of each cell since its last round.
-    :param norms: The L2 norm of each cell's update, of what training changes; ``None`` where nobody keeps the
-        state that it started from.
-    :param counts: What each cell's values count for, once a combiner has looked at all of this.
-    :param scale: What the way from the last agreed model to the combined one is multiplied by.
-    :param attempt: Number of the masks of a secure sum.
-    """
-
-    weights: tuple[float, ...]
-    first: int
-    number: int = 1
+    weights: tuple[float, ...]  # one weight for each cell; cells of weight 0 send nothing
+    first: int  # the cell that tensors of policy first are taken from
+    number: int = 1  # the round's number, from 1
+    # whether two values may be combined in one fused step: no rank holds one whose square leaves fp32, so that
+    # differences do not either, and all have the same arithmetic
     is_fused: bool = False
-    steps: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # effective local steps of each cell since its last round
+    # the L2 norm of each cell's update, of what training changes; None where nobody keeps the state that it started
+    # from
     norms: tuple[float, ...] | None = None
-    counts: tuple[float, ...] = ()
-    scale: float = 1.0
-    attempt: int = 0
+    counts: tuple[float, ...] = ()  # what each cell's values count for, once a combiner has looked at all of this
+    scale: float = 1.0  # what the way from the last agreed model to the combined one is multiplied by
+    attempt: int = 0  # number of the masks of a secure sum
 
     def share(self, cell: int) -> float:
         """Return what a cell's values count for, of all."""
@@ -366,32 +336,21 @@ class Turnout:
 
 @dataclass(frozen=True)
 class Track:
-    """A lane as this rank walks it.
+    """A lane as this rank walks it."""
 
-    :param number: Its place among the rank's lanes.
-    :param lane: What it moves.
-    :param buckets: Its pieces on the way.
-    :param dtype: Data type of its values.
-    :param is_two_hop: Whether each cell combines one part of what crosses, instead of all of it.
-    :param codec: How values are written on the slow link; ``None`` as they are.
-    :param routes: The process groups.
-    :param is_part: Whether a rank of the cell holds a part of it, and not all.
-    :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
-    :param is_late: Whether two cells swap all their values, and each rank combines them where they lie in the model,
-        when the round is written: so the values are passed over once less, and looked at when they are sent.
-    :param combiners: In two hops, by bucket the cell that combines all of it; ``None`` where each cell combines a part.
-    """
-
-    number: int
-    lane: Lane
-    buckets: tuple[Bucket, ...]
-    dtype: torch.dtype
-    is_two_hop: bool
-    codec: Codec | None
-    routes: Routes
-    is_part: bool
-    depth: int = IN_FLIGHT
+    number: int  # its place among the rank's lanes
+    lane: Lane  # what it moves
+    buckets: tuple[Bucket, ...]  # its pieces on the way
+    dtype: torch.dtype  # data type of its values
+    is_two_hop: bool  # whether each cell combines one part of what crosses, instead of all of it
+    codec: Codec | None  # how values are written on the slow link; None as they are
+    routes: Routes  # the process groups
+    is_part: bool  # whether a rank of the cell holds a part of it, and not all
+    depth: int = IN_FLIGHT  # buckets that are on the slow link at a time, in each hop, of all replicas that take turns
+    # whether two cells swap all their values, and each rank combines them where they lie in the model, when the round
+    # is written: so the values are passed over once less, and looked at when they are sent
     is_late: bool = False
+    # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
 
     @property
@@ -449,19 +408,7 @@ def make_tracks(
     device: torch.device,
     combines_late: bool,
 ) -> tuple[Track, ...]:
-    """Prepare the lanes of a rank; all participants of a lane find the same buckets and form.
-
-    :param lanes: The lanes, in the order in which all ranks walk them.
-    :param topology: The federation.
-    :param rank: The rank.
-    :param routes: Its process groups.
-    :param bucket_bytes: Bytes of a bucket, at most.
-    :param form: One of :data:`xffl.costs.FORMS`.
-    :param codecs: The codec of each name that lanes carry.
-    :param device: Where the groups' backend communicates from.
-    :param combines_late: Whether values may be combined when the round is written.
-    :return: The tracks, in the lanes' order.
-    """
+    """Prepare the lanes of a rank; all participants of a lane find the same buckets and form."""
     cell = topology.cell_of(rank)
     tracks = []
     for number, lane in enumerate(lanes):
@@ -522,12 +469,7 @@ def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:
 
 
 class Carriers:
-    """The ranks that carry buckets, as one rank asks for them; pure.
-
-    :param topology: The federation.
-    :param rank: The rank that asks.
-    :param is_railed: Whether the holders of a shard take turns.
-    """
+    """The ranks that carry buckets, as one rank asks for them; pure."""
 
     def __init__(self, topology: Topology, rank: int, *, is_railed: bool) -> None:
         self._topology, self._rank = topology, rank

@@ -99,11 +99,7 @@ class Entry(Facts):
         return Facts(*(getattr(self, one.name) for one in fields(Facts)))
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor as the model holds it now.
-
-        :return: The parameter or buffer itself.
-        :raises ConfigError: if its shape or data type is no longer that of the manifest.
-        """
+        """Return the tensor as the model holds it now."""
         tensor = getattr(self.module, self.leaf)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else repr(tensor)
@@ -252,13 +248,7 @@ BY_PARTS = -2
 
 
 def canonical_axis(entry: Facts, axes: Sequence[int]) -> int:
-    """Return the one axis along which the cells cut a tensor; 0 where none does.
-
-    :param entry: The tensor.
-    :param axes: The axis of each cell, ``REPLICATED`` for none.
-    :return: The axis that comes first in canonical order.
-    :raises ConfigError: if they cut it along different axes.
-    """
+    """Return the one axis along which the cells cut a tensor; 0 where none does."""
     cut = {axis for axis in axes if axis != REPLICATED}
     if len(cut) > 1:
         raise ConfigError(
@@ -274,12 +264,6 @@ def gather_axes(
     """Exchange along which axes the cells cut their tensors.
 
     Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
-
-    :param axes: This rank's axes, from :meth:`Manifest.axes`.
-    :param topology: The federation.
-    :param group: A group of all ranks; by default the world.
-    :return: The axes of each cell.
-    :raises ConfigError: if two ranks of a cell differ.
     """
     runs: list[tuple[int, int]] = []
     for axis in axes:
@@ -336,16 +320,12 @@ WHOLE: tuple[tuple[str, int, int], ...] = ()
 
 
 class Held(NamedTuple):
-    """What a shard holds of a tensor.
+    """What a shard holds of a tensor."""
 
-    :param axis: The axis, where this is the shard's chunk along it; ``REPLICATED`` for all, else ``BY_PARTS``.
-    :param key: Placement, parts and part along each mesh dimension that cuts it: equal keys are equal elements.
-    :param numel: Number of elements.
-    """
-
-    axis: int
+    axis: int  # the axis, where this is the shard's chunk along it; REPLICATED for all, else BY_PARTS
+    # placement, parts and part along each mesh dimension that cuts it: equal keys are equal elements
     key: tuple[tuple[str, int, int], ...]
-    numel: int
+    numel: int  # number of elements
 
 
 class Holding(NamedTuple):
@@ -358,22 +338,14 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """The tensors of all shards of a replica, by name.
+    """The tensors of all shards of a replica, by name."""
 
-    :param moving: Those that take part in rounds.
-    :param axes: For each of these the axis along which cells cut it, ``REPLICATED``, or ``BY_PARTS``.
-    :param parts: For each of these its parts, where it is held by parts.
-    :param names: The names of all.
-    :param is_used: Which patterns have matched on some shard.
-    :param text: All of this; ranks that may average with each other have the same.
-    """
-
-    moving: tuple[Facts, ...]
-    axes: tuple[int, ...]
-    parts: tuple[tuple[Part, ...], ...]
-    names: tuple[str, ...]
-    is_used: tuple[bool, ...]
-    text: str
+    moving: tuple[Facts, ...]  # those that take part in rounds
+    axes: tuple[int, ...]  # for each of these the axis along which cells cut it, REPLICATED, or BY_PARTS
+    parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, where it is held by parts
+    names: tuple[str, ...]  # the names of all
+    is_used: tuple[bool, ...]  # which patterns have matched on some shard
+    text: str  # all of this; ranks that may average with each other have the same
 
     @property
     def holders(self) -> frozenset[tuple[int, ...]]:
@@ -384,16 +356,7 @@ class Spread:
 def holding_of(
     entries: Sequence[Entry], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
 ) -> Holding:
-    """Return what this rank holds; local.
-
-    :param entries: The tensors of its model.
-    :param is_used: Which patterns have matched one.
-    :param topology: The federation.
-    :param at: The rank's place in it.
-    :param first: The rank of the world that the topology's ranks are counted from.
-    :return: Its part of what the replica holds.
-    :raises ConfigError: if a tensor is spread over other ranks than those of a replica, or waits for a reduction.
-    """
+    """Return what this rank holds; local."""
     replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
     held = tuple(_held(entry, replica, at.shard) for entry in entries)
     return Holding(tuple(entry.facts for entry in entries), held, is_used)
@@ -432,12 +395,6 @@ def spread_of(holding: Holding, group: dist.ProcessGroup) -> Spread:
     """Exchange what the shards of a replica hold, and put it together.
 
     Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
-
-    :param holding: What this rank holds.
-    :param group: The ranks of the replica, by shard.
-    :return: What they all hold; the same on all of them.
-    :raises ConfigError: if two shards say different things of a tensor, or do not make up all of it; on all of these
-        ranks alike, but not on those of other replicas.
     """
     told: list[Holding] = [holding] * group.size()
     dist.all_gather_object(told, holding, group=group)
@@ -522,16 +479,7 @@ Pattern = str | type[nn.Module]
 
 
 class Manifest:
-    """The tensors of a model, sorted by name.
-
-    :param model: The model; FSDP2 modules are put back into their sharded state first.
-    :param policies: Patterns of names (as in :mod:`fnmatch`) or types of modules, and the policy of the tensors that
-        match or lie in such a module; the first match wins.
-    :param codec: How averaged values are written between cells: a codec for all trainable parameters, or patterns of
-        names with theirs, the first match wins; what none matches is written as it is.
-    :param extra: Tensors that are averaged beside the model's, as they are; no pattern matches them.
-    :raises ConfigError: if a tensor, a pattern or a codec cannot be meant.
-    """
+    """The tensors of a model, sorted by name."""
 
     def __init__(
         self,
@@ -586,11 +534,7 @@ class Manifest:
         return "\n".join(str(entry) for entry in self.entries)
 
     def check_patterns(self, spread: Spread | None = None) -> None:
-        """Raise where a pattern was given for nothing; local.
-
-        :param spread: What all shards hold, where they hold different tensors.
-        :raises ConfigError: if a pattern matches no tensor, or comes after one that matches the same.
-        """
+        """Raise where a pattern was given for nothing; local."""
         is_used = self.is_used if spread is None else spread.is_used
         names = [entry.name for entry in self.entries] if spread is None else spread.names
         for what in ("policies", "codecs"):
@@ -598,11 +542,7 @@ class Manifest:
             _check_patterns(what, [pattern for (kind, pattern), used in patterns if kind == what and not used], names)
 
     def check(self) -> None:
-        """Raise where the model no longer has the tensors it had; local.
-
-        :raises ConfigError: if a tensor came, went, or was frozen or unfrozen, or a parameter that trains is another
-            object.
-        """
+        """Raise where the model no longer has the tensors it had; local."""
         tensors = self._look(held)
         trains = [tensor.requires_grad for tensor in tensors]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
@@ -643,13 +583,7 @@ class Manifest:
         return [found for root in self._roots for found in at(root)]
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
-        """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none.
-
-        :param topology: The federation.
-        :param at: This rank's place in it.
-        :return: One axis for each moving tensor.
-        :raises ConfigError: if a DTensor is not cut as the state says.
-        """
+        """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none."""
         return tuple(axis_of(entry, topology.shards(at.cell), at) for entry in self.moving)
 
     def items(
@@ -661,16 +595,7 @@ class Manifest:
         fragments: int = 1,
         spread: Spread | None = None,
     ) -> tuple[Item, ...]:
-        """Return the moving tensors as the plan sees them.
-
-        :param topology: The federation.
-        :param axes: For each cell, the axis of each moving tensor.
-        :param least_bytes: What a sender gets of a replicated tensor at least, where it is shared out.
-        :param fragments: Parts of about the same size that the tensors are dealt into.
-        :param spread: What all shards hold, where a mesh inside the cells cuts the model; its tensors count then.
-        :return: The items, in the order of the moving tensors.
-        :raises ConfigError: if two cells cut a tensor along different axes.
-        """
+        """Return the moving tensors as the plan sees them."""
         items = []
         tensors: Sequence[Facts] = self.moving if spread is None else spread.moving
         dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
@@ -696,11 +621,7 @@ class Manifest:
 
 
 def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
-    """Name the first tensor on which the ranks' manifests differ, and the ranks.
-
-    :param manifests: The text of each rank's manifest.
-    :return: The error that all ranks are to raise.
-    """
+    """Name the first tensor on which the ranks' manifests differ, and the ranks."""
     tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
     for name in sorted({name for table in tables.values() for name in table}):
         said: dict[str, list[int]] = {}

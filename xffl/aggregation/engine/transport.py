@@ -28,17 +28,7 @@ TAG = 7_100
 
 
 class Crossing:
-    """The slow link, as one rank uses it.
-
-    :param tracks: All lanes of the rank.
-    :param topology: The federation.
-    :param rank: This rank.
-    :param routes: Its process groups.
-    :param device: Where the groups' backend communicates from.
-    :param combiner: What makes one value of the cells' values.
-    :param progress: How far the host is ahead of a GPU.
-    :param masker: Masks for what is averaged; ``None`` where cells may see each other's values.
-    """
+    """The slow link, as one rank uses it."""
 
     def __init__(
         self,
@@ -79,36 +69,17 @@ class Crossing:
         self._journal = Journal(device)
 
     def begin(self, turnout: Turnout, journal: Journal) -> None:
-        """Get ready for a round.
-
-        :param turnout: Whose values count; the same on all ranks.
-        :param journal: Where bytes and seconds are noted.
-        """
+        """Get ready for a round."""
         self._turnout, self._journal = turnout, journal
 
     def carry(
         self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor, *, is_encoded: bool
     ) -> Iterator[int]:
-        """Exchange a bucket with its carriers in the other cells; yields for how many buckets it can pause.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket, which this rank carries.
-        :param values: This rank's values, flat.
-        :param out: Where the combined values go; may be ``values``.
-        :param is_encoded: Whether the lane's codec is used.
-        :return: The steps.
-        """
+        """Exchange a bucket with its carriers in the other cells; yields for how many buckets it can pause."""
         return (self._cross_encoded if is_encoded else self._cross)(track, bucket, values, out)
 
     def gather(self, track: Track, bucket: Bucket, values: torch.Tensor, *, is_encoded: bool) -> Iterator[int]:
-        """Exchange a bucket like :meth:`carry`, but only keep what arrives, for :meth:`settle`; by all-gather.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket, which this rank carries.
-        :param values: This rank's values, flat.
-        :param is_encoded: Whether the lane's codec is used.
-        :return: The steps.
-        """
+        """Exchange a bucket like :meth:`carry`, but only keep what arrives, for :meth:`settle`; by all-gather."""
         return (self._gather_codes if is_encoded else self._gather_exact)(track, bucket, values)
 
     def _gather_codes(self, track: Track, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
@@ -131,13 +102,7 @@ class Crossing:
         self._arrive(works)
 
     def settle(self, track: Track, bucket: Bucket, out: torch.Tensor, *, is_encoded: bool) -> None:
-        """Combine what :meth:`gather` has kept of a bucket; local.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket.
-        :param out: Where the combined values go.
-        :param is_encoded: As in :meth:`gather`.
-        """
+        """Combine what :meth:`gather` has kept of a bucket; local."""
         rows = self.gathered.rows(track, bucket, torch.float32 if is_encoded else track.dtype)
         values = [rows[cell] for cell in self._turnout.senders(track.lane)]
         with self._journal.noting("combine"):
@@ -149,10 +114,7 @@ class Crossing:
                 self._combine(track, values, out, is_fused=self._turnout.is_fused)
 
     def weigh(self, turnout: Turnout) -> None:
-        """Go on with what a combiner has made of the cells' weights; local.
-
-        :param turnout: The same cells as in :meth:`begin`, weighed.
-        """
+        """Go on with what a combiner has made of the cells' weights; local."""
         self._turnout = turnout
 
     def reserve(self, tracks: Sequence[Track]) -> None:
@@ -384,11 +346,7 @@ class Crossing:
 
 
 class Gathered:
-    """Of each lane that this rank carries one row for each cell; as large as the cells' shards together.
-
-    :param cells: Number of cells.
-    :param device: Where buffers live.
-    """
+    """Of each lane that this rank carries one row for each cell; as large as the cells' shards together."""
 
     def __init__(self, cells: int, device: torch.device) -> None:
         self._cells = cells
@@ -404,13 +362,7 @@ class Gathered:
                 )
 
     def rows(self, track: Track, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return a bucket's rows, ``[cells, elements]``.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket.
-        :param dtype: The lane's data type, or fp32 for differences from the last agreed state.
-        :return: A view.
-        """
+        """Return a bucket's rows, ``[cells, elements]``."""
         return self._rows[track.number, dtype][:, bucket.start : bucket.stop]
 
 
@@ -419,10 +371,6 @@ def add_distances(rows: torch.Tensor, cells: Sequence[int], table: torch.Tensor)
     """Add the squared distances between cells' values to a table; local.
 
     From the differences themselves: with inner products, one huge model would drown the distances between the others.
-
-    :param rows: One row of values for each cell.
-    :param cells: The cells to compare.
-    :param table: fp64, ``[cells, cells]``; both halves are added to.
     """
     for chunk in torch.split(rows, piece_length(rows.device), dim=1):
         wide = [chunk[cell].double() for cell in cells]
