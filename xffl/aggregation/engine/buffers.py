@@ -14,13 +14,13 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.plan import Bucket, Item, Piece, Track
-from xffl.aggregation.engine.tensors import Entry, canonical_axis
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer, Item, Piece
+from xffl.aggregation.engine.tensors import ModelTensor, canonical_axis
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
-__all__ = ["Layout", "Pool", "Staging", "aligned"]
+__all__ = ["Layout", "Pool", "StagingBuffers", "aligned"]
 
 
 class Places(NamedTuple):
@@ -42,7 +42,7 @@ class Layout:
 
     def __init__(
         self,
-        entries: Sequence[Entry | None],
+        entries: Sequence[ModelTensor | None],
         items: Sequence[Item],
         axes: Sequence[Sequence[int]],
         at: Coordinates,
@@ -75,7 +75,7 @@ class Layout:
     def name(self, item: int) -> str:
         """Return a tensor's name."""
         entry = self._entries[item]
-        assert entry is not None, "lanes hold only what this rank holds"
+        assert entry is not None, "groups hold only what this rank holds"
         return entry.name
 
     def held(self, item: int) -> tuple[int, int]:
@@ -259,7 +259,7 @@ def _is_finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(values.float() if values.dtype.itemsize == 1 else values).all())
 
 
-class Staging:
+class StagingBuffers:
     """The buffers between the model and the exchange; local."""
 
     def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
@@ -281,62 +281,62 @@ class Staging:
         while self._kept:  # of a round that did not take place
             self._packs.give(self._kept.popitem()[1])
 
-    def make(self, tracks: Sequence[Track], pause_of: dict[int, int]) -> None:
+    def make(self, transfers: Sequence[GroupTransfer], pause_of: dict[int, int]) -> None:
         """Make what a round needs, so that it does not run out of memory on its way."""
-        for track in tracks:
+        for transfer in transfers:
             for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
-                if is_needed and track.number not in kept:
-                    kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
-            if track.is_late:
-                self.stages_of(track)
+                if is_needed and transfer.number not in kept:
+                    kept[transfer.number] = torch.empty(transfer.group.numel, dtype=transfer.dtype, device=self._device)
+            if transfer.deferred_mean:
+                self.stages_of(transfer)
         packed = [
-            ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
-            for track in tracks
-            for bucket in (track.buckets if track.is_late or not self._atomic else ())
+            ((bucket.stop - bucket.start) * transfer.dtype.itemsize, pause_of[transfer.number])
+            for transfer in transfers
+            for bucket in (transfer.buckets if transfer.deferred_mean or not self._atomic else ())
             if self._layout.run_of(bucket, self._device) is None
         ]
         count = min(len(packed), max((pause for _, pause in packed), default=0))
         self._has_room = count == len(packed)
         self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
-    def stage(self, track: Track, bucket: Bucket) -> torch.Tensor:
+    def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
-        return self.stages[track.number][bucket.start : bucket.stop]
+        return self.stages[transfer.number][bucket.start : bucket.stop]
 
-    def stages_of(self, track: Track) -> tuple[torch.Tensor, ...]:
-        """Return where the values of each of a lane's buckets wait; kept, since to cut takes its time."""
-        if track.number not in self._by_bucket:
-            sizes = [bucket.stop - bucket.start for bucket in track.buckets]
-            self._by_bucket[track.number] = self.stages[track.number].split_with_sizes(sizes)
-        return self._by_bucket[track.number]
+    def stages_of(self, transfer: GroupTransfer) -> tuple[torch.Tensor, ...]:
+        """Return where the values of each of a group's buckets wait; kept, since to cut takes its time."""
+        if transfer.number not in self._by_bucket:
+            sizes = [bucket.stop - bucket.start for bucket in transfer.buckets]
+            self._by_bucket[transfer.number] = self.stages[transfer.number].split_with_sizes(sizes)
+        return self._by_bucket[transfer.number]
 
-    def own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def own(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
         if not self._atomic:
-            values, lent = self.lend(track, bucket)
+            values, lent = self.lend(transfer, bucket)
             return values, values, lent
-        stage = self.stage(track, bucket)
-        if track.lane.is_mean_at_home or self._is_read_from_stage:
+        stage = self.stage(transfer, bucket)
+        if transfer.group.is_mean_at_home or self._is_read_from_stage:
             return stage, stage, None
         if self.is_snapshot:
-            return self.copied(track, bucket), stage, None
+            return self.copied(transfer, bucket), stage, None
         run = self._layout.run_of(bucket, self._device)
         return (stage if run is None else run), stage, None
 
-    def lend(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def lend(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
         run = self._layout.run_of(bucket, self._device)
         if run is not None:
             return run, None
         lent = self._kept.get(id(bucket))
         if lent is None:
-            lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
-        return lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype), lent
+            lent = self._packs.take((bucket.stop - bucket.start) * transfer.dtype.itemsize)
+        return lent[: (bucket.stop - bucket.start) * transfer.dtype.itemsize].view(transfer.dtype), lent
 
-    def copied(self, track: Track, bucket: Bucket) -> torch.Tensor:
+    def copied(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""
         copy = self._snapshots if self.keeps_snapshot else self.stages
-        return copy[track.number][bucket.start : bucket.stop]
+        return copy[transfer.number][bucket.start : bucket.stop]
 
     def give(self, lent: torch.Tensor | None) -> None:
         """Take back what was lent."""
@@ -358,20 +358,20 @@ class Staging:
         """Read values from the stages from now on: something has written there what is to leave this rank."""
         self._is_read_from_stage = True
 
-    def pack(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def pack(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy a bucket out of the model where it has to be."""
-        values, _, lent = self.own(track, bucket)
+        values, _, lent = self.own(transfer, bucket)
         run = self._layout.run_of(bucket, self._device)
         if run is None or run.data_ptr() != values.data_ptr():
             self._layout.pack(bucket, values)
         return values, lent
 
-    def merge(self, track: Track, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+    def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
         lent = self._packs.take(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
-        copy = mean if alpha is not None else self._snapshots[track.number][bucket.start : bucket.stop]
+        copy = mean if alpha is not None else self._snapshots[transfer.number][bucket.start : bucket.stop]
         # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
         length = piece_length(local.device)
         for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):

@@ -22,29 +22,22 @@ from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
 __all__ = [
-    "BY_PARTS",
     "POLICIES",
-    "REPLICATED",
     "WRAPPERS",
-    "Entry",
-    "Facts",
-    "Holding",
     "Manifest",
+    "ModelTensor",
     "Pattern",
-    "Spread",
-    "axis_of",
+    "RankTensors",
+    "ReplicaTensors",
+    "TensorInfo",
     "canonical_axis",
-    "check_reduced",
-    "check_tensor",
-    "cuts_of",
-    "default_policy",
     "describe_difference",
+    "describe_rank_tensors",
     "gather_axes",
+    "gather_replica_tensors",
     "held",
-    "holding_of",
     "owners_of",
     "places",
-    "spread_of",
     "tensors_of",
     "ties_of",
 ]
@@ -55,7 +48,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
-class Facts:
+class TensorInfo:
     """One tensor: its name without wrappers, what happens to it, and how it is written on its way.
 
     ``is_stepped`` tells what training changes: averaged parameters that are not frozen. Server optimizers, norms and
@@ -87,16 +80,16 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Entry(Facts):
+class ModelTensor(TensorInfo):
     """One tensor of this rank's model, and where it is kept."""
 
     module: nn.Module = field(repr=False, compare=False)
     leaf: str = field(repr=False, compare=False)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TensorInfo:
         """What there is to say of the tensor without the model."""
-        return Facts(*(getattr(self, one.name) for one in fields(Facts)))
+        return TensorInfo(*(getattr(self, one.name) for one in fields(TensorInfo)))
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor as the model holds it now."""
@@ -247,7 +240,7 @@ BY_PARTS = -2
 """In a list of axes: shards hold parts that no cut along one axis makes, or not all of them hold one."""
 
 
-def canonical_axis(entry: Facts, axes: Sequence[int]) -> int:
+def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
     """Return the one axis along which the cells cut a tensor; 0 where none does."""
     cut = {axis for axis in axes if axis != REPLICATED}
     if len(cut) > 1:
@@ -286,7 +279,7 @@ def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
     return [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
 
 
-def axis_of(entry: Entry, shards: int, at: Coordinates) -> int:
+def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
     """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
     tensor = entry.tensor()
     if not isinstance(tensor, DTensor):
@@ -319,7 +312,7 @@ WHOLE: tuple[tuple[str, int, int], ...] = ()
 """The key of a tensor that is not cut."""
 
 
-class Held(NamedTuple):
+class TensorPlacement(NamedTuple):
     """What a shard holds of a tensor."""
 
     axis: int  # the axis, where this is the shard's chunk along it; REPLICATED for all, else BY_PARTS
@@ -328,19 +321,19 @@ class Held(NamedTuple):
     numel: int  # number of elements
 
 
-class Holding(NamedTuple):
+class RankTensors(NamedTuple):
     """What a rank tells the others of its replica: its tensors, what it holds of them, and which patterns matched."""
 
-    tensors: tuple[Facts, ...]
-    held: tuple[Held, ...]
+    tensors: tuple[TensorInfo, ...]
+    held: tuple[TensorPlacement, ...]
     is_used: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Spread:
+class ReplicaTensors:
     """The tensors of all shards of a replica, by name."""
 
-    moving: tuple[Facts, ...]  # those that take part in rounds
+    moving: tuple[TensorInfo, ...]  # those that take part in rounds
     axes: tuple[int, ...]  # for each of these the axis along which cells cut it, REPLICATED, or BY_PARTS
     parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, where it is held by parts
     names: tuple[str, ...]  # the names of all
@@ -353,26 +346,26 @@ class Spread:
         return frozenset(part.holders for parts in self.parts for part in parts if len(part.holders) > 1)
 
 
-def holding_of(
-    entries: Sequence[Entry], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
-) -> Holding:
+def describe_rank_tensors(
+    entries: Sequence[ModelTensor], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
+) -> RankTensors:
     """Return what this rank holds; local."""
     replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
     held = tuple(_held(entry, replica, at.shard) for entry in entries)
-    return Holding(tuple(entry.facts for entry in entries), held, is_used)
+    return RankTensors(tuple(entry.facts for entry in entries), held, is_used)
 
 
-def _held(entry: Entry, replica: Sequence[int], shard: int) -> Held:
+def _held(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:
     tensor = entry.tensor()
     if entry.policy == "local" or not isinstance(tensor, DTensor):
-        return Held(REPLICATED, WHOLE, prod(entry.real_shape))
+        return TensorPlacement(REPLICATED, WHOLE, prod(entry.real_shape))
     cuts, mesh = cuts_of(tensor), tensor.device_mesh
     numel, at = entry.elements(0).numel(), mesh.get_coordinate()
     knob = "shard it over the ranks of one replica, as the state's cell_shape says"
     if at is None or any(place.is_partial() for _, place in cuts):
         raise ConfigError(f"tensor {entry.name!r} has placements {tensor.placements} on {mesh}; {knob}")
     if not cuts:
-        return Held(REPLICATED, WHOLE, numel)
+        return TensorPlacement(REPLICATED, WHOLE, numel)
     dims = {dim for dim, _ in cuts}
     ranks = mesh.mesh[tuple(slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim))].flatten().tolist()
     if not set(ranks) <= set(replica):
@@ -387,20 +380,20 @@ def _held(entry: Entry, replica: Sequence[int], shard: int) -> Held:
         cut = Cut.of_axis(length, prod(entry.real_shape) // max(1, length), len(replica))
         first, last = cut.bounds(shard)
         if (mesh.size(dim), at[dim], numel) == (len(replica), shard, last - first):
-            return Held(place.dim, key, numel)
-    return Held(BY_PARTS, key, numel)
+            return TensorPlacement(place.dim, key, numel)
+    return TensorPlacement(BY_PARTS, key, numel)
 
 
-def spread_of(holding: Holding, group: dist.ProcessGroup) -> Spread:
+def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) -> ReplicaTensors:
     """Exchange what the shards of a replica hold, and put it together.
 
     Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
     """
-    told: list[Holding] = [holding] * group.size()
-    dist.all_gather_object(told, holding, group=group)
+    told: list[RankTensors] = [rank_tensors] * group.size()
+    dist.all_gather_object(told, rank_tensors, group=group)
     if len({len(one.is_used) for one in told}) > 1:
         raise ConfigError("the ranks of a replica were given different policies or codecs; give all the same")
-    by_name: dict[str, dict[int, tuple[Facts, Held]]] = {}
+    by_name: dict[str, dict[int, tuple[TensorInfo, TensorPlacement]]] = {}
     for shard, (tensors, of_tensors, _) in enumerate(told):
         for facts, held in zip(tensors, of_tensors, strict=True):
             by_name.setdefault(facts.name, {})[shard] = facts, held
@@ -419,10 +412,10 @@ def spread_of(holding: Holding, group: dist.ProcessGroup) -> Spread:
         parts.append(tuple(part for part in by_key.values() if part.numel))
         lines.append(f"{facts}{_text(axis, by_key)}")
     is_used = tuple(map(any, zip(*(one.is_used for one in told), strict=True)))
-    return Spread(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
+    return ReplicaTensors(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
 
 
-def _common(name: str, said: dict[int, Facts]) -> Facts:
+def _common(name: str, said: dict[int, TensorInfo]) -> TensorInfo:
     """Return what all shards say of a tensor."""
     facts = next(iter(said.values()))
     others = {shard: one for shard, one in said.items() if one != facts}
@@ -436,13 +429,13 @@ def _common(name: str, said: dict[int, Facts]) -> Facts:
     return facts
 
 
-def _axis(held: dict[int, Held], shards: int) -> int:
+def _axis(held: dict[int, TensorPlacement], shards: int) -> int:
     """Return along which axis all shards are cut like the shards of a cell."""
     axes = {one.axis for one in held.values()}
     return axes.pop() if len(held) == shards and len(axes) == 1 else BY_PARTS
 
 
-def _by_key(facts: Facts, held: dict[int, Held]) -> dict[tuple[tuple[str, int, int], ...], Part]:
+def _by_key(facts: TensorInfo, held: dict[int, TensorPlacement]) -> dict[tuple[tuple[str, int, int], ...], Part]:
     """Return the parts of a tensor, in the order of their first shards."""
     parts: dict[tuple[tuple[str, int, int], ...], Part] = {}
     for shard, (_, key, numel) in sorted(held.items()):
@@ -502,7 +495,7 @@ class Manifest:
         for key, policy in policies.items():
             if policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
-        entries: dict[str, Entry] = {}
+        entries: dict[str, ModelTensor] = {}
         used: set[Pattern] = set()
         ties = ties_of(model)
         for name, module, leaf, tensor in tensors_of(model):
@@ -521,22 +514,22 @@ class Manifest:
         self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
             _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
-        self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
+        self.entries: tuple[ModelTensor, ...] = tuple(entries[name] for name in sorted(entries))
         self._roots = (model,) if extra is None else (model, extra)
         self._places = self._look(places)
         self._module_names = self._look_up_names()
         # Kept alive, so that no other tensor can be taken for one of them.
         self._tensors = self._look(held)
         self._trains = [tensor.requires_grad for tensor in self._tensors]
-        self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
+        self.moving: tuple[ModelTensor, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.entries)
 
-    def check_patterns(self, spread: Spread | None = None) -> None:
+    def check_patterns(self, replica_tensors: ReplicaTensors | None = None) -> None:
         """Raise where a pattern was given for nothing; local."""
-        is_used = self.is_used if spread is None else spread.is_used
-        names = [entry.name for entry in self.entries] if spread is None else spread.names
+        is_used = self.is_used if replica_tensors is None else replica_tensors.is_used
+        names = [entry.name for entry in self.entries] if replica_tensors is None else replica_tensors.names
         for what in ("policies", "codecs"):
             patterns = zip(self._patterns, is_used, strict=True)
             _check_patterns(what, [pattern for (kind, pattern), used in patterns if kind == what and not used], names)
@@ -593,11 +586,11 @@ class Manifest:
         *,
         least_bytes: int = 1,
         fragments: int = 1,
-        spread: Spread | None = None,
+        replica_tensors: ReplicaTensors | None = None,
     ) -> tuple[Item, ...]:
         """Return the moving tensors as the plan sees them."""
         items = []
-        tensors: Sequence[Facts] = self.moving if spread is None else spread.moving
+        tensors: Sequence[TensorInfo] = self.moving if replica_tensors is None else replica_tensors.moving
         dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
         for index, entry in enumerate(tensors):
             by_cell = [cell[index] for cell in axes]
@@ -608,10 +601,16 @@ class Manifest:
             least = max(least, numel) if entry.policy == "first" else least
             cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
             if axis == BY_PARTS:
-                assert spread is not None, "only a spread has parts"
-                cuts = (MeshCut.of_parts(spread.parts[index], least),) * topology.cells
+                assert replica_tensors is not None, "only a spread has parts"
+                cuts = (MeshCut.of_parts(replica_tensors.parts[index], least),) * topology.cells
             else:
-                cuts = tuple(_cut_of(entry, axis, topology.shards(cell), least) for cell, axis in enumerate(by_cell))
+                length = entry.real_shape[axis] if entry.real_shape else 1
+                cuts = tuple(
+                    Cut.of_copy(numel, topology.shards(cell), least)
+                    if of_cell == REPLICATED
+                    else Cut.of_axis(length, numel // max(1, length), topology.shards(cell))
+                    for cell, of_cell in enumerate(by_cell)
+                )
             dtype = str(entry.real_dtype).removeprefix("torch.")
             is_mean_at_home = entry.is_buffer and entry.policy == "average"
             items.append(
@@ -633,16 +632,8 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
 
 
-def _cut_of(entry: Facts, axis: int, shards: int, least: int) -> Cut:
-    shape = entry.real_shape
-    numel = prod(shape)
-    if axis == REPLICATED:
-        return Cut.of_copy(numel, shards, least)
-    return Cut.of_axis(shape[axis], numel // max(1, shape[axis]), shards)
-
-
 def _add(
-    entries: dict[str, Entry],
+    entries: dict[str, ModelTensor],
     name: str,
     policy: str,
     codec: str,
@@ -660,7 +651,7 @@ def _add(
     is_buffer = leaf in module._buffers
     is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
     shape = tuple(tensor.shape)
-    entries[name] = Entry(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
+    entries[name] = ModelTensor(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
 
 
 def _choose(
