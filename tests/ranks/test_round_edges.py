@@ -321,7 +321,7 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
         made += options.get("dtype") == torch.uint8
         return empty(*args, **options)
 
-    aggregator._exchange.look(0)
+    aggregator._exchange.inspect(0)
     torch.empty = counted  # type: ignore[assignment]
     pool.Pool.take = take  # type: ignore[method-assign]
     try:

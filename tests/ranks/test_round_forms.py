@@ -255,7 +255,7 @@ def in_turn(
         return start_moves(receive, send, group, tag)
 
     with torch.no_grad():
-        exchange.look(0)
+        exchange.inspect(0)
     ready = len(exchange._transport._slots._free)
     with mock.patch.object(transport, "start_moves", counted):
         report = aggregator.aggregate(1.0 + 2.0 * rank)
