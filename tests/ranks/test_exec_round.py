@@ -26,7 +26,7 @@ with xffl.session(timeout_s=60) as state:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
     aggregator.aggregate()
     if state.rank == 2:
-        aggregator._exchange._late._read = die
+        aggregator._exchange._pairwise_swap._read = die
     aggregator.aggregate()
     print("the second round took place", flush=True)
 """

@@ -26,7 +26,7 @@ from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import server_of
-from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy.differential import Privacy
@@ -309,14 +309,14 @@ def late(cells: tuple[int, ...], late_rank: int) -> None:
     state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells)
     model = xffl.shard(model_of("plain"), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=2**12)
-    before = aggregator._made.routes.own
+    before = aggregator._made.round_groups.own
     patch = mock.patch.object(Progress, "note", side_effect=RuntimeError("a rank did not answer within 1 s"))
     with patch if dist.get_rank() == late_rank else mock.MagicMock(), pytest.raises(xffl.RoundError) as refused:
         aggregator.aggregate(1.0)
     assert f"rank {late_rank}" in str(refused.value) and "all ranks keep their weights" in str(refused.value)
     assert all(group in ABORTED for group in before)
     assert aggregator.can_go_on and aggregator.aggregate(1.0).round == 1
-    assert not set(before) & set(aggregator._made.routes.own)
+    assert not set(before) & set(aggregator._made.round_groups.own)
 
 
 ABORTED: list[dist.ProcessGroup] = []
@@ -376,7 +376,7 @@ def one_by_one() -> None:
         works = [dist.isend(values.view(torch.uint8), peer, group, tag) for values, peer in send]
         return works + [dist.irecv(values.view(torch.uint8), peer, group, tag) for values, peer in receive]
 
-    mock.patch.object(crossing, "start_moves", apart).start()
+    mock.patch.object(transport, "start_moves", apart).start()
 
 
 def first_one_way() -> None:
@@ -387,7 +387,7 @@ def first_one_way() -> None:
             works += dist.batch_isend_irecv(moves) if moves else []
         return works
 
-    mock.patch.object(crossing, "start_moves", halves).start()
+    mock.patch.object(transport, "start_moves", halves).start()
 
 
 def cut(values: torch.Tensor) -> torch.Tensor:
@@ -398,8 +398,8 @@ def of_another_size() -> None:
     def short(receive: Any, send: Any, group: Any, tag: int) -> Any:
         return start([(cut(values), peer) for values, peer in receive], send, group, tag)
 
-    start = crossing.start_moves
-    mock.patch.object(crossing, "start_moves", short).start()
+    start = transport.start_moves
+    mock.patch.object(transport, "start_moves", short).start()
 
 
 def another_collective() -> None:
@@ -441,7 +441,7 @@ def of_16_bits() -> None:
 
 
 def not_waited_for() -> None:
-    mock.patch.object(crossing.Crossing, "_arrive").start()
+    mock.patch.object(transport.CrossCellTransport, "_arrive").start()
 
 
 def the_caller_goes_on() -> None:

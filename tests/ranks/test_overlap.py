@@ -549,8 +549,8 @@ def leaves_after_a_rejection(rank: int, world_size: int) -> tuple[str, bool]:
             exchange = scaling.aggregator._exchange
             run, tries = exchange.run, itertools.count()
 
-            def broken(turnout: Any, fragment: int) -> None:
-                run(turnout, fragment)
+            def broken(context: Any, fragment: int) -> None:
+                run(context, fragment)
                 if rank == 1 and next(tries) == 0:
                     raise MemoryError("no room")
 

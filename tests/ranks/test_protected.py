@@ -17,7 +17,7 @@ from tests.ranks.test_algorithms import move, vector
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.engine.transport import Crossing
+from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.privacy.differential import Privacy
 from xffl.aggregation.privacy.secure_sum import Masker, SecureSum
 
@@ -98,13 +98,13 @@ def overheard(rank: int, world_size: int) -> tuple[int, float]:
     model = nn.Linear(99, 50)
     aggregator = xffl.Aggregator(model, state, secure=True, form="all_gather")
     sent: list[torch.Tensor] = []
-    post = Crossing._post
+    post = CrossCellTransport._post
 
-    def listening(self: Any, track: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
+    def listening(self: Any, transfer: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
         sent.extend(values.clone() for values in send.values())
-        return post(self, track, bucket, hop, send, receive)
+        return post(self, transfer, bucket, hop, send, receive)
 
-    Crossing._post = listening  # type: ignore[method-assign]
+    CrossCellTransport._post = listening  # type: ignore[method-assign]
     moved(model, state, 0)
     own = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     aggregator.aggregate()
@@ -280,20 +280,20 @@ def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, 
             parameter.zero_()
     aggregator = xffl.Aggregator(model, state, privacy=Privacy(clip=0.01, noise=0.0), bucket_bytes=24)
     sent: list[torch.Tensor] = []
-    post = Crossing._post
+    post = CrossCellTransport._post
 
-    def listening(self: Any, track: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
+    def listening(self: Any, transfer: Any, bucket: Any, hop: int, send: Any, receive: Any) -> Any:
         sent.extend(values.clone() for values in send.values())
-        return post(self, track, bucket, hop, send, receive)
+        return post(self, transfer, bucket, hop, send, receive)
 
     def fails(*args: Any) -> Any:
         raise MemoryError("planted")
 
-    Crossing._post = listening  # type: ignore[method-assign]
+    CrossCellTransport._post = listening  # type: ignore[method-assign]
     if rank == 1 and step == "noise":
         protection.privatize = fails
     if rank == 1 and step == "norm":
-        aggregator._exchange.agreed.squared_distance = fails  # type: ignore[union-attr,method-assign]
+        aggregator._exchange.global_model.squared_distance = fails  # type: ignore[union-attr,method-assign]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)

@@ -15,7 +15,7 @@ import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation.compression.codecs import codec_of
-from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine import transport
 from xffl.aggregation.mean import weighted_mean
 
 CODECS = ["bf16", "fp16", "int8", "int4:block=32", "int8:rounding=stochastic", "topk:0.1"]
@@ -222,16 +222,16 @@ def remember(rank: int, world_size: int, codec: str) -> None:
     assert digests(other) == straight
 
     shaken, aggregator = make()
-    mean = crossing.weighted_mean
+    mean = transport.weighted_mean
     for number in range(8):
         step(shaken, number)
         if number in (0, 3, 6):
             before = digests(shaken)
             if rank == 0:
-                crossing.weighted_mean = planted  # type: ignore[assignment]
+                transport.weighted_mean = planted  # type: ignore[assignment]
             with pytest.raises(xffl.RoundError, match="planted"):
                 aggregator.aggregate()
-            crossing.weighted_mean = mean
+            transport.weighted_mean = mean
             assert digests(shaken) == before
         aggregator.aggregate()
     assert digests(shaken) == straight

@@ -25,7 +25,7 @@ from xffl.aggregation.engine import consensus as protocol
 from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine import status as vote
-from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.consensus import Contribution
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels
@@ -49,7 +49,7 @@ def failed_round(rank: int, world_size: int) -> None:
     def train(fails: bool) -> dict[str, str]:
         model = linear(32)
         aggregator = xffl.Aggregator(model, state, codec="topk:0.1")
-        mean = crossing.weighted_mean
+        mean = transport.weighted_mean
         for number in range(4):
             shaken(model, rank, number)
             if number == 2 and fails:
@@ -57,10 +57,10 @@ def failed_round(rank: int, world_size: int) -> None:
                 def fail(*args: Any, **named: Any) -> None:
                     raise MemoryError("planted")
 
-                crossing.weighted_mean = mean if rank else fail  # type: ignore[assignment]
+                transport.weighted_mean = mean if rank else fail  # type: ignore[assignment]
                 with pytest.raises(xffl.RoundError, match="planted"):
                     aggregator.aggregate(1.0)
-                crossing.weighted_mean = mean
+                transport.weighted_mean = mean
             aggregator.aggregate(0.0 if number == 2 and rank == 1 else 1.0)
         return digests(model)
 
@@ -175,13 +175,13 @@ def seeds(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(linear(), linear().double())
     aggregator = xffl.Aggregator(model, state, codec="int4:rounding=stochastic", bucket_bytes=128)
-    carried, tracks = aggregator._made.exchange._crossing, aggregator._made.tracks
-    assert [len(track.buckets) for track in tracks] == [2, 4]
+    carried, transfers = aggregator._made.exchange._transport, aggregator._made.transfers
+    assert [len(transfer.buckets) for transfer in transfers] == [2, 4]
     found = []
     for _ in range(3):
         aggregator.aggregate()
-        for track in tracks:
-            found += [carried._seed(track, bucket, part) for bucket in track.buckets for part in (-1, 0, 1)]
+        for transfer in transfers:
+            found += [carried._seed(transfer, bucket, part) for bucket in transfer.buckets for part in (-1, 0, 1)]
     everywhere = [*itertools.chain.from_iterable(everyones(found))]
     assert len(set(everywhere)) == len(everywhere) == 2 * 3 * 6 * 3
 
@@ -271,11 +271,11 @@ def unlike_processors(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(linear(seed=rank), state)
     served = xffl.Aggregator(linear(), state, server="fedadam")
     aggregator.aggregate()
-    assert aggregator._exchange.turnout.is_fused
+    assert aggregator._exchange.context.is_fused
     for one in (aggregator, served):
         object.__setattr__(one._made, "arithmetic", float(rank))
     aggregator.aggregate()
-    assert not aggregator._exchange.turnout.is_fused
+    assert not aggregator._exchange.context.is_fused
     with pytest.raises(xffl.RoundError, match="different kinds of processors"):
         served.aggregate()
 
@@ -426,7 +426,7 @@ def under_way(rank: int, world_size: int) -> None:
             told.extend(["sent"] * len(send))
             return [Heard(work, told) for work in start_moves(receive, send, group, tag)]
 
-        with mock.patch.object(crossing, "start_moves", posted), mock.patch.object(late, "start_moves", posted):
+        with mock.patch.object(transport, "start_moves", posted), mock.patch.object(late, "start_moves", posted):
             aggregator.aggregate()
         # In two hops each cell sends every other bucket first.
         assert told.index("waited") >= (2 if form == "two_hop" else 4) and told.count("sent") == 16, form
@@ -437,8 +437,8 @@ def few_packed(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     for size, depth in ((5, IN_FLIGHT), (60, 12)):
         model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(2160 // size)])
-        (track,) = xffl.Aggregator(model, state, bucket_bytes=240)._made.tracks
-        assert len(track.buckets) == 36 and track.depth == depth
+        (transfer,) = xffl.Aggregator(model, state, bucket_bytes=240)._made.transfers
+        assert len(transfer.buckets) == 36 and transfer.depth == depth
 
 
 def rails_of_little(rank: int, world_size: int) -> None:
@@ -451,11 +451,11 @@ def connected(rank: int, world_size: int) -> None:
     """NCCL connects groups when a round is set up, all of them, on ranks that share some in one order."""
     state = make_state(rank, (2, 2), 1)
     seen: list[str] = []
-    place = routes.Place(state, state.topology)
+    place = routes.RoundScope(state, state.topology)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "transfer_device", lambda state: torch.device("meta"))
         patch.setattr(dist, "all_reduce", lambda values, group: seen.append(group.group_name))
-        made = routes.routes_of(place, is_railed=False, is_own=True, holders=[(0,)])
+        made = routes.select_groups(place, multi_rail=False, is_own=True, holders=[(0,)])
     groups = (*made.across, made.replica, made.cell, *made.holders.values())  # votes go over gloo's side of the world
     assert {group.group_name for group in groups if group is not None} == set(seen) and len(set(seen)) == len(seen)
     told: list[list[str]] = [[]] * world_size

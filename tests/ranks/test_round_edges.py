@@ -23,7 +23,7 @@ from tests.worlds import run_world
 from xffl.aggregation.compression import error_feedback as feedback
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import consensus as protocol
-from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine import transport
 
 
 def linear(size: int = 8, seed: int = 0) -> nn.Linear:
@@ -219,7 +219,7 @@ def interrupted_at_work(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state, form="two_hop")
     before = model.weight.detach().clone()
-    with mock.patch.object(crossing, "weighted_mean", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(transport, "weighted_mean", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
     assert torch.equal(model.weight, before) and not aggregator.is_torn and not aggregator.can_go_on
 
@@ -285,7 +285,7 @@ def alone_in_place(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state, atomic=False)
     unanswered = before_closing(mock.Mock(side_effect=RuntimeError("nobody answers")))
-    failing = mock.patch.object(crossing, "weighted_mean", side_effect=MemoryError("planted"))
+    failing = mock.patch.object(transport, "weighted_mean", side_effect=MemoryError("planted"))
     with failing, mock.patch.object(protocol, "cast", unanswered), pytest.raises(xffl.RoundError, match="torn"):
         aggregator.aggregate()
     assert aggregator.is_torn
@@ -321,7 +321,7 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
         made += options.get("dtype") == torch.uint8
         return empty(*args, **options)
 
-    aggregator._exchange.look(0)
+    aggregator._exchange.inspect(0)
     torch.empty = counted  # type: ignore[assignment]
     pool.Pool.take = take  # type: ignore[method-assign]
     try:
@@ -421,8 +421,8 @@ def rejected_at_the_end(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     aggregator = xffl.Aggregator(model, state, overlap=True)
-    crossing: Any = aggregator._exchange._crossing
-    combine, calls = crossing._combine, 0
+    transport: Any = aggregator._exchange._transport
+    combine, calls = transport._combine, 0
 
     def fails_once(*args: Any, **options: Any) -> None:
         nonlocal calls
@@ -431,7 +431,7 @@ def rejected_at_the_end(rank: int, world_size: int) -> None:
             raise MemoryError("planted")
         combine(*args, **options)
 
-    crossing._combine = fails_once
+    transport._combine = fails_once
     counts = iter([5.0, 0.0])
     weights: list[tuple[float, ...]] = []
     scaling = xffl.FederatedScaling(

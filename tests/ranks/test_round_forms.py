@@ -28,7 +28,7 @@ from tests.ranks.test_round import (
 )
 from tests.worlds import run_world
 from xffl.aggregation.engine import exchange as late
-from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Move, start_moves
 
 LAYOUTS = [((1, 1), None), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]
@@ -80,7 +80,7 @@ def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[in
         return start_moves(receive, send, group, tag)
 
     weight, weights = weightings((2, 2), rank, state.federated_rank)[1]
-    with mock.patch.object(crossing, "start_moves", counted), mock.patch.object(late, "start_moves", counted):
+    with mock.patch.object(transport, "start_moves", counted), mock.patch.object(late, "start_moves", counted):
         for _ in range(2):
             fill(model, rank, state.federated_rank)
             before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
@@ -224,7 +224,7 @@ def accounted(rank: int, world_size: int, options: dict[str, Any]) -> tuple[floa
         time.sleep(0.02 + 0.05 * rank)
         return start_moves(receive, send, group, tag)
 
-    with mock.patch.object(crossing, "start_moves", slow), mock.patch.object(late, "start_moves", slow):
+    with mock.patch.object(transport, "start_moves", slow), mock.patch.object(late, "start_moves", slow):
         report = aggregator.aggregate()
     assert report.phases["post"] >= 0.08
     assert 0.0 < report.hidden <= report.seconds - report.phases["across"]
@@ -255,12 +255,12 @@ def in_turn(
         return start_moves(receive, send, group, tag)
 
     with torch.no_grad():
-        exchange.look(0)
-    ready = len(exchange._crossing._slots._free)
-    with mock.patch.object(crossing, "start_moves", counted):
+        exchange.inspect(0)
+    ready = len(exchange._transport._slots._free)
+    with mock.patch.object(transport, "start_moves", counted):
         report = aggregator.aggregate(1.0 + 2.0 * rank)
     assert all(bool((parameter == 0.75).all()) for parameter in model)
-    return sent, ready, len(exchange._crossing._slots._free), report.bytes_across
+    return sent, ready, len(exchange._transport._slots._free), report.bytes_across
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=str)

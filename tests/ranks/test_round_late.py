@@ -34,7 +34,9 @@ def make(rank: int, sizes: tuple[int, ...], **options: Any) -> tuple[nn.Module, 
     state = make_state(rank, sizes, None)
     model = model_of(rank, state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256, **options)
-    assert any(track.is_late for track in aggregator._made.tracks) == (options.get("nonfinite") != "drop_cell")
+    assert any(transfer.deferred_mean for transfer in aggregator._made.transfers) == (
+        options.get("nonfinite") != "drop_cell"
+    )
     return model, aggregator
 
 
@@ -65,7 +67,7 @@ def nonfinite(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
     if rank == world_size - 1:
         value[-1] = kept
     assert aggregator.aggregate().round == 1
-    assert aggregator._exchange.turnout.is_fused  # what was found before is forgotten
+    assert aggregator._exchange.context.is_fused  # what was found before is forgotten
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
@@ -97,7 +99,7 @@ def extreme(rank: int, world_size: int) -> None:
         with torch.no_grad():
             model[0].weight.fill_(sign * high)  # type: ignore[index, union-attr, operator]
         aggregator.aggregate(1.0 + 2.0 * rank)
-        assert aggregator._exchange.turnout.is_fused == (high < 1e19)
+        assert aggregator._exchange.context.is_fused == (high < 1e19)
         got = local(model[0].weight)  # type: ignore[index]
         assert torch.allclose(got, torch.full_like(got, high / 2), rtol=1e-6)
         both = [torch.empty_like(got) for _ in range(2)]
@@ -140,14 +142,14 @@ def strided(rank: int, world_size: int) -> None:
         aggregator.aggregate()
         for parameter, total in zip(model, values, strict=True):
             assert torch.allclose(parameter, total / 2, atol=1e-6)
-        (track,) = aggregator._made.tracks
-        strewn = [bucket.number for bucket in track.buckets if bucket.pieces[0].item == 0 and rank == 1]
+        (transfer,) = aggregator._made.transfers
+        strewn = [bucket.number for bucket in transfer.buckets if bucket.pieces[0].item == 0 and rank == 1]
         # With many on their way there is no room to keep them until the mean is written.
         assert sorted(packed) == sorted(2 * strewn)
         # As many buffers as are on their way, no more.
-        assert track.depth == MOST_IN_FLIGHT
+        assert transfer.depth == MOST_IN_FLIGHT
         assert len(aggregator._exchange._staging._packs._free) == (MOST_IN_FLIGHT if rank else 0)
-        assert not aggregator._exchange._crossing._slots._free  # what arrives stays where it is
+        assert not aggregator._exchange._transport._slots._free  # what arrives stays where it is
     assert model[0].is_contiguous() == (rank == 0)
 
 
@@ -156,9 +158,9 @@ def packed(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.ParameterList([nn.Parameter(torch.full((5,), float(rank))) for _ in range(40)])
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256)
-    (track,) = aggregator._made.tracks
-    count = len(track.buckets)
-    assert track.is_late and count == 4
+    (transfer,) = aggregator._made.transfers
+    count = len(transfer.buckets)
+    assert transfer.deferred_mean and count == 4
     found = packed_by(aggregator)
     for number in range(4):
         with torch.no_grad():
@@ -187,7 +189,7 @@ def extreme_in_one_cell(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 model[2].bias[0] = 1e30  # type: ignore[index, union-attr, operator]
         aggregator.aggregate(1.0 + 2.0 * rank)
-        assert not aggregator._exchange.turnout.is_fused
+        assert not aggregator._exchange.context.is_fused
         told: list[Any] = [None] * world_size
         dist.all_gather_object(told, digests(model))
         assert told[0] == told[1]
@@ -221,8 +223,8 @@ def seen_by_autograd(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
     loss = model(torch.ones(1, 32)).sum()
     aggregator.aggregate()
-    (track,) = aggregator._made.tracks
-    assert track.is_late and all(len(bucket.pieces) == 1 for bucket in track.buckets)
+    (transfer,) = aggregator._made.transfers
+    assert transfer.deferred_mean and all(len(bucket.pieces) == 1 for bucket in transfer.buckets)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -255,7 +257,7 @@ def shared_by_lanes(rank: int, world_size: int) -> None:
     wanted = memory.clone()
     dist.all_reduce(wanted)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256, policies={"1": "average"})
-    assert sorted(track.is_late for track in aggregator._made.tracks) == [False, True, True]
+    assert sorted(transfer.deferred_mean for transfer in aggregator._made.transfers) == [False, True, True]
     aggregator.aggregate()
     assert torch.allclose(memory, wanted / 2, atol=1e-6)
     both = [torch.empty_like(memory) for _ in range(2)]
@@ -269,7 +271,7 @@ def beside_the_caller(rank: int, world_size: int) -> None:
     assert state.federated_group is not None
     group, number = state.federated_group[0], torch.zeros(64)
     aggregator = xffl.Aggregator(nn.Linear(16, 16), state, bucket_bytes=256)
-    assert aggregator._made.tracks[0].is_late
+    assert aggregator._made.transfers[0].deferred_mean
     work = dist.irecv(number, 1, group=group) if rank == 0 else None
     aggregator.aggregate()
     if work is None:

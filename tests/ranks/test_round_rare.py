@@ -21,7 +21,7 @@ from tests.ranks.test_round_edges import everyones, linear, shaken
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import exchange as late
-from xffl.aggregation.engine import transport as crossing
+from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Move, start_moves
 
 
@@ -187,7 +187,7 @@ def interrupt_halfway(aggregator: xffl.Aggregator, lag_s: float) -> list[dist.Wo
         under_way.extend(works)
         return works
 
-    patches = [mock.patch.object(module, "start_moves", interrupted) for module in (crossing, late)]
+    patches = [mock.patch.object(module, "start_moves", interrupted) for module in (transport, late)]
     with patches[0], patches[1], pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
     return under_way

@@ -16,9 +16,8 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
-from xffl.aggregation.engine import exchange
+from xffl.aggregation.engine import exchange, transport
 from xffl.aggregation.engine import exchange as looks
-from xffl.aggregation.engine import transport as crossing
 from xffl.aggregation.engine.status import Ballot, cast
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
@@ -225,8 +224,8 @@ def local_failure(rank: int, world_size: int, options: dict[str, Any], where: st
     # Buffers are looked at before the round is opened.
     model = xffl.shard(nn.Linear(6, 8) if where == "looks" else net(), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=64, **options)
-    module: Any = {"crossing": crossing, "looks": looks, "home": exchange}[where]
-    name = "energy_of" if where == "looks" else "weighted_mean"
+    module: Any = {"crossing": transport, "looks": looks, "home": exchange}[where]
+    name = "sum_of_squares" if where == "looks" else "weighted_mean"
     if rank == 2:  # others at home wait for what it carries
         whole = getattr(module, name)
 
@@ -287,7 +286,7 @@ def stuck(rank: int, world_size: int) -> None:
         raise TimeoutError("rank 1 was stuck")
 
     if rank == 1:
-        aggregator._exchange._crossing._post = hang  # type: ignore[method-assign,assignment]
+        aggregator._exchange._transport._post = hang  # type: ignore[method-assign,assignment]
     told = raised(aggregator.aggregate)
     check_alike(
         told, "RoundError", "keep their weights", "rank 0 (cell 0): RuntimeError", "rank 1 (cell 1): TimeoutError"
@@ -299,7 +298,7 @@ def dies(rank: int, world_size: int) -> str:
     state = make_state(rank, (2, 2), None)
     aggregator = xffl.Aggregator(xffl.shard(net(), state), state, bucket_bytes=64)
     if rank == 2:
-        crossing.weighted_mean = lambda *_, **__: os._exit(17)  # type: ignore[assignment]
+        transport.weighted_mean = lambda *_, **__: os._exit(17)  # type: ignore[assignment]
     aggregator.aggregate()
     return "the round took place"
 

@@ -47,13 +47,13 @@ def test_home_gives_up_before_across() -> None:
 
 def crosses_slowly(rank: int, world_size: int) -> bool:
     """Take part in a round whose exchange takes longer than ``home_s``, as a replica that waits at home for it."""
-    from xffl.aggregation.engine.transport import Crossing
+    from xffl.aggregation.engine.transport import CrossCellTransport
 
     state = DistributedState()
     state.set_global(dist.Backend("gloo"), torch.device("cpu"), "", 0, rank, world_size)
     state._timeouts = LEVELS
     state.set_federated_scaling((2, 2), hsdp=1)
-    post = Crossing._post
+    post = CrossCellTransport._post
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(2 * LEVELS.home_s)
@@ -62,7 +62,7 @@ def crosses_slowly(rank: int, world_size: int) -> bool:
     model = torch.nn.Linear(4, 4)
     torch.nn.init.constant_(model.weight, float(state.topology.cell_of(rank)))
     aggregator = xffl.Aggregator(model, state)
-    Crossing._post = slow  # type: ignore[method-assign]
+    CrossCellTransport._post = slow  # type: ignore[method-assign]
     aggregator.aggregate()
     return bool((model.weight == 0.5).all())
 

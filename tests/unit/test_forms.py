@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xffl.aggregation.compression.codecs import codec_of
-from xffl.aggregation.engine.groups import Routes
-from xffl.aggregation.engine.plan import Lane, Piece, Track, make_tracks
+from xffl.aggregation.engine.groups import RoundGroups
+from xffl.aggregation.engine.plan import BucketGroup, GroupTransfer, Piece, plan_transfers
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, IN_FLIGHT_BYTES, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, pipeline_depth
 from xffl.topology import Topology
@@ -65,26 +65,26 @@ def track_of(
     dtype: str = "float32",
     by_part: bool = True,
     at_home: bool = False,
-) -> Track:
+) -> GroupTransfer:
     pieces = tuple(Piece(item, 0, count) for item, count in enumerate(elements))
     cells = topology.cells
-    lane = Lane(0, (by_part,) * cells, (0,) * cells, dtype, rule, at_home, codec, False, pieces)
-    (track,) = make_tracks(
-        [lane],
+    group = BucketGroup(0, (by_part,) * cells, (0,) * cells, dtype, rule, at_home, codec, False, pieces)
+    (transfer,) = plan_transfers(
+        [group],
         topology=topology,
         rank=0,
-        routes=Routes(None, (), None, None, is_railed=rails),
+        round_groups=RoundGroups(None, (), None, None, multi_rail=rails),
         bucket_bytes=4 * MIB,
         form=form,
         codecs={"none": None, "int8": codec_of("int8")},
         device=torch.device(device),
-        combines_late=late,
+        allow_deferred_mean=late,
     )
-    return track
+    return transfer
 
 
 @pytest.mark.parametrize(
-    "elements, rule, cells, is_two_hop, depth",
+    "elements, rule, cells, reduce_scatter, depth",
     [
         ([64 * MIB], "average", 2, True, 16),  # 2 MiB of each bucket arrive
         ([8 * MIB], "average", 2, False, 4),  # eight buckets in all
@@ -97,10 +97,10 @@ def track_of(
     ],
 )
 def test_a_lane_has_the_form_and_depth_of_its_bytes(
-    elements: list[int], rule: str, cells: int, is_two_hop: bool, depth: int
+    elements: list[int], rule: str, cells: int, reduce_scatter: bool, depth: int
 ) -> None:
-    track = track_of(elements, Topology(cells, 1), rule)
-    assert (track.is_two_hop, track.depth, track.ahead) == (is_two_hop, depth, depth // 2)
+    transfer = track_of(elements, Topology(cells, 1), rule)
+    assert (transfer.reduce_scatter, transfer.depth, transfer.ahead) == (reduce_scatter, depth, depth // 2)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_a_lane_has_the_form_and_depth_of_its_bytes(
 def test_two_cells_take_turns_over_gloo(
     elements: list[int], cells: int, options: dict[str, Any], combiners: tuple[int | None, ...]
 ) -> None:
-    track = track_of(elements, Topology(cells, 1), **options)
-    assert track.combiners == combiners
-    for bucket in track.buckets:
-        numel, parts = bucket.stop - bucket.start, track.parts(bucket)
+    transfer = track_of(elements, Topology(cells, 1), **options)
+    assert transfer.combiners == combiners
+    for bucket in transfer.buckets:
+        numel, parts = bucket.stop - bucket.start, transfer.parts(bucket)
         sizes = [part.stop - part.start for part in parts]
-        if not track.is_two_hop:
+        if not transfer.reduce_scatter:
             assert sizes == [numel] * cells
             continue
         assert sum(sizes) == numel and all(one.stop == two.start for one, two in itertools.pairwise(parts))
@@ -132,7 +132,7 @@ def test_two_cells_take_turns_over_gloo(
 
 
 @pytest.mark.parametrize(
-    "topology, options, is_late",
+    "topology, options, deferred_mean",
     [
         (Topology(2, 1), {}, True),
         (Topology(8, 4), {}, True),  # each rank its shard
@@ -155,11 +155,11 @@ def test_two_cells_take_turns_over_gloo(
         (Topology(2, 1), {"at_home": True}, False),
     ],
 )
-def test_what_is_combined_when_it_is_written(topology: Topology, options: dict[str, Any], is_late: bool) -> None:
-    track = track_of([64 * MIB], topology, **{"late": True, **options})
-    assert track.is_late == is_late
-    if is_late:
-        assert not track.is_two_hop and track.ahead == track.depth == 8  # of 4 MiB each
+def test_what_is_combined_when_it_is_written(topology: Topology, options: dict[str, Any], deferred_mean: bool) -> None:
+    transfer = track_of([64 * MIB], topology, **{"late": True, **options})
+    assert transfer.deferred_mean == deferred_mean
+    if deferred_mean:
+        assert not transfer.reduce_scatter and transfer.ahead == transfer.depth == 8  # of 4 MiB each
 
 
 OPTIONS = {
@@ -199,8 +199,8 @@ def test_what_needs_the_mean_before_it_is_written(asked: dict[str, Any], combine
 
 
 def test_codes_of_two_cells_go_in_one_hop() -> None:
-    assert not track_of([64 * MIB], Topology(2, 1), codec="int8").is_two_hop
-    assert track_of([64 * MIB], Topology(3, 1), codec="int8").is_two_hop
+    assert not track_of([64 * MIB], Topology(2, 1), codec="int8").reduce_scatter
+    assert track_of([64 * MIB], Topology(3, 1), codec="int8").reduce_scatter
 
 
 def test_replicas_that_take_turns_have_a_depth_each() -> None:

@@ -13,11 +13,11 @@ from torch import nn
 
 from xffl.aggregation.compression.codecs import codec_of
 from xffl.aggregation.contributions import Claim, Ledger
-from xffl.aggregation.engine.buffers import Layout, Pool, Staging, aligned
-from xffl.aggregation.engine.groups import Routes
-from xffl.aggregation.engine.plan import Track, make_tracks, plan_lanes
+from xffl.aggregation.engine.buffers import Layout, Pool, StagingBuffers, aligned
+from xffl.aggregation.engine.groups import RoundGroups
+from xffl.aggregation.engine.plan import GroupTransfer, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import Manifest
-from xffl.aggregation.report import Journal
+from xffl.aggregation.report import RoundProfile
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -45,24 +45,24 @@ def models(draw: st.DrawFn) -> nn.Module:
     return model
 
 
-def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[Track, ...]]:
+def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[GroupTransfer, ...]]:
     topology = Topology(1, (1,))
     manifest = Manifest(model)
     at = topology.coordinates(0)
     axes = [manifest.axes(topology, at)]
     items = manifest.items(topology, axes)
-    tracks = make_tracks(
-        plan_lanes(items, topology, 0),
+    transfers = plan_transfers(
+        plan_groups(items, topology, 0),
         topology=topology,
         rank=0,
-        routes=Routes(None, (), None, None),
+        round_groups=RoundGroups(None, (), None, None),
         bucket_bytes=bucket_bytes,
         form="auto",
         codecs={},
         device=torch.device("cpu"),
-        combines_late=False,
+        allow_deferred_mean=False,
     )
-    return Layout(manifest.moving, items, axes, at), tracks
+    return Layout(manifest.moving, items, axes, at), transfers
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,16 +70,16 @@ def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[Track, .
 def test_nothing_is_lost_between_packing_and_unpacking(model: nn.Module, bucket_bytes: int, codec_name: str) -> None:
     codec = codec_of(codec_name)
     original, emptied = copy.deepcopy(model), model
-    source, tracks = prepare(original, bucket_bytes)
+    source, transfers = prepare(original, bucket_bytes)
     target, _ = prepare(emptied, bucket_bytes)
     with torch.no_grad():
         for parameter in emptied.parameters():
             parameter.fill_(math.nan)
         source.look_up()
         target.look_up()
-        for track in tracks:
-            for bucket in track.buckets:
-                values = torch.empty(bucket.stop - bucket.start, dtype=track.dtype)
+        for transfer in transfers:
+            for bucket in transfer.buckets:
+                values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype)
                 source.pack(bucket, values)
                 if codec is not None:
                     code = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
@@ -95,9 +95,9 @@ def test_nothing_is_lost_between_packing_and_unpacking(model: nn.Module, bucket_
 def test_one_element_of_a_larger_step_is_sent_like_any_other() -> None:
     model = nn.ParameterList([nn.Parameter(torch.arange(2.0)[1::2])])
     assert model[0].is_contiguous() and model[0].stride() == (2,)
-    layout, (track,) = prepare(model, 10**6)
+    layout, (transfer,) = prepare(model, 10**6)
     layout.look_up()
-    run = layout.run_of(track.buckets[0], CPU)
+    run = layout.run_of(transfer.buckets[0], CPU)
     assert run is not None
     run.view(torch.uint8).copy_(torch.tensor([3.0]).view(torch.uint8))
     assert model[0].item() == 3.0
@@ -105,8 +105,8 @@ def test_one_element_of_a_larger_step_is_sent_like_any_other() -> None:
 
 def test_views_follow_a_model_that_is_put_elsewhere() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
-    layout, tracks = prepare(model, 10**6)
-    (bucket,) = tracks[0].buckets
+    layout, transfers = prepare(model, 10**6)
+    (bucket,) = transfers[0].buckets
 
     def packed() -> torch.Tensor:
         values = torch.empty(bucket.stop - bucket.start)
@@ -147,17 +147,17 @@ def test_a_tensor_whose_memory_does_not_hold_its_values_is_refused(value: torch.
 
 def test_a_run_of_memory_is_sent_from_where_it_lies() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(3, 3))
-    layout, tracks = prepare(model, 4096)
+    layout, transfers = prepare(model, 4096)
     layout.look_up()
-    runs = [layout.run_of(bucket, CPU) for bucket in tracks[0].buckets]
+    runs = [layout.run_of(bucket, CPU) for bucket in transfers[0].buckets]
     assert [run is None for run in runs] == [False] * 4 + [True]
     assert runs[0] is not None and runs[0].data_ptr() == model[0].weight.data_ptr()
 
 
 def test_autograd_finds_out_that_a_round_has_written() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    layout, tracks = prepare(model, 10**6)
-    (bucket,) = tracks[0].buckets
+    layout, transfers = prepare(model, 10**6)
+    (bucket,) = transfers[0].buckets
     assert len(bucket.pieces) == 4
     loss = model(torch.ones(1, 3)).sum()
     with torch.no_grad():
@@ -171,8 +171,8 @@ def test_autograd_finds_out_that_a_round_has_written() -> None:
 def test_a_round_inside_inference_mode_writes_too() -> None:
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        layout, tracks = prepare(model, 10**6)
-        (bucket,) = tracks[0].buckets
+        layout, transfers = prepare(model, 10**6)
+        (bucket,) = transfers[0].buckets
         layout.look_up()
         layout.unpack(bucket, torch.ones(bucket.stop - bucket.start))
     assert all((parameter == 1.0).all() for parameter in model.parameters())
@@ -180,20 +180,20 @@ def test_a_round_inside_inference_mode_writes_too() -> None:
 
 def test_what_was_packed_is_kept_for_its_flight_and_not_for_the_next_round() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    layout, (track,) = prepare(model, 10**6)
-    (bucket,) = track.buckets
-    staging = Staging(layout, CPU, atomic=False)
+    layout, (transfer,) = prepare(model, 10**6)
+    (bucket,) = transfer.buckets
+    staging = StagingBuffers(layout, CPU, atomic=False)
 
     def look() -> torch.Tensor:
         staging.begin(is_snapshot=False, keeps_snapshot=False)
         layout.look_up()
-        staging.make([track], {track.number: 4})
-        values, lent = staging.pack(track, bucket)
+        staging.make([transfer], {transfer.number: 4})
+        values, lent = staging.pack(transfer, bucket)
         staging.keep(bucket, lent)
         return values.clone()
 
     def fly() -> torch.Tensor:
-        values, out, lent = staging.own(track, bucket)
+        values, out, lent = staging.own(transfer, bucket)
         assert lent is not None and out is values
         staging.fill(bucket, values)
         staging.give(lent)
@@ -238,24 +238,24 @@ def test_rows_are_aligned_and_kept() -> None:
 
 
 def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
-    journal = Journal(torch.device("cpu"))
-    assert journal.hidden == 0.0
+    profile = RoundProfile(torch.device("cpu"))
+    assert profile.hidden == 0.0
     for text in ("first", "second"):
-        with journal.noting("combine"):
+        with profile.capture_failure("combine"):
             raise MemoryError(text)
-    assert str(journal.failure) == "first" and journal.phases["combine"] > 0.0
-    with pytest.raises(KeyboardInterrupt), journal.noting("combine"):
+    assert str(profile.failure) == "first" and profile.phases["combine"] > 0.0
+    with pytest.raises(KeyboardInterrupt), profile.capture_failure("combine"):
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError), journal.phase("vote"):
+    with pytest.raises(RuntimeError), profile.phase("vote"):
         raise RuntimeError
-    assert journal.phases["vote"] > 0.0  # also where it failed
-    journal.posted(7)
-    journal.posted(0)
-    assert journal.bytes_across == 7
-    journal._first_post -= 100.0
-    journal.add("across", 40.0)  # what is waited for is not hidden
-    journal.arrived()
-    assert 60.0 <= journal.hidden < 100.0
+    assert profile.phases["vote"] > 0.0  # also where it failed
+    profile.record_send(7)
+    profile.record_send(0)
+    assert profile.bytes_across == 7
+    profile._first_post -= 100.0
+    profile.add("across", 40.0)  # what is waited for is not hidden
+    profile.arrived()
+    assert 60.0 <= profile.hidden < 100.0
 
 
 def test_what_a_round_did_not_take_in_waits_for_the_next() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.engine.plan import Item, MeshCut, Part, plan_lanes
+from xffl.aggregation.engine.plan import Item, MeshCut, Part, plan_groups
 from xffl.topology import Topology
 
 
@@ -28,15 +28,15 @@ def mesh_plans(draw: st.DrawFn) -> tuple[Topology, tuple[Item, ...]]:
 @given(mesh_plans())
 def test_parts_are_carried_once_and_seen_by_all_their_holders(case: tuple[Topology, tuple[Item, ...]]) -> None:
     topology, items = case
-    planned = {rank: plan_lanes(items, topology, rank) for rank in range(topology.world_size)}
-    lanes = {lane.key: lane for lane in planned[0]}
+    planned = {rank: plan_groups(items, topology, rank) for rank in range(topology.world_size)}
+    groups = {group.key: group for group in planned[0]}
     for rank, own in planned.items():
         at = topology.coordinates(rank)
-        for lane in own:
-            assert lanes.setdefault(lane.key, lane) == lane
-            assert at.shard in (lane.holders or lane.owners) and set(lane.owners) <= {*lane.holders, *lane.owners}
+        for group in own:
+            assert groups.setdefault(group.key, group) == group
+            assert at.shard in (group.holders or group.owners) and set(group.owners) <= {*group.holders, *group.owners}
         for item in items:
-            seen = sorted(e for lane in own for i, a, b in lane.pieces if i == item.position for e in range(a, b))
+            seen = sorted(e for group in own for i, a, b in group.pieces if i == item.position for e in range(a, b))
             assert seen == list(range(*item.cuts[at.cell].held(at.shard)))
     for cell in range(topology.cells):
         for item in items:
@@ -44,9 +44,9 @@ def test_parts_are_carried_once_and_seen_by_all_their_holders(case: tuple[Topolo
             carried = [
                 element
                 for shard, own in senders.items()
-                for lane in own
-                if lane.owners[cell] == shard
-                for index, start, stop in lane.pieces
+                for group in own
+                if group.owners[cell] == shard
+                for index, start, stop in group.pieces
                 if index == item.position
                 for element in range(start, stop)
             ]

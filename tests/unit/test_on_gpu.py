@@ -19,7 +19,7 @@ from xffl.aggregation.background import Background, apart
 from xffl.aggregation.contributions import Pace
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
-from xffl.aggregation.report import Journal
+from xffl.aggregation.report import RoundProfile
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
@@ -247,26 +247,26 @@ class Mark:
 def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(Mark, "made", [])
-    journal = Journal(GPU)
-    with journal.phase("across"):
-        journal.posted(8)
-    with journal.phase("across"):
-        journal.arrived()
-    with journal.noting("combine"):
+    profile = RoundProfile(GPU)
+    with profile.phase("across"):
+        profile.record_send(8)
+    with profile.phase("across"):
+        profile.arrived()
+    with profile.capture_failure("combine"):
         raise ValueError("planted")
-    assert str(journal.failure) == "planted" and journal.hidden == 0.0
+    assert str(profile.failure) == "planted" and profile.hidden == 0.0
     *come, last = Mark.made
     for mark, moment in zip(come, (1000.0, 1200.0, 2500.0, 8000.0, 9000.0, 9000.0, 9500.0), strict=True):
         mark.milliseconds = moment
     # The GPU has not come to the last mark, so the time that the host took has to do: next to none.
     assert last.is_recorded
-    assert journal.hidden == pytest.approx(9.0 - 1.2 - (1.5 + 1.0))
-    phases = journal.phases
+    assert profile.hidden == pytest.approx(9.0 - 1.2 - (1.5 + 1.0))
+    phases = profile.phases
     assert phases["across"] == pytest.approx(1.5 + 1.0) and 0.0 <= phases["combine"] < 0.1
-    assert journal.phases == phases and journal.bytes_across == 8
-    journal.add("wait", 2.0)
-    assert journal.phases == phases | {"wait": 2.0}
-    following = Journal(GPU, journal)
+    assert profile.phases == phases and profile.bytes_across == 8
+    profile.add("wait", 2.0)
+    assert profile.phases == phases | {"wait": 2.0}
+    following = RoundProfile(GPU, profile)
     for _ in range(5):
         with following.phase("across"):
             pass

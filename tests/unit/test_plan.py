@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.engine.plan import Cut, Item, Lane, MeshCut, Part, Piece, digest, plan_lanes
+from xffl.aggregation.engine.plan import BucketGroup, Cut, Item, MeshCut, Part, Piece, digest, plan_groups
 from xffl.topology import Topology
 
 
@@ -40,14 +40,14 @@ def plans(draw: st.DrawFn) -> tuple[Topology, tuple[Item, ...], int]:
 @given(plans())
 def test_every_element_has_one_owner_in_each_cell(case: tuple[Topology, tuple[Item, ...], int]) -> None:
     topology, items, _ = case
-    planned = {rank: plan_lanes(items, topology, rank) for rank in range(topology.world_size)}
+    planned = {rank: plan_groups(items, topology, rank) for rank in range(topology.world_size)}
     for cell in range(topology.cells):
         owned: dict[int, list[int]] = {item.position: [] for item in items}
         for rank in topology.federation(cell):
             at = topology.coordinates(rank)
-            for lane in planned[rank]:
-                if at.is_sender and lane.owners[cell] == at.shard:
-                    for index, start, stop in lane.pieces:
+            for group in planned[rank]:
+                if at.is_sender and group.owners[cell] == at.shard:
+                    for index, start, stop in group.pieces:
                         owned[index].extend(range(start, stop))
         for item in items:
             assert sorted(owned[item.position]) == list(range(item.cuts[cell].numel))
@@ -60,8 +60,8 @@ def test_a_rank_sees_all_elements_that_it_holds(case: tuple[Topology, tuple[Item
     for rank in range(topology.world_size):
         at = topology.coordinates(rank)
         seen: dict[int, list[int]] = {item.position: [] for item in items}
-        for lane in plan_lanes(items, topology, rank):
-            for index, start, stop in lane.pieces:
+        for group in plan_groups(items, topology, rank):
+            for index, start, stop in group.pieces:
                 seen[index].extend(range(start, stop))
         for item in items:
             cut = item.cuts[at.cell]
@@ -75,25 +75,25 @@ def test_participants_of_a_lane_see_the_same_lane_in_the_same_order(
     case: tuple[Topology, tuple[Item, ...], int],
 ) -> None:
     topology, items, limit = case
-    lanes: dict[tuple[object, ...], Lane] = {}
+    groups: dict[tuple[object, ...], BucketGroup] = {}
     for rank in range(topology.world_size):
-        own = plan_lanes(items, topology, rank)
-        assert [lane.key for lane in own] == sorted(lane.key for lane in own)  # type: ignore[type-var]
-        for lane in own:
-            assert lanes.setdefault(lane.key, lane) == lane
-            assert list(lanes[lane.key].buckets(limit)) == list(lane.buckets(limit))
+        own = plan_groups(items, topology, rank)
+        assert [group.key for group in own] == sorted(group.key for group in own)  # type: ignore[type-var]
+        for group in own:
+            assert groups.setdefault(group.key, group) == group
+            assert list(groups[group.key].buckets(limit)) == list(group.buckets(limit))
 
 
 @settings(max_examples=200, deadline=None)
 @given(plans())
 def test_buckets_hold_everything_once_and_none_is_too_large(case: tuple[Topology, tuple[Item, ...], int]) -> None:
     topology, items, limit = case
-    for lane in plan_lanes(items, topology, 0):
-        buckets = list(lane.buckets(limit))
+    for group in plan_groups(items, topology, 0):
+        buckets = list(group.buckets(limit))
         elements = [
             (piece.item, e) for bucket in buckets for piece in bucket.pieces for e in range(piece.start, piece.stop)
         ]
-        assert sorted(elements) == [(index, e) for index, start, stop in lane.pieces for e in range(start, stop)]
+        assert sorted(elements) == [(index, e) for index, start, stop in group.pieces for e in range(start, stop)]
         assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
         assert [b.start for b in buckets] == [0, *itertools.accumulate(b.stop - b.start for b in buckets)][:-1]
         assert all(0 < b.stop - b.start == sum(p.stop - p.start for p in b.pieces) <= limit for b in buckets)
@@ -106,23 +106,25 @@ def test_buckets_hold_everything_once_and_none_is_too_large(case: tuple[Topology
 @given(plans(), st.integers(1, 5))
 def test_the_parts_of_a_bucket_hold_it_once(case: tuple[Topology, tuple[Item, ...], int], cells: int) -> None:
     topology, items, limit = case
-    for lane in plan_lanes(items, topology, 0):
-        for bucket in lane.buckets(limit):
+    for group in plan_groups(items, topology, 0):
+        for bucket in group.buckets(limit):
             held = [e for cell in range(cells) for e in range(1000)[bucket.part(cell, cells)]]
             assert held == list(range(bucket.stop - bucket.start))
 
 
 def test_large_pieces_get_even_buckets_of_their_own() -> None:
     pieces = (Piece(0, 0, 3), Piece(1, 0, 250), Piece(2, 5, 9))
-    lane = Lane(0, (True,), (0,), "float32", "average", False, "none", False, pieces)
-    buckets = list(lane.buckets(100))
+    group = BucketGroup(0, (True,), (0,), "float32", "average", False, "none", False, pieces)
+    buckets = list(group.buckets(100))
     assert [b.pieces for b in buckets[:3]] == [((1, 0, 84),), ((1, 84, 168),), ((1, 168, 250),)]
     assert buckets[3].pieces == ((0, 0, 3), (2, 5, 9))
 
 
 def test_small_pieces_fill_as_many_buckets_as_they_need() -> None:
-    lane = Lane(0, (True,), (0,), "float32", "average", False, "none", False, tuple(Piece(i, 0, 5) for i in range(45)))
-    assert [len(bucket.pieces) for bucket in lane.buckets(64)] == [12, 12, 12, 9]
+    group = BucketGroup(
+        0, (True,), (0,), "float32", "average", False, "none", False, tuple(Piece(i, 0, 5) for i in range(45))
+    )
+    assert [len(bucket.pieces) for bucket in group.buckets(64)] == [12, 12, 12, 9]
 
 
 def test_a_small_replicated_tensor_is_not_shared_out() -> None:
@@ -151,9 +153,9 @@ def test_the_digest_tells_plans_apart() -> None:
 def test_equal_cuts_make_one_lane_for_each_shard() -> None:
     topology = Topology(8, (4, 4), 2)
     item = Item(0, "float32", "average", False, (Cut.of_axis(7, 3, 2),) * 2)
-    (lane,) = plan_lanes([item], topology, 6)
-    assert lane.owners == (0, 0)
-    assert lane.pieces == ((0, 0, 12),)
+    (group,) = plan_groups([item], topology, 6)
+    assert group.owners == (0, 0)
+    assert group.pieces == ((0, 0, 12),)
 
 
 def test_unequal_cuts_meet_in_the_common_refinement() -> None:
@@ -161,7 +163,8 @@ def test_unequal_cuts_meet_in_the_common_refinement() -> None:
     item = Item(0, "float32", "average", False, (Cut.of_axis(10, 1, 4), Cut.of_axis(10, 1, 2)))
     # Cell 0 cuts at 3, 6, 9; cell 1 at 5.
     pieces = {
-        rank: [(lane.owners, *lane.pieces[0][1:]) for lane in plan_lanes([item], topology, rank)] for rank in range(6)
+        rank: [(group.owners, *group.pieces[0][1:]) for group in plan_groups([item], topology, rank)]
+        for rank in range(6)
     }
     assert pieces[1] == [((1, 0), 3, 5), ((1, 1), 5, 6)]
     assert pieces[5] == [((1, 1), 5, 6), ((2, 1), 6, 9), ((3, 1), 9, 10)]

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.engine.plan import Cut, Item, plan_lanes
+from xffl.aggregation.engine.plan import Cut, Item, plan_groups
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 from xffl.report import curves_figure, round_traffic, topology_figure, topology_text
@@ -122,8 +122,8 @@ def test_all_gather_is_what_the_plan_of_the_exchange_sends(topology: Topology, m
     total = 0
     for rank in range(topology.world_size):
         at = topology.coordinates(rank)
-        lanes = plan_lanes((item,), topology, rank)
-        sent = sum(4 * lane.numel * (topology.cells - 1) for lane in lanes if at.is_sender)
+        groups = plan_groups((item,), topology, rank)
+        sent = sum(4 * group.numel * (topology.cells - 1) for group in groups if at.is_sender)
         total += sent
         if at.is_sender:
             assert sent == pytest.approx(kinds[topology.sizes[at.cell]]["all_gather_bytes_per_sender"])

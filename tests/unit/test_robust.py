@@ -28,8 +28,8 @@ from xffl.aggregation.algorithms.combiners import (
     Weighed,
     Weighting,
 )
-from xffl.aggregation.engine.exchange import weighed
-from xffl.aggregation.engine.plan import Turnout
+from xffl.aggregation.engine.exchange import weigh_cells
+from xffl.aggregation.engine.plan import RoundContext
 from xffl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -544,8 +544,8 @@ def test_cells_that_give_nothing_are_not_weighed() -> None:
             seen.append(given)
             return Weighed((3.0, 4.0), 0.5)
 
-    turnout = Turnout((1.0, 0.0, 2.0), 0, steps=(5.0, 6.0, 7.0), norms=(0.1, 0.2, 0.3))
-    found = weighed(turnout, Watching(), [[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]])
+    context = RoundContext((1.0, 0.0, 2.0), 0, steps=(5.0, 6.0, 7.0), norms=(0.1, 0.2, 0.3))
+    found = weigh_cells(context, Watching(), [[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]])
     assert seen == [Seen((1.0, 2.0), (5.0, 7.0), (0.1, 0.3), ((0.0, 2.0), (2.0, 0.0)))]
     assert (found.counts, found.scale) == ((3.0, 0.0, 4.0), 0.5)
-    assert weighed(turnout, CoordinateMedian()).counts == (1.0, 0.0, 1.0)
+    assert weigh_cells(context, CoordinateMedian()).counts == (1.0, 0.0, 1.0)

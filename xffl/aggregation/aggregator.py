@@ -31,24 +31,24 @@ from xffl.aggregation.engine.consensus import (
     report_of,
 )
 from xffl.aggregation.engine.exchange import Exchange
-from xffl.aggregation.engine.global_model import GlobalState
-from xffl.aggregation.engine.groups import Place, Progress, Routes, routes_of
+from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, select_groups
 from xffl.aggregation.engine.inconsistent import TornError, find_tear, tearing, tears_of
-from xffl.aggregation.engine.plan import Item, Track, digest, make_tracks, plan_lanes
+from xffl.aggregation.engine.plan import GroupTransfer, Item, digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.status import NO_ALPHA, next_number
 from xffl.aggregation.engine.tensors import (
-    Entry,
-    Facts,
-    Holding,
     Manifest,
+    ModelTensor,
     Pattern,
-    Spread,
+    RankTensors,
+    ReplicaTensors,
+    TensorInfo,
     describe_difference,
+    describe_rank_tensors,
     gather_axes,
-    holding_of,
-    spread_of,
+    gather_replica_tensors,
 )
-from xffl.aggregation.engine.transport import Crossing
+from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy.differential import Accountant, Privacy
@@ -303,7 +303,7 @@ class Aggregator:
                 self._pending, self._protocol.is_owed = None, False
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
-            self._exchange.journal.add("wait", time.perf_counter() - asked)
+            self._exchange.profile.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
         self._pending = PendingRound(background, conclude, self._made.layout.moving(fragment))
@@ -325,11 +325,11 @@ class Aggregator:
         ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
         self._check_free()
-        if not self._made.routes.own:
+        if not self._made.round_groups.own:
             return
         self._is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
-        for group in self._made.routes.own:
+        for group in self._made.round_groups.own:
             destroy_group(group)
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
@@ -398,8 +398,8 @@ class Aggregator:
         if (tears := tears_of(self._model)) != self._tears:
             self._tears = tears
             self._exchange.memory.forget()
-            if self._exchange.agreed is not None:
-                self._exchange.agreed.forget()
+            if self._exchange.global_model is not None:
+                self._exchange.global_model.forget()
 
     def _conclude(
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
@@ -451,7 +451,7 @@ class Assembly:
     device: torch.device
     options: Options
     manifest: Manifest
-    routes: Routes
+    round_groups: RoundGroups
     exchange: Exchange
     protocol: Protocol
     plan: str
@@ -459,7 +459,7 @@ class Assembly:
     arithmetic: float
     has_codecs: bool
     layout: Layout
-    tracks: tuple[Track, ...]
+    transfers: tuple[GroupTransfer, ...]
     feedback: Mapping[int, Feedback]
     stream: torch.cuda.Stream | None
 
@@ -473,8 +473,8 @@ class Assembly:
             state["codecs"] = self.exchange.memory.state_dict(self.plan)
         if self.exchange.accountant is not None:
             state["privacy"] = self.exchange.accountant.state_dict()
-        if self.exchange.agreed is not None:
-            state["agreed"] = self.exchange.agreed.state_dict()
+        if self.exchange.global_model is not None:
+            state["agreed"] = self.exchange.global_model.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -487,8 +487,8 @@ class Assembly:
             self.exchange.memory.load_state_dict(state["codecs"], self.plan)
         if self.exchange.accountant is not None:
             self.exchange.accountant.load_state_dict(state["privacy"])
-        if self.exchange.agreed is not None:
-            self.exchange.agreed.load_state_dict(state["agreed"])
+        if self.exchange.global_model is not None:
+            self.exchange.global_model.load_state_dict(state["agreed"])
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local.
@@ -507,7 +507,7 @@ class Assembly:
         for part, what, is_here in (
             ("codecs", "what lossy codecs remember", self.has_codecs),
             ("privacy", "what privacy has cost", self.exchange.accountant is not None),
-            ("agreed", "the last agreed model of server, norms or privacy", self.exchange.agreed is not None),
+            ("agreed", "the last agreed model of server, norms or privacy", self.exchange.global_model is not None),
             ("above", "levels above the lowest", False),
         ):
             if part in state and not is_here:
@@ -523,12 +523,12 @@ class Assembly:
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
         self.layout.look_up()
-        for track in self.tracks:
-            if (feedback := self.feedback.get(track.number)) is not None:
-                for bucket in track.buckets:
+        for transfer in self.transfers:
+            if (feedback := self.feedback.get(transfer.number)) is not None:
+                for bucket in transfer.buckets:
                     self.layout.pack(bucket, feedback.reference[bucket.start : bucket.stop])
-        if self.exchange.agreed is not None:
-            self.exchange.agreed.take()
+        if self.exchange.global_model is not None:
+            self.exchange.global_model.take()
 
 
 def check_given(model: object, state: object) -> None:
@@ -540,7 +540,7 @@ def check_given(model: object, state: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
-    if not isinstance(state, DistributedState | Place):
+    if not isinstance(state, DistributedState | RoundScope):
         raise ConfigError(
             f"{type(state).__name__} is no state; give the DistributedState of xffl.session() or a set-up"
         )
@@ -548,7 +548,7 @@ def check_given(model: object, state: object) -> None:
 
 def assemble(
     model: nn.Module,
-    state: DistributedState | Place,
+    state: DistributedState | RoundScope,
     read: Callable[[], tuple[Options, Manifest]],
     check: Callable[[], None],
 ) -> Assembly:
@@ -565,13 +565,13 @@ def assemble(
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
     error: XfflError | None = None
-    text, holding = "", None
+    text, rank_tensors = "", None
     axes: tuple[int, ...] = ()
     try:
         check_given(model, state)
-        place = state if isinstance(state, Place) else Place(state, state.topology)
-        topology, rank = place.topology, place.rank
-        device = transfer_device(place.state)
+        scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
+        topology, rank = scope.topology, scope.rank
+        device = transfer_device(scope.state)
         check()
         options, manifest = read()
         options.combiner.check(topology.cells)
@@ -582,7 +582,7 @@ def assemble(
             axes = manifest.axes(topology, at)
             text += str(manifest)
         else:
-            holding = holding_of(manifest.entries, manifest.is_used, topology, at, place.first)
+            rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
         _check_protected(options, manifest)
         if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise ConfigError(
@@ -594,11 +594,17 @@ def assemble(
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
         error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
     check_consistent("models", text, error=error, describe=describe_difference)
-    world = place.world
-    spread = None if holding is None else _agreed_spread(holding, manifest, place)
-    axes_of_cells = gather_axes(axes, topology, world) if spread is None else (spread.axes,) * topology.cells
+    world = scope.world
+    replica_tensors = None if rank_tensors is None else _agreed_spread(rank_tensors, manifest, scope)
+    axes_of_cells = (
+        gather_axes(axes, topology, world) if replica_tensors is None else (replica_tensors.axes,) * topology.cells
+    )
     items = manifest.items(
-        topology, axes_of_cells, least_bytes=options.bucket_bytes, fragments=options.fragments, spread=spread
+        topology,
+        axes_of_cells,
+        least_bytes=options.bucket_bytes,
+        fragments=options.fragments,
+        replica_tensors=replica_tensors,
     )
     plan = (
         f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_lanes}, "
@@ -609,24 +615,34 @@ def assemble(
     if options.secure is not None:
         masker = make_masker(options.secure, rank, topology, context=plan, group=world)
     return _assemble(
-        manifest, items, axes_of_cells, options, place=place, device=device, masker=masker, plan=plan, spread=spread
+        manifest,
+        items,
+        axes_of_cells,
+        options,
+        scope=scope,
+        device=device,
+        masker=masker,
+        plan=plan,
+        replica_tensors=replica_tensors,
     )
 
 
-def _agreed_spread(holding: Holding, manifest: Manifest, place: Place) -> Spread:
+def _agreed_spread(rank_tensors: RankTensors, manifest: Manifest, scope: RoundScope) -> ReplicaTensors:
     """Put together what the shards hold, and compare it over all replicas and cells; collective over the world."""
     error: XfflError | None = None
-    spread = None
-    mesh = place.state.hsdp_mesh
+    replica_tensors = None
+    mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
     try:
-        spread = spread_of(holding, mesh.get_group(1))
-        manifest.check_patterns(spread)
+        replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
+        manifest.check_patterns(replica_tensors)
     except XfflError as wrong:
         error = wrong
-    check_consistent("models", "" if spread is None else spread.text, error=error, describe=describe_difference)
-    assert spread is not None, "the ranks agree on errors only by raising one"
-    return spread
+    check_consistent(
+        "models", "" if replica_tensors is None else replica_tensors.text, error=error, describe=describe_difference
+    )
+    assert replica_tensors is not None, "the ranks agree on errors only by raising one"
+    return replica_tensors
 
 
 def _check_protected(options: Options, manifest: Manifest) -> None:
@@ -654,49 +670,54 @@ def _assemble(
     axes: Sequence[Sequence[int]],
     options: Options,
     *,
-    place: Place,
+    scope: RoundScope,
     device: torch.device,
     masker: Masker | None,
     plan: str,
-    spread: Spread | None,
+    replica_tensors: ReplicaTensors | None,
 ) -> Assembly:
     """Plan a rank's lanes and prepare what walks them; collective over the world."""
-    topology, rank = place.topology, place.rank
-    holders = () if spread is None else spread.holders
-    routes = routes_of(place, is_railed=options.rails, is_own=options.overlap, holders=holders)
-    tracks = _tracks(manifest, items, options, place, routes, device)
-    progress = Progress(device, place.state._timeouts.across_s)
-    crossing = Crossing(
-        tracks, topology, rank, routes, device, combiner=options.combiner, progress=progress, masker=masker
+    topology, rank = scope.topology, scope.rank
+    holders = () if replica_tensors is None else replica_tensors.holders
+    round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
+    transfers = _transfers(manifest, items, options, scope, round_groups, device)
+    progress = Progress(device, scope.state._timeouts.across_s)
+    transport = CrossCellTransport(
+        transfers, topology, rank, round_groups, device, combiner=options.combiner, progress=progress, masker=masker
     )
     at = topology.coordinates(rank)
     reads_late = options.overlap or not options.atomic
-    layout = Layout(_entries(manifest, spread), items, axes, at, needs_memory_of_its_own=reads_late)
+    layout = Layout(_entries(manifest, replica_tensors), items, axes, at, needs_memory_of_its_own=reads_late)
     exchange = Exchange(
         layout,
-        tracks,
-        crossing,
+        transfers,
+        transport,
         topology=topology,
         rank=rank,
-        routes=routes,
+        round_groups=round_groups,
         device=device,
         options=options,
-        agreed=GlobalState(tracks, layout, options.server, device) if options.needs_agreed else None,
+        global_model=GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None,
         progress=progress,
         masker=masker,
     )
-    if exchange.agreed is not None:
-        exchange.agreed.take()
+    if exchange.global_model is not None:
+        exchange.global_model.take()
         agree_start(
-            manifest.moving if spread is None else spread.moving, exchange, topology, rank, device, routes.world
+            manifest.moving if replica_tensors is None else replica_tensors.moving,
+            exchange,
+            topology,
+            rank,
+            device,
+            round_groups.world,
         )
-    number = next_number(routes.world)
-    protocol = Protocol(exchange, place, device=device, routes=routes, options=options, number=number)
+    number = next_number(round_groups.world)
+    protocol = Protocol(exchange, scope, device=device, round_groups=round_groups, options=options, number=number)
     return Assembly(
         device,
         options,
         manifest,
-        routes,
+        round_groups,
         exchange,
         protocol,
         plan,
@@ -704,9 +725,9 @@ def _assemble(
         arithmetic=arithmetic_of(device),
         has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
         layout=layout,
-        tracks=tracks,
-        feedback=crossing.feedback,
-        stream=_stream(place.state, device),
+        transfers=transfers,
+        feedback=transport.feedback,
+        stream=_stream(scope.state, device),
     )
 
 
@@ -716,24 +737,29 @@ def _stream(state: DistributedState, device: torch.device) -> torch.cuda.Stream 
     return state.streams[0] if state.streams else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _entries(manifest: Manifest, spread: Spread | None) -> list[Entry | None]:
+def _entries(manifest: Manifest, replica_tensors: ReplicaTensors | None) -> list[ModelTensor | None]:
     """Return the moving tensors of all shards in the plan's order; ``None`` for one that this rank has not."""
     here = {entry.name: entry for entry in manifest.moving}
-    tensors: Sequence[Facts] = manifest.moving if spread is None else spread.moving
+    tensors: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     return [here.get(tensor.name) for tensor in tensors]
 
 
-def _tracks(
-    manifest: Manifest, items: Sequence[Item], options: Options, place: Place, routes: Routes, device: torch.device
-) -> tuple[Track, ...]:
-    return make_tracks(
-        plan_lanes(items, place.topology, place.rank),
-        topology=place.topology,
-        rank=place.rank,
-        routes=routes,
+def _transfers(
+    manifest: Manifest,
+    items: Sequence[Item],
+    options: Options,
+    scope: RoundScope,
+    round_groups: RoundGroups,
+    device: torch.device,
+) -> tuple[GroupTransfer, ...]:
+    return plan_transfers(
+        plan_groups(items, scope.topology, scope.rank),
+        topology=scope.topology,
+        rank=scope.rank,
+        round_groups=round_groups,
         bucket_bytes=options.bucket_bytes,
         form=options.form_of_lanes,
         codecs=manifest.codecs,
         device=device,
-        combines_late=options.combines_late,
+        allow_deferred_mean=options.combines_late,
     )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.algorithms.combiners import Weighting
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.status import checked_number, checked_weight
-from xffl.aggregation.engine.tensors import Entry, Manifest, Pattern
+from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.checkpoint.format import Record, check_path, read_record, settle
@@ -439,7 +439,7 @@ class _Moving:
                 if place.data_ptr() != given.data_ptr():
                     place.copy_(given)
 
-    def _value(self, entry: Entry) -> torch.Tensor:
+    def _value(self, entry: ModelTensor) -> torch.Tensor:
         tensor = entry.tensor()
         is_mean = self._is_export and entry.is_buffer and entry.policy == "average"
         return _mean_at_home(tensor) if is_mean else tensor.detach()

@@ -20,7 +20,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.compression.codecs import Codec
 from xffl.aggregation.engine.consensus import Contribution
-from xffl.aggregation.engine.groups import Place, make_place
+from xffl.aggregation.engine.groups import RoundScope, make_scope
 from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.checks import index_of
@@ -112,11 +112,11 @@ class Levels(Aggregator):
         except XfflError as wrong:
             error = wrong
         check_consistent("levels", text, error=error)
-        self._places = [make_place(state, topology, first) for topology, first in worlds]
+        self._places = [make_scope(state, topology, first) for topology, first in worlds]
         self._stages: list[_Stage] = []
         try:
-            for level, place in zip(given, self._places, strict=True):
-                self._stages.append(self._make(model, level, place, options))
+            for level, scope in zip(given, self._places, strict=True):
+                self._stages.append(self._make(model, level, scope, options))
         except XfflError:
             self._destroy()
             raise
@@ -126,7 +126,7 @@ class Levels(Aggregator):
         self._has_ended = False
         self._reports: list[RoundReport | None] = [None] * len(given)
 
-    def _make(self, model: nn.Module, level: Level, place: Place, options: Mapping[str, Any]) -> _Stage:
+    def _make(self, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:
         """Make the aggregator of one level; collective over the world."""
         error: XfflError | None = None
         number, keywords = len(self._stages), {**options, **level.options}
@@ -134,15 +134,15 @@ class Levels(Aggregator):
         take_part = super().take_part
         try:
             if not number:
-                super().__init__(model, place, codec=level.codec, **keywords)  # type: ignore[arg-type]
+                super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
             else:
-                aggregator = Aggregator(model, place, codec=level.codec, **keywords)  # type: ignore[arg-type]
+                aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
                 take_part = aggregator.take_part
         except XfflError as wrong:
-            error = type(wrong)(f"{wrong}{_where(number, place)}")
+            error = type(wrong)(f"{wrong}{_where(number, scope)}")
         # Some parts of the world may have made theirs.
         check_consistent(f"aggregators of level {number}", "", error=error)
-        at = place.topology.coordinates(place.rank)
+        at = scope.topology.coordinates(scope.rank)
         return _Stage(aggregator, take_part, level.every, at.cell, at.local_rank == 0)
 
     @property
@@ -269,7 +269,10 @@ class Levels(Aggregator):
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     def _destroy(self) -> None:
-        own = [*(stage.aggregator._made.routes.own for stage in self._stages), *(place.own for place in self._places)]
+        own = [
+            *(stage.aggregator._made.round_groups.own for stage in self._stages),
+            *(scope.own for scope in self._places),
+        ]
         for group in dict.fromkeys(itertools.chain.from_iterable(own)):
             destroy_group(group)
 
@@ -315,9 +318,9 @@ class Levels(Aggregator):
         self._taken, self._steps_taken = map(float, state["taken"])
 
 
-def _where(number: int, place: Place) -> str:
+def _where(number: int, scope: RoundScope) -> str:
     """Say which rounds a message is about, and how it counts."""
-    first, ranks = place.first, place.topology.world_size
+    first, ranks = scope.first, scope.topology.world_size
     return f" (level {number}: cells and ranks are counted in ranks {first} to {first + ranks - 1} of the world)"
 
 

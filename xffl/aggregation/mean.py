@@ -39,13 +39,6 @@ def weighted_mean(
     Local and deterministic: the same values and weights give the same bits everywhere. The sum runs, in the given
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
     sign of a zero, too: that is why the shift is subtracted), also in fp64, where the plain sum would lose one.
-
-    :param values: Real 1-D tensors of one length and data type; ``out`` may be one of them.
-    :param weights: One finite weight for each value, none negative, at least one positive; a value of weight 0 is not
-        read.
-    :param out: Tensor of the same length and data type.
-    :param is_fused: Whether fused steps may combine a few values: differences stay in their type's range, and all ranks
-        that combine them have the same arithmetic. Several times as fast.
     """
     heaviest, scaled, steps = _scaled(tuple(weights))
     if not is_fused or out.dtype != torch.float32:
@@ -130,12 +123,7 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
 def combined(
     combine: Callable[[torch.Tensor, torch.Tensor], None], values: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Combine values element by element in fp32 (fp64 for fp64), rounded once; local.
-
-    :param combine: Called with ``[n, numel]`` values and where their combination goes.
-    :param values: Real 1-D tensors of one length and data type; ``out`` may be one of them.
-    :param out: Tensor of the same length and data type.
-    """
+    """Combine values element by element in fp32 (fp64 for fp64), rounded once; local."""
     wide = wide_type(out.dtype)
     length = piece_length(out.device)
     for into, *chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
@@ -145,11 +133,7 @@ def combined(
 
 
 def piece_length(device: torch.device) -> int:
-    """Return how many elements to combine at a time.
-
-    :param device: Where they lie.
-    :return: The number.
-    """
+    """Return how many elements to combine at a time."""
     return CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
@@ -162,9 +146,6 @@ def arithmetic_of(device: torch.device) -> float:
     """Return a number that is the same on ranks whose fused steps give the same bits; local.
 
     All vector units of a CPU with fused multiply-add agree, whatever their width.
-
-    :param device: Where values are combined.
-    :return: A whole number below 2**48.
     """
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)

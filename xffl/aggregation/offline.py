@@ -26,8 +26,8 @@ from xffl import __version__
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server_of
-from xffl.aggregation.engine.exchange import energy_of, weighed
-from xffl.aggregation.engine.plan import Turnout
+from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
+from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.exports import (
     PART,
     RoundPlan,
@@ -501,9 +501,9 @@ def aggregate_exports(
     optimizer = server_of(planned[1] if server is None else server) if told["round"] > 0 or server is not None else None
     if optimizer is not None and state is None:
         raise ConfigError("a server optimizer needs the folder where its state goes from round to round; give --state")
-    turnout = _turnout(exports, combiner, weights)
+    context = _context(exports, combiner, weights)
     sizes = {name: _bytes_of(exports[0], name) for name in told["tensors"]}
-    shares = tuple(turnout.share(cell) for cell in range(told["cells"]))
+    shares = tuple(context.share(cell) for cell in range(told["cells"]))
     counted = [[digest_of_folder(one.path), one.told["weight"], one.told["steps"]] for one in exports]
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
@@ -516,9 +516,9 @@ def aggregate_exports(
     if optimizer is not None and state is not None:
         outer = OfflineServer(optimizer, check_path(state), told, None if start is None else check_path(start))
     note = _Noting(progress, made.size_bytes)
-    turnout = _looked(exports, turnout, note)
+    context = _looked(exports, context, note)
     if not is_tried:
-        _write(target, exports, turnout, combiner, outer, note, made_of)
+        _write(target, exports, context, combiner, outer, note, made_of)
     return made
 
 
@@ -587,7 +587,7 @@ def _check_files(exports: Sequence[_Export], progress: Callable[[str, int, int],
         progress("checked", sum(sizes[: number + 1]), sum(sizes))
 
 
-def _turnout(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[float] | None) -> Turnout:
+def _context(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[float] | None) -> RoundContext:
     """Return what the cells count for."""
     check_combiner(combiner)
     given = [export.told["weight"] for export in exports] if weights is None else [float(weight) for weight in weights]
@@ -596,19 +596,19 @@ def _turnout(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[f
     if not all(math.isfinite(weight) and weight >= 0.0 for weight in given) or not any(given):
         raise ConfigError(f"weights {given} must be finite, none negative and one positive")
     steps = tuple(export.told["steps"] for export in exports)
-    turnout = Turnout(tuple(given), first=0, number=exports[0].told["round"], steps=steps)
-    combiner.check(len(turnout.cells))
-    return weighed(turnout, combiner)
+    context = RoundContext(tuple(given), first=0, number=exports[0].told["round"], steps=steps)
+    combiner.check(len(context.cells))
+    return weigh_cells(context, combiner)
 
 
-def _looked(exports: Sequence[_Export], turnout: Turnout, note: _Noting) -> Turnout:
+def _looked(exports: Sequence[_Export], context: RoundContext, note: _Noting) -> RoundContext:
     """Refuse values that are not finite, and tell how the others may be combined, as the ranks of a round do."""
     is_moderate = True
     for name, (policy, *_) in exports[0].told["tensors"].items():
         for box in _boxes(exports[0], name) if policy == "average" else ():
             for export in exports:
                 values = export.read(name, box)
-                if not math.isfinite(energy_of(values).item()):
+                if not math.isfinite(sum_of_squares(values).item()):
                     if not values.isfinite().all():
                         raise CheckpointError(
                             f"{export.path}: tensor {name!r} of cell {export.told['cell']} has values that are not "
@@ -616,13 +616,13 @@ def _looked(exports: Sequence[_Export], turnout: Turnout, note: _Noting) -> Turn
                         )
                     is_moderate = False
             note("looked", math.prod(box[1]) * exports[0].kind(name)[0].itemsize)
-    return replace(turnout, is_fused=is_moderate)
+    return replace(context, is_fused=is_moderate)
 
 
 def _write(
     target: Path,
     exports: Sequence[_Export],
-    turnout: Turnout,
+    context: RoundContext,
     combiner: Combiner,
     outer: OfflineServer | None,
     note: _Noting,
@@ -638,12 +638,12 @@ def _write(
         for name, (policy, is_stepped, *_) in told["tensors"].items():
             dtype, shape = exports[0].kind(name)
             for box in _boxes(exports[0], name):
-                made = _combined(exports, turnout, combiner, name, policy, box)
+                made = _combined(exports, context, combiner, name, policy, box)
                 if outer is not None and is_stepped:
                     made = outer.step(name, box, made, shape)
                 writer.write(f"{PART}/{name}", box, made.view(dtype), shape)
                 note("combined", made.nbytes)
-        shares = [turnout.share(cell) for cell in range(told["cells"])]
+        shares = [context.share(cell) for cell in range(told["cells"])]
         kept = {name: told[name] for name in ("round", "cells", "tensors")} | {"shares": shares, "made_of": made_of}
         if outer is not None:
             outer.publish()  # before the result: a round that is made again begins from the state before it
@@ -659,17 +659,17 @@ def _write(
 
 
 def _combined(
-    exports: Sequence[_Export], turnout: Turnout, combiner: Combiner, name: str, policy: str, box: Box
+    exports: Sequence[_Export], context: RoundContext, combiner: Combiner, name: str, policy: str, box: Box
 ) -> torch.Tensor:
     """Return a piece of the result, flat."""
     if policy == "first":
-        return exports[turnout.first].read(name, box)
-    values = [exports[cell].read(name, box) for cell in turnout.cells]
+        return exports[context.first].read(name, box)
+    values = [exports[cell].read(name, box) for cell in context.cells]
     out = torch.empty_like(values[0])
     if isinstance(combiner, Coordinatewise):
         combined(combiner.combine, values, out)
     else:
-        weighted_mean(values, [turnout.counts[cell] for cell in turnout.cells], out, is_fused=turnout.is_fused)
+        weighted_mean(values, [context.counts[cell] for cell in context.cells], out, is_fused=context.is_fused)
     return out
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch.autograd import profiler
 
-__all__ = ["Journal", "RoundReport"]
+__all__ = ["RoundProfile", "RoundReport"]
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class RoundReport:
     codec_error: float | None = None
 
 
-class Journal:
+class RoundProfile:
     """Seconds of each phase, bytes sent, and the first local failure of one round.
 
     ``bytes_across`` and ``bytes_home`` are what this rank sent to other cells and to its own, ``failure`` is the first
-    exception of :meth:`noting`. A GPU's phases are timed on its current stream: the host only hands them over.
+    exception of :meth:`capture_failure`. A GPU's phases are timed on its current stream: the host only hands them over.
 
     :param device: Where values move and are combined.
     :param before: The journal of the round before, whose marks on the GPU's stream are used again: it must not be asked
         any more.
     """
 
-    def __init__(self, device: torch.device, before: Journal | None = None) -> None:
+    def __init__(self, device: torch.device, before: RoundProfile | None = None) -> None:
         self.is_on_gpu = device.type == "cuda"
         self._marks: list[torch.cuda.Event] = [] if before is None else before._marks
         self._marked = 0
@@ -120,7 +120,7 @@ class Journal:
         """
         self._handed_over.append((phase, seconds, start, self.mark()))
 
-    def posted(self, nbytes: int) -> None:
+    def record_send(self, nbytes: int) -> None:
         """Note that something has been given to the slow link, or asked for.
 
         :param nbytes: Bytes that leave.
@@ -146,7 +146,7 @@ class Journal:
         """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
         return _Phase(self, name, is_noting=False)
 
-    def noting(self, phase: str) -> AbstractContextManager[None]:
+    def capture_failure(self, phase: str) -> AbstractContextManager[None]:
         """Note a local failure for the vote and go on, so that no other rank waits for this one."""
         return _Phase(self, phase, is_noting=True)
 
@@ -154,14 +154,14 @@ class Journal:
 class _Phase:
     """A phase while it lasts. A bucket goes through six of them, and a generator would cost several times as much."""
 
-    __slots__ = ("_from", "_is_noting", "_journal", "_name", "_span", "_start")
+    __slots__ = ("_from", "_is_noting", "_name", "_profile", "_span", "_start")
 
-    def __init__(self, journal: Journal, name: str, *, is_noting: bool) -> None:
-        self._journal, self._name, self._is_noting = journal, name, is_noting
+    def __init__(self, profile: RoundProfile, name: str, *, is_noting: bool) -> None:
+        self._profile, self._name, self._is_noting = profile, name, is_noting
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
-        self._from = self._journal.mark() if self._journal.is_on_gpu else None
+        self._from = self._profile.mark() if self._profile.is_on_gpu else None
         # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
         self._span: AbstractContextManager[object] | None = None
         if profiler._is_profiler_enabled:
@@ -174,14 +174,14 @@ class _Phase:
     ) -> bool:
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
-        journal, seconds = self._journal, time.perf_counter() - self._start
+        profile, seconds = self._profile, time.perf_counter() - self._start
         if self._from is None:
-            journal.add(self._name, seconds)
+            profile.add(self._name, seconds)
         else:
-            journal.hand_over(self._name, seconds, self._from)
+            profile.hand_over(self._name, seconds, self._from)
         if not self._is_noting or not isinstance(error, Exception):
             return False
-        journal.failure = journal.failure or error  # told to all ranks by the vote
+        profile.failure = profile.failure or error  # told to all ranks by the vote
         return True
 
 

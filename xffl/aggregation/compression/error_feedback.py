@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.engine.plan import Bucket, Track
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.errors import CheckpointError
 
 __all__ = ["Feedback", "Memory"]
@@ -174,8 +174,8 @@ class Memory:
     :param feedback: The memory of those that it carries, by number.
     """
 
-    def __init__(self, tracks: Sequence[Track], feedback: Mapping[int, Feedback]) -> None:
-        self._tracks = tuple(tracks)
+    def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, Feedback]) -> None:
+        self._transfers = tuple(transfers)
         self._feedback = feedback
         self._seeded: set[int] = set()
 
@@ -209,7 +209,7 @@ class Memory:
         :return: Copies.
         """
         lanes = {
-            str(self._tracks[number].lane.key): feedback.state_dict() for number, feedback in self._feedback.items()
+            str(self._transfers[number].group.key): feedback.state_dict() for number, feedback in self._feedback.items()
         }
         return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
 
@@ -227,8 +227,8 @@ class Memory:
             )
         self.forget()
         for number, feedback in self._feedback.items():
-            if self._tracks[number].lane.fragment in state["seeded"]:
-                feedback.load_state_dict(state["lanes"].get(str(self._tracks[number].lane.key), {}))
+            if self._transfers[number].group.fragment in state["seeded"]:
+                feedback.load_state_dict(state["lanes"].get(str(self._transfers[number].group.key), {}))
         self._seeded = set(state["seeded"])
 
     def forget(self) -> None:
@@ -245,7 +245,7 @@ class Memory:
             memory are kept, and replaced by a buffer to write on.
         """
         for number, feedback in self._feedback.items():
-            if self._tracks[number].lane.fragment == fragment:
+            if self._transfers[number].group.fragment == fragment:
                 spare = feedback.settle(stages.get(number))
                 if spare is not None:
                     stages[number] = spare

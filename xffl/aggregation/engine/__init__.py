@@ -1,1 +1,16 @@
-"""One round between cells: what moves, the plan of its buckets, the exchange, and what all ranks decide about it."""
+"""One round between cells, in the order in which data passes through the files.
+
+- ``tensors``: the model's tensors by name, their policies, and what each rank holds of them.
+- ``plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of each.
+- ``groups``: the process groups of a round, and how messages are posted on them.
+- ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
+- ``exchange``: the walk over all buckets: check, swap, combine, hand round, write; its docstring has the timeline.
+- ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
+- ``global_model``: the last agreed model, and the server optimizer that goes on from it.
+- ``status``: what each rank tells all others before and after an exchange.
+- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike.
+- ``inconsistent``: the mark of a model whose weights may differ between ranks.
+
+Once, when an aggregator is made: tensors > plan > groups > buffers. In each round: exchange reads the model (inspect),
+consensus opens, exchange moves the buckets (run), consensus closes, exchange writes the model (commit).
+"""

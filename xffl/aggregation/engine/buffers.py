@@ -14,27 +14,22 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.plan import Bucket, Item, Piece, Track
-from xffl.aggregation.engine.tensors import Entry, canonical_axis
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer, Item, Piece
+from xffl.aggregation.engine.tensors import ModelTensor, canonical_axis
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
-__all__ = ["Layout", "Pool", "Staging", "aligned"]
+__all__ = ["Layout", "Pool", "StagingBuffers", "aligned"]
 
 
 class Places(NamedTuple):
-    """Where a bucket's elements lie.
+    """Where a bucket's elements lie."""
 
-    :param views: The elements, as views that follow each other.
-    :param device: The device of all views, if they are 1-D.
-    :param run: The only view, if its elements are one run of memory.
-    :param memory: The bytes of each view, for a copy without torch, where they are several runs of memory on the CPU.
-    """
-
-    views: list[torch.Tensor]
-    device: torch.device | None
-    run: torch.Tensor | None
+    views: list[torch.Tensor]  # the elements, as views that follow each other
+    device: torch.device | None  # the device of all views, if they are 1-D
+    run: torch.Tensor | None  # the only view, if its elements are one run of memory
+    # the bytes of each view, for a copy without torch, where they are several runs of memory on the CPU
     memory: list[memoryview]
 
 
@@ -43,18 +38,11 @@ class Layout:
 
     Views are kept from round to round while the model keeps its tensors where they are. ``shares_memory`` tells, once
     they have been looked up, whether some of them overlap.
-
-    :param entries: The moving tensors, in the plan's order; ``None`` for one that this rank does not hold.
-    :param items: The same tensors as the plan sees them.
-    :param axes: For each cell, the axis along which it cuts each tensor.
-    :param at: This rank's place in the federation.
-    :param needs_memory_of_its_own: Whether tensors are written while others are still read, so that none may share
-        memory.
     """
 
     def __init__(
         self,
-        entries: Sequence[Entry | None],
+        entries: Sequence[ModelTensor | None],
         items: Sequence[Item],
         axes: Sequence[Sequence[int]],
         at: Coordinates,
@@ -85,38 +73,23 @@ class Layout:
         self._cuts: dict[int, tuple[torch.Tensor, list[memoryview]]] = {}
 
     def name(self, item: int) -> str:
-        """Return a tensor's name.
-
-        :param item: Its place in the plan.
-        :return: The name, without wrappers.
-        """
+        """Return a tensor's name."""
         entry = self._entries[item]
-        assert entry is not None, "lanes hold only what this rank holds"
+        assert entry is not None, "groups hold only what this rank holds"
         return entry.name
 
     def held(self, item: int) -> tuple[int, int]:
-        """Return where this rank's part of a tensor begins in canonical order, and its elements.
-
-        :param item: Its place in the plan.
-        :return: First element and number of elements.
-        """
+        """Return where this rank's part of a tensor begins in canonical order, and its elements."""
         return self._origin[item], self._held[item]
 
     def moving(self, fragment: int) -> list[torch.Tensor]:
-        """Return the model's tensors of a fragment, also those of which this rank has no elements; local.
-
-        :param fragment: The part of the model.
-        :return: Its parameters and buffers as the model keeps them.
-        """
+        """Return the model's tensors of a fragment, also those of which this rank has no elements; local."""
         entries = zip(self._entries, self._fragments, strict=True)
         kept = [entry.held[entry.leaf] for entry, number in entries if entry is not None and number == fragment]
         return [tensor for tensor in kept if tensor is not None]
 
     def look_up(self) -> None:
-        """Look all tensors up anew; local.
-
-        :raises ConfigError: if one has another shape or data type, or another part of it is held here.
-        """
+        """Look all tensors up anew; local."""
         tensors = [*itertools.chain.from_iterable(held.values() for held in self._dicts)]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         if is_same and _places(self._moving) == self._found:
@@ -161,21 +134,12 @@ class Layout:
         return None
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is.
-
-        :param bucket: The bucket.
-        :param device: Where the groups' backend communicates from.
-        :return: A flat view of the model; ``None`` where the elements have to be packed.
-        """
+        """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is."""
         places = self._places_of(bucket)
         return places.run if places.device == device else None
 
     def pack(self, bucket: Bucket, into: torch.Tensor) -> None:
-        """Copy a bucket's elements out of the model.
-
-        :param bucket: The bucket.
-        :param into: Flat tensor of as many elements.
-        """
+        """Copy a bucket's elements out of the model."""
         views, device, _, memory = self._places_of(bucket)
         if memory and into.device == device:
             _copy(memory, self._cut(bucket, into, memory))
@@ -188,11 +152,7 @@ class Layout:
                 values.view(view.shape).copy_(view)
 
     def unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Write a bucket's elements into the model.
-
-        :param bucket: The bucket.
-        :param values: Flat tensor of as many elements; the model's own run of them is left as it is.
-        """
+        """Write a bucket's elements into the model."""
         views, device, _, memory = self._places_of(bucket)
         if len(views) == 1 and device is not None:
             if views[0].data_ptr() != values.data_ptr():
@@ -209,11 +169,7 @@ class Layout:
                 view.copy_(new.view(view.shape))
 
     def nonfinite(self, bucket: Bucket) -> list[int]:
-        """Tell which tensors have a value in a bucket that is not finite; local.
-
-        :param bucket: The bucket.
-        :return: Their places in the plan.
-        """
+        """Tell which tensors have a value in a bucket that is not finite; local."""
         return [piece.item for piece in bucket.pieces if not all(map(_is_finite, self._views_of_piece(piece)))]
 
     def _cut(self, bucket: Bucket, buffer: torch.Tensor, like: Sequence[memoryview]) -> list[memoryview]:
@@ -280,13 +236,7 @@ def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
 
 
 def _spans(view: torch.Tensor, start: int, count: int) -> list[torch.Tensor]:
-    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views.
-
-    :param view: A tensor of any strides; one with gaps gives several views.
-    :param start: First element.
-    :param count: Number of elements.
-    :return: The views, whose elements follow each other.
-    """
+    """Return ``count`` elements of a tensor from ``start`` on, in row-major order, as views."""
     if view.is_contiguous():
         return [view.view(-1)[start : start + count]]
     inner = view.numel() // view.shape[0]
@@ -309,13 +259,8 @@ def _is_finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(values.float() if values.dtype.itemsize == 1 else values).all())
 
 
-class Staging:
-    """The buffers between the model and the exchange; local.
-
-    :param layout: Where this rank's elements lie.
-    :param device: Where the groups' backend communicates from.
-    :param atomic: Whether new values are collected beside the model, one copy of what this rank holds.
-    """
+class StagingBuffers:
+    """The buffers between the model and the exchange; local."""
 
     def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
         self._layout = layout
@@ -331,75 +276,67 @@ class Staging:
         self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
 
     def begin(self, *, is_snapshot: bool, keeps_snapshot: bool) -> None:
-        """Get ready for a round.
-
-        :param is_snapshot: Whether values are copied before the exchange begins.
-        :param keeps_snapshot: Whether that copy outlives the round.
-        """
+        """Get ready for a round."""
         self.is_snapshot, self.keeps_snapshot, self._is_read_from_stage = is_snapshot, keeps_snapshot, False
         while self._kept:  # of a round that did not take place
             self._packs.give(self._kept.popitem()[1])
 
-    def make(self, tracks: Sequence[Track], pause_of: dict[int, int]) -> None:
-        """Make what a round needs, so that it does not run out of memory on its way.
-
-        :param tracks: The lanes of the round.
-        :param pause_of: By lane, for how many buckets one is under way.
-        """
-        for track in tracks:
+    def make(self, transfers: Sequence[GroupTransfer], pause_of: dict[int, int]) -> None:
+        """Make what a round needs, so that it does not run out of memory on its way."""
+        for transfer in transfers:
             for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
-                if is_needed and track.number not in kept:
-                    kept[track.number] = torch.empty(track.lane.numel, dtype=track.dtype, device=self._device)
-            if track.is_late:
-                self.stages_of(track)
+                if is_needed and transfer.number not in kept:
+                    kept[transfer.number] = torch.empty(transfer.group.numel, dtype=transfer.dtype, device=self._device)
+            if transfer.deferred_mean:
+                self.stages_of(transfer)
         packed = [
-            ((bucket.stop - bucket.start) * track.dtype.itemsize, pause_of[track.number])
-            for track in tracks
-            for bucket in (track.buckets if track.is_late or not self._atomic else ())
+            ((bucket.stop - bucket.start) * transfer.dtype.itemsize, pause_of[transfer.number])
+            for transfer in transfers
+            for bucket in (transfer.buckets if transfer.deferred_mean or not self._atomic else ())
             if self._layout.run_of(bucket, self._device) is None
         ]
         count = min(len(packed), max((pause for _, pause in packed), default=0))
         self._has_room = count == len(packed)
         self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
-    def stage(self, track: Track, bucket: Bucket) -> torch.Tensor:
+    def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
-        return self.stages[track.number][bucket.start : bucket.stop]
+        return self.stages[transfer.number][bucket.start : bucket.stop]
 
-    def stages_of(self, track: Track) -> tuple[torch.Tensor, ...]:
-        """Return where the values of each of a lane's buckets wait; kept, since to cut takes its time."""
-        if track.number not in self._by_bucket:
-            sizes = [bucket.stop - bucket.start for bucket in track.buckets]
-            self._by_bucket[track.number] = self.stages[track.number].split_with_sizes(sizes)
-        return self._by_bucket[track.number]
+    def stages_of(self, transfer: GroupTransfer) -> tuple[torch.Tensor, ...]:
+        """Return where the values of each of a group's buckets wait; kept, since to cut takes its time."""
+        if transfer.number not in self._by_bucket:
+            sizes = [bucket.stop - bucket.start for bucket in transfer.buckets]
+            self._by_bucket[transfer.number] = self.stages[transfer.number].split_with_sizes(sizes)
+        return self._by_bucket[transfer.number]
 
-    def own(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def own(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
         if not self._atomic:
-            values, lent = self.lend(track, bucket)
+            values, lent = self.lend(transfer, bucket)
             return values, values, lent
-        stage = self.stage(track, bucket)
-        if track.lane.is_mean_at_home or self._is_read_from_stage:
+        stage = self.stage(transfer, bucket)
+        if transfer.group.is_mean_at_home or self._is_read_from_stage:
             return stage, stage, None
         if self.is_snapshot:
-            return self.copied(track, bucket), stage, None
+            return self.copied(transfer, bucket), stage, None
         run = self._layout.run_of(bucket, self._device)
         return (stage if run is None else run), stage, None
 
-    def lend(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def lend(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
         run = self._layout.run_of(bucket, self._device)
         if run is not None:
             return run, None
         lent = self._kept.get(id(bucket))
         if lent is None:
-            lent = self._packs.take((bucket.stop - bucket.start) * track.dtype.itemsize)
-        return lent[: (bucket.stop - bucket.start) * track.dtype.itemsize].view(track.dtype), lent
+            lent = self._packs.take((bucket.stop - bucket.start) * transfer.dtype.itemsize)
+        return lent[: (bucket.stop - bucket.start) * transfer.dtype.itemsize].view(transfer.dtype), lent
 
-    def copied(self, track: Track, bucket: Bucket) -> torch.Tensor:
+    def copied(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""
         copy = self._snapshots if self.keeps_snapshot else self.stages
-        return copy[track.number][bucket.start : bucket.stop]
+        return copy[transfer.number][bucket.start : bucket.stop]
 
     def give(self, lent: torch.Tensor | None) -> None:
         """Take back what was lent."""
@@ -421,25 +358,20 @@ class Staging:
         """Read values from the stages from now on: something has written there what is to leave this rank."""
         self._is_read_from_stage = True
 
-    def pack(self, track: Track, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy a bucket out of the model where it has to be.
-
-        :param track: Its lane.
-        :param bucket: The bucket.
-        :return: Its values, and the buffer lent for them, if any.
-        """
-        values, _, lent = self.own(track, bucket)
+    def pack(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy a bucket out of the model where it has to be."""
+        values, _, lent = self.own(transfer, bucket)
         run = self._layout.run_of(bucket, self._device)
         if run is None or run.data_ptr() != values.data_ptr():
             self._layout.pack(bucket, values)
         return values, lent
 
-    def merge(self, track: Track, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+    def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
         lent = self._packs.take(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
-        copy = mean if alpha is not None else self._snapshots[track.number][bucket.start : bucket.stop]
+        copy = mean if alpha is not None else self._snapshots[transfer.number][bucket.start : bucket.stop]
         # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
         length = piece_length(local.device)
         for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
@@ -458,11 +390,7 @@ LINE = 64
 
 
 class Pool:
-    """Buffers of one size; as many as were ever lent at a time, since fresh memory is slow.
-
-    :param nbytes: Size of a buffer; it grows with what is asked for.
-    :param device: Where buffers live.
-    """
+    """Buffers of one size; as many as were ever lent at a time, since fresh memory is slow."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
@@ -496,13 +424,7 @@ class Pool:
             self._free.append(buffer)
 
     def rows(self, buffer: torch.Tensor, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """Cut a buffer that is lent into aligned rows, as long as there is room; kept, since to cut takes its time.
-
-        :param buffer: The buffer, of at least ``aligned`` bytes for what each row is to hold.
-        :param dtype: Data type of the rows.
-        :param count: Number of rows.
-        :return: The rows.
-        """
+        """Cut a buffer that is lent into aligned rows, as long as there is room; kept, since to cut takes its time."""
         kept = self._rows.get((id(buffer), dtype, count))
         if kept is None:
             step = buffer.numel() // max(1, count) // LINE * LINE

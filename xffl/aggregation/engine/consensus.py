@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.exchange import Exchange, Findings
-from xffl.aggregation.engine.groups import Place, Routes
+from xffl.aggregation.engine.exchange import Exchange, FiniteReport
+from xffl.aggregation.engine.groups import RoundGroups, RoundScope
 from xffl.aggregation.engine.inconsistent import TornError
-from xffl.aggregation.engine.plan import Turnout
+from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.engine.status import (
     AT_ONCE,
     CLOSING,
@@ -30,7 +30,7 @@ from xffl.aggregation.engine.status import (
     checked_number,
     checked_weight,
 )
-from xffl.aggregation.engine.tensors import Facts
+from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.consistency import check_consistent
@@ -87,7 +87,7 @@ class Outcome:
     :param step_seconds: Seconds of a local step in each cell.
     """
 
-    turnout: Turnout
+    context: RoundContext
     dropped: tuple[int, ...]
     is_last: bool
     is_empty: bool = False
@@ -109,12 +109,19 @@ class Protocol:
     """
 
     def __init__(
-        self, exchange: Exchange, place: Place, *, device: torch.device, routes: Routes, options: Options, number: int
+        self,
+        exchange: Exchange,
+        place: RoundScope,
+        *,
+        device: torch.device,
+        round_groups: RoundGroups,
+        options: Options,
+        number: int,
     ) -> None:
         self._exchange = exchange
         self._topology, self._rank = place.topology, place.rank
         self._device, self._number = device, number
-        self._routes = routes
+        self._round_groups = round_groups
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = place.state._timeouts
@@ -126,7 +133,7 @@ class Protocol:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        return self._routes.world
+        return self._round_groups.world
 
     @property
     def is_out_of_step(self) -> bool:
@@ -153,22 +160,22 @@ class Protocol:
         if self.is_over and not any(weights):
             return None
         if all(other.is_absent for other in ballots):
-            return Outcome(Turnout(weights, 0, int(opening.ballot.round)), (), False, is_empty=True)
+            return Outcome(RoundContext(weights, 0, int(opening.ballot.round)), (), False, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(ballots) if other.is_nonfinite}
         dropped = tuple(sorted(cell for cell in bad if weights[cell]))
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, opening.found)
-        turnout = self._count(ballots, weights, dropped)
+        context = self._count(ballots, weights, dropped)
         seconds = by_cell([other.seconds for other in ballots], self._topology, max)
         nonfinite = self._tell_nonfinite(dropped, opening.found) if dropped else {}
-        if least_divergence is not None and not self.is_over and _divergence(turnout) < least_divergence:
-            return Outcome(turnout, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
-        self._check_turnout(turnout, ballots)
-        bad |= self._close(turnout, fragment)
+        if least_divergence is not None and not self.is_over and _divergence(context) < least_divergence:
+            return Outcome(context, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
+        self._check_turnout(context, ballots)
+        bad |= self._close(context, fragment)
         return Outcome(
-            self._exchange.turnout,
+            self._exchange.context,
             dropped,
             self.is_over,
             nonfinite=nonfinite,
@@ -207,7 +214,7 @@ class Protocol:
             self.is_interrupted = True
             raise
 
-    def _count(self, ballots: list[Ballot], weights: tuple[float, ...], dropped: tuple[int, ...]) -> Turnout:
+    def _count(self, ballots: list[Ballot], weights: tuple[float, ...], dropped: tuple[int, ...]) -> RoundContext:
         """Return whose values count, and what the combiner is told about them."""
         counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
         if not any(counted):
@@ -215,7 +222,7 @@ class Protocol:
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
         norms = by_cell([ballot.norm for ballot in ballots], self._topology, lambda parts: math.sqrt(total_of(parts)))
-        return Turnout(
+        return RoundContext(
             counted,
             first=next(cell for cell in range(self._topology.cells) if cell not in dropped),
             number=int(ballots[0].round),
@@ -225,14 +232,14 @@ class Protocol:
             attempt=int(max(ballot.attempt for ballot in ballots)),
         )
 
-    def _check_turnout(self, turnout: Turnout, ballots: list[Ballot]) -> None:
+    def _check_turnout(self, context: RoundContext, ballots: list[Ballot]) -> None:
         """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
         try:
-            self._exchange.check(turnout)
+            self._exchange.check(context)
         except Exception as wrong:
             why = wrong if isinstance(wrong, XfflError) else f"{type(wrong).__name__}: {wrong}"
             raise RoundError(
-                f"round {turnout.number} has values of cells {turnout.cells}: {why}; all ranks keep their weights"
+                f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
         if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(ballots):
             kinds: dict[float, list[int]] = {}
@@ -269,9 +276,9 @@ class Protocol:
         return ballots
 
     def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
-        with self._exchange.journal.phase("vote"):
+        with self._exchange.profile.phase("vote"):
             ballot = ballot._replace(aggregator=self._number)
-            return cast(ballot, self._topology, self._group, self._routes.first, within_s)
+            return cast(ballot, self._topology, self._group, self._round_groups.first, within_s)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
@@ -295,15 +302,15 @@ class Protocol:
             for cell in cells
         }
 
-    def _close(self, turnout: Turnout, fragment: int) -> set[int]:
+    def _close(self, context: RoundContext, fragment: int) -> set[int]:
         """Exchange, and vote on the outcome; return the cells in which values that are not finite were sent."""
-        number = turnout.number
+        number = context.number
         failure: Exception | None = None
-        found = Findings([], False)
+        found = FiniteReport([], False)
         try:
-            self._exchange.run(turnout, fragment)
-            found = self._exchange.looked_late()
-            failure = self._exchange.journal.failure
+            self._exchange.run(context, fragment)
+            found = self._exchange.inspect_deferred()
+            failure = self._exchange.profile.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -317,7 +324,7 @@ class Protocol:
                 number + CLOSING,
                 is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
-                is_moderate=found.is_moderate,
+                is_moderate=found.squares_fit_fp32,
             )
             ballots = self._cast(ballot, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in ballots)
@@ -341,7 +348,7 @@ class Protocol:
                 f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
             ) from why
         if is_agreed:
-            return self._settle(turnout, ballots, found.nonfinite)
+            return self._settle(context, ballots, found.nonfinite)
         self._abort()
         told = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -356,18 +363,18 @@ class Protocol:
         All ranks come here after a round that was refused, so that all can make new groups before the next one.
         """
         if self._device.type == "cuda":
-            self._routes.abort()
-            self.is_cut_off |= self._routes.make is None
+            self._round_groups.abort()
+            self.is_cut_off |= self._round_groups.make is None
 
     def reconnect(self) -> None:
         """Make new groups after a round that failed on GPUs; collective over the world then.
 
         :raises RoundError: if not all ranks come.
         """
-        if not self._routes.is_aborted:
+        if not self._round_groups.is_aborted:
             return
         try:
-            self._routes.renew()
+            self._round_groups.renew()
         except Exception as broken:
             self.is_cut_off = True
             raise RoundError(
@@ -375,13 +382,13 @@ class Protocol:
                 f"{broken}; see the other ranks' output"
             ) from broken
 
-    def _settle(self, turnout: Turnout, ballots: list[Ballot], found: list[str]) -> set[int]:
+    def _settle(self, context: RoundContext, ballots: list[Ballot], found: list[str]) -> set[int]:
         """Go on with what was found while values were sent, or refuse it; only where no weights have changed yet."""
         bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
-        if counted := tuple(sorted(cell for cell in bad if turnout.weights[cell])):
+        if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
             self.is_owed = False
             self._refuse_nonfinite(counted, found)
-        self._exchange.settle(is_moderate=all(ballot.is_moderate for ballot in ballots))
+        self._exchange.settle(squares_fit_fp32=all(ballot.is_moderate for ballot in ballots))
         return bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
@@ -402,26 +409,26 @@ def report_of(outcome: Outcome, exchange: Exchange, number: int, fragment: int, 
     :param seconds: How long it took here.
     :return: The report.
     """
-    turnout, journal = outcome.turnout, exchange.journal
-    total = math.fsum(turnout.counts)
+    context, profile = outcome.context, exchange.profile
+    total = math.fsum(context.counts)
     return RoundReport(
         round=number,
-        weights=turnout.weights,
-        bytes_across=journal.bytes_across,
-        bytes_home=journal.bytes_home,
+        weights=context.weights,
+        bytes_across=profile.bytes_across,
+        bytes_home=profile.bytes_home,
         seconds=seconds,
         dropped=outcome.dropped,
         is_last=outcome.is_last,
         fragment=fragment,
-        shares=tuple(count / total for count in turnout.counts),
-        scale=turnout.scale,
-        steps=turnout.steps,
+        shares=tuple(count / total for count in context.counts),
+        scale=context.scale,
+        steps=context.steps,
         step_seconds=outcome.step_seconds,
-        update_norms=turnout.norms,
+        update_norms=context.norms,
         nonfinite=outcome.nonfinite,
         is_skipped=outcome.is_skipped,
-        phases=journal.phases,
-        hidden=journal.hidden,
+        phases=profile.phases,
+        hidden=profile.hidden,
         codec_error=exchange.memory.codec_error,
     )
 
@@ -430,11 +437,11 @@ def _has_one_arithmetic(ballots: list[Ballot]) -> bool:
     return len({ballot.arithmetic for ballot in ballots}) == 1
 
 
-def _divergence(turnout: Turnout) -> float:
+def _divergence(context: RoundContext) -> float:
     """Return the root mean square of the cells' updates, weighed as they are."""
-    assert turnout.norms is not None, "checked by who asks for it"
-    squares = [turnout.weights[cell] * turnout.norms[cell] * turnout.norms[cell] for cell in turnout.cells]
-    return math.sqrt(total_of(squares) / math.fsum(turnout.weights))
+    assert context.norms is not None, "checked by who asks for it"
+    squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
+    return math.sqrt(total_of(squares) / math.fsum(context.weights))
 
 
 @dataclass(frozen=True)
@@ -474,13 +481,13 @@ def open_round(
     """
     error: XfflError | None = None
     count = steps = seconds = 0.0
-    findings = Findings([], False)
+    findings = FiniteReport([], False)
     try:
         reshard(model)
         refresh_view(model)
         made.manifest.check()
-        if made.exchange.agreed is not None:
-            made.exchange.agreed.check(fragment)
+        if made.exchange.global_model is not None:
+            made.exchange.global_model.check(fragment)
         if given.prepare is not None:
             given.prepare()
         steps = checked_number("steps", given.steps, "give the effective number of local steps")
@@ -490,7 +497,7 @@ def open_round(
         if not given.is_absent:
             weight = given.weight
             count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
-        findings = made.exchange.look(fragment, is_snapshot=merging != AT_ONCE, keeps_snapshot=merging == NO_ALPHA)
+        findings = made.exchange.inspect(fragment, is_snapshot=merging != AT_ONCE, keeps_snapshot=merging == NO_ALPHA)
     except XfflError as wrong:
         error = wrong
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
@@ -505,7 +512,7 @@ def open_round(
         is_nonfinite=bool(findings.nonfinite),
         is_failed=error is not None,
         is_encoding=made.has_codecs and made.exchange.memory.is_encoding(fragment),
-        is_moderate=findings.is_moderate,
+        is_moderate=findings.squares_fit_fp32,
         arithmetic=made.arithmetic,
         merging=merging if error is None else AT_ONCE,
         norm=findings.norm,
@@ -530,7 +537,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def agree_start(
-    entries: Sequence[Facts],
+    entries: Sequence[TensorInfo],
     exchange: Exchange,
     topology: Topology,
     rank: int,

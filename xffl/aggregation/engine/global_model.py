@@ -11,37 +11,31 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
 from xffl.aggregation.engine.buffers import Layout
-from xffl.aggregation.engine.plan import Bucket, Track
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.errors import CheckpointError, StateError
 
-__all__ = ["GlobalState"]
+__all__ = ["GlobalModel"]
 
 
-class GlobalState:
+class GlobalModel:
     """The parameters that training changes, as all cells last agreed on them, in fp32 (fp64 for fp64).
 
-    A server optimizer sees, for each part of the model that is exchanged in turn, one flat tensor for each lane of the
-    rank; a lane has the same elements in the same order on all ranks that hold it, so they all take the same step. Each
-    part has its own optimizer and schedule.
-
-    :param tracks: The rank's lanes.
-    :param layout: Where this rank's elements lie.
-    :param server: The server optimizer; ``None`` where the mean takes the place of the model.
-    :param device: Where the groups' backend communicates from; also where the state is kept, unless the server says
-        otherwise.
+    A server optimizer sees, for each part of the model that is exchanged in turn, one flat tensor for each group of the
+    rank; a group has the same elements in the same order on all ranks that hold it, so they all take the same step.
+    Each part has its own optimizer and schedule.
     """
 
     def __init__(
-        self, tracks: Sequence[Track], layout: Layout, server: ServerOptimizer | None, device: torch.device
+        self, transfers: Sequence[GroupTransfer], layout: Layout, server: ServerOptimizer | None, device: torch.device
     ) -> None:
-        self._tracks = [track for track in tracks if track.lane.is_stepped]
+        self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
         self._layout = layout
         self.device = device
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
         self._values = {
-            track.number: torch.empty(track.lane.numel, dtype=wide_type(track.dtype), device=self._kept_on)
-            for track in self._tracks
+            transfer.number: torch.empty(transfer.group.numel, dtype=wide_type(transfer.dtype), device=self._kept_on)
+            for transfer in self._transfers
         }
         self._is_known = True
         self._has_optimizer = server is not None  # also on a rank that holds no element
@@ -50,9 +44,9 @@ class GlobalState:
         self._asked: dict[int, dict[str, str]] = {}
         self._ended: dict[int, str] = {}
         """Why the schedule of a fragment goes no further."""
-        for fragment in sorted({track.lane.fragment for track in self._tracks}) if server is not None else ():
+        for fragment in sorted({transfer.group.fragment for transfer in self._transfers}) if server is not None else ():
             assert server is not None
-            optimizer = server.make([self._values[track.number] for track in self._of(fragment)])
+            optimizer = server.make([self._values[transfer.number] for transfer in self._of(fragment)])
             schedule = server.make_schedule(optimizer)
             self._optimizers[fragment] = optimizer
             self._schedules |= {} if schedule is None else {fragment: schedule}
@@ -67,22 +61,18 @@ class GlobalState:
     def take(self) -> None:
         """Take the model as it is for what all cells agree on; local."""
         self._layout.look_up()
-        for track in self._tracks:
-            for bucket in track.buckets:
-                buffer = torch.empty(bucket.stop - bucket.start, dtype=track.dtype, device=self.device)
+        for transfer in self._transfers:
+            for bucket in transfer.buckets:
+                buffer = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
                 self._layout.pack(bucket, buffer)
-                self._values[track.number][bucket.start : bucket.stop].copy_(buffer)
+                self._values[transfer.number][bucket.start : bucket.stop].copy_(buffer)
 
     def forget(self) -> None:
         """Note that ranks may hold different states: no round takes place until one has been loaded; local."""
         self._is_known = False
 
     def check(self, fragment: int) -> None:
-        """Raise where a round cannot go on from this state; local.
-
-        :param fragment: The part of the model whose round it is.
-        :raises StateError: after :meth:`forget`, until a state has been loaded; or where a schedule has ended.
-        """
+        """Raise where a round cannot go on from this state; local."""
         if not self._is_known:
             raise StateError(
                 "the last agreed model and the server optimizer may differ between ranks since a round tore the model, "
@@ -95,15 +85,15 @@ class GlobalState:
                 "Aggregator with a longer one"
             )
 
-    def written(self, track: Track, bucket: Bucket) -> torch.Tensor:
+    def written(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was written into the model: in its data type, where the backend communicates from."""
-        kept = self._values[track.number][bucket.start : bucket.stop]
-        return kept.to(device=self.device, dtype=track.dtype)
+        kept = self._values[transfer.number][bucket.start : bucket.stop]
+        return kept.to(device=self.device, dtype=transfer.dtype)
 
-    def squared_distance(self, track: Track, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
+    def squared_distance(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
         """Return the squared L2 distance of a bucket's values from the agreed ones, a number in fp64; local."""
         total = torch.zeros((), dtype=torch.float64, device=values.device)
-        agreed = self.written(track, bucket)
+        agreed = self.written(transfer, bucket)
         length = piece_length(values.device)
         for mine, theirs in zip(torch.split(values, length), torch.split(agreed, length), strict=True):
             step = torch.sub(mine.double(), theirs.double())
@@ -113,21 +103,16 @@ class GlobalState:
     @torch.inference_mode(False)  # what a server's optimizer makes here outlives the round
     @torch.no_grad()
     def step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
-        """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements.
-
-        :param fragment: The part of the model whose round it is.
-        :param means: By lane the mean of the cells' models, which the new model replaces.
-        :param scale: What the way from the agreed model to the mean is multiplied by.
-        """
+        """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements."""
         optimizer = self._optimizers.get(fragment)
-        tracks = self._of(fragment)
-        for track in tracks:
-            mean, kept = means[track.number], self._values[track.number]
+        transfers = self._of(fragment)
+        for transfer in transfers:
+            mean, kept = means[transfer.number], self._values[transfer.number]
             if optimizer is None and scale == 1.0:
                 kept.copy_(mean)
                 continue
             # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
-            gradient = self._way(track, mean.to(self._kept_on), scale)
+            gradient = self._way(transfer, mean.to(self._kept_on), scale)
             if optimizer is None:
                 mean.copy_(kept.sub_(gradient))
             else:
@@ -140,14 +125,14 @@ class GlobalState:
                 self._schedules[fragment].step()
             except Exception as ended:  # noqa: BLE001 - this round is agreed; the next one is told of it, on all ranks
                 self._ended[fragment] = f"{type(ended).__name__}: {ended}"
-        for track in tracks:
-            kept = self._values[track.number]
+        for transfer in transfers:
+            kept = self._values[transfer.number]
             kept.grad = None
-            means[track.number].copy_(kept)
+            means[transfer.number].copy_(kept)
 
-    def _way(self, track: Track, mean: torch.Tensor, scale: float) -> torch.Tensor:
+    def _way(self, transfer: GroupTransfer, mean: torch.Tensor, scale: float) -> torch.Tensor:
         """Return ``scale * (written - mean)``, in the mean's own memory where the type allows it."""
-        kept = self._values[track.number]
+        kept = self._values[transfer.number]
         out = mean if mean.dtype == kept.dtype else torch.empty_like(kept)
         length = piece_length(kept.device)
         for result, old, new in zip(*(torch.split(one, length) for one in (out, kept, mean)), strict=True):
@@ -156,23 +141,22 @@ class GlobalState:
                 result.mul_(scale)
         return out
 
-    def _of(self, fragment: int) -> list[Track]:
-        return [track for track in self._tracks if track.lane.fragment == fragment]
+    def _of(self, fragment: int) -> list[GroupTransfer]:
+        return [transfer for transfer in self._transfers if transfer.group.fragment == fragment]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds.
-
-        :return: Copies: flat tensors in canonical order, numbers and texts.
-        """
+        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds."""
         optimizers = {}
         for fragment, optimizer in self._optimizers.items():
-            tracks = self._of(fragment)
-            kept = [optimizer.state.get(self._values[track.number], {}) for track in tracks]
-            of_elements = {key for key, value in kept[0].items() if _is_of(value, tracks[0])}
+            transfers = self._of(fragment)
+            kept = [optimizer.state.get(self._values[transfer.number], {}) for transfer in transfers]
+            of_elements = {key for key, value in kept[0].items() if _is_of(value, transfers[0])}
             schedule = self._schedules.get(fragment)
             optimizers[fragment] = {
                 "elements": {
-                    key: self._by_name({track.number: one[key] for track, one in zip(tracks, kept, strict=True)})
+                    key: self._by_name(
+                        {transfer.number: one[key] for transfer, one in zip(transfers, kept, strict=True)}
+                    )
                     for key in sorted(of_elements)
                 },
                 "numbers": {key: _copied(value) for key, value in kept[0].items() if key not in of_elements},
@@ -186,11 +170,7 @@ class GlobalState:
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is that of another model, cut, or server optimizer.
-        """
+        """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since."""
         if set(state["optimizers"]) != set(self._optimizers):
             raise CheckpointError(
                 f"the state has server optimizers for fragments {sorted(state['optimizers'])} and this aggregator for "
@@ -202,17 +182,17 @@ class GlobalState:
         self._from_names(state["model"], self._values)
         for fragment, optimizer in self._optimizers.items():
             saved = state["optimizers"][fragment]
-            tracks = self._of(fragment)
+            transfers = self._of(fragment)
             optimizer.state.clear()
             for key, named in saved["elements"].items():
-                flat = {track.number: torch.empty_like(self._values[track.number]) for track in tracks}
+                flat = {transfer.number: torch.empty_like(self._values[transfer.number]) for transfer in transfers}
                 self._from_names(named, flat)
-                for track in tracks:
-                    optimizer.state[self._values[track.number]][key] = flat[track.number]
-            for track in tracks:
+                for transfer in transfers:
+                    optimizer.state[self._values[transfer.number]][key] = flat[transfer.number]
+            for transfer in transfers:
                 numbers = {key: _copied(value) for key, value in saved["numbers"].items()}
                 if saved["elements"] or numbers:
-                    optimizer.state[self._values[track.number]].update(numbers)
+                    optimizer.state[self._values[transfer.number]].update(numbers)
             optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
             if fragment in self._schedules:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
@@ -235,35 +215,35 @@ class GlobalState:
             )
 
     def _by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Put flat lanes together to the tensors that this rank holds."""
+        """Put flat groups together to the tensors that this rank holds."""
         named: dict[str, torch.Tensor] = {}
-        for track in self._tracks:
-            if track.number not in flat:
+        for transfer in self._transfers:
+            if transfer.number not in flat:
                 continue
-            values = flat[track.number]
-            for name, numel, part, run in self._places(track):
+            values = flat[transfer.number]
+            for name, numel, part, run in self._places(transfer):
                 if name not in named:
                     named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
                 named[name][part].copy_(values[run])
         return named
 
     def _from_names(self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor]) -> None:
-        for track in self._tracks:
-            if track.number not in flat:
+        for transfer in self._transfers:
+            if transfer.number not in flat:
                 continue
-            for name, numel, part, run in self._places(track):
+            for name, numel, part, run in self._places(transfer):
                 if name not in named or named[name].numel() != numel:
                     got = f"{named[name].numel()} elements" if name in named else "nothing"
                     raise CheckpointError(
                         f"the state of the last agreed model holds {got} for tensor {name!r}, of which this rank holds "
                         f"{numel}; resume with the same model and cells"
                     )
-                flat[track.number][run].copy_(named[name][part])
+                flat[transfer.number][run].copy_(named[name][part])
 
-    def _places(self, track: Track) -> list[tuple[str, int, slice, slice]]:
-        """Return for each piece of a lane the tensor's name and size here, and where it lies in it and in the lane."""
+    def _places(self, transfer: GroupTransfer) -> list[tuple[str, int, slice, slice]]:
+        """Return for each piece of a group the tensor's name and size here, and its slices of both."""
         places = []
-        for bucket in track.buckets:
+        for bucket in transfer.buckets:
             at = bucket.start
             for piece in bucket.pieces:
                 origin, numel = self._layout.held(piece.item)
@@ -273,9 +253,9 @@ class GlobalState:
         return places
 
 
-def _is_of(value: object, track: Track) -> bool:
+def _is_of(value: object, transfer: GroupTransfer) -> bool:
     """Tell whether a server optimizer keeps one value for each element in a state, not a number for all."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == track.lane.numel
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == transfer.group.numel
 
 
 def _copied(value: Any) -> Any:

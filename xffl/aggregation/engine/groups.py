@@ -18,7 +18,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
-__all__ = ["Move", "Place", "Progress", "Routes", "make_place", "routes_of", "start_moves"]
+__all__ = ["Move", "Progress", "RoundGroups", "RoundScope", "make_scope", "select_groups", "start_moves"]
 
 
 Move: TypeAlias = tuple[torch.Tensor, int]
@@ -29,21 +29,15 @@ ROUND_KINDS = ("federation", "replica", "federated")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility.
+class RoundScope:
+    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility."""
 
-    :param state: The state that describes the world.
-    :param topology: The cells of this run; their ranks are counted from ``first``.
-    :param first: The rank of the world that they are counted from.
-    :param groups: Groups that were made for it, a ``world`` among them where it is a part; ``None``: the state's.
-    :param own: All of these groups, placeholders too.
-    """
-
-    state: DistributedState
-    topology: Topology
-    first: int = 0
+    state: DistributedState  # the state that describes the world
+    topology: Topology  # the cells of this run; their ranks are counted from first
+    first: int = 0  # the rank of the world that they are counted from
+    # groups that were made for it, a world among them where it is a part; None: the state's
     groups: Groups | None = None
-    own: tuple[dist.ProcessGroup, ...] = ()
+    own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
 
     @property
     def rank(self) -> int:
@@ -58,34 +52,29 @@ class Place:
 
 
 @dataclass(eq=False)
-class Routes:
+class RoundGroups:
     """The process groups that a rank's rounds use, and who carries what.
 
     An exchange that fails on GPUs leaves messages under way in them; :meth:`abort` ends those, and :meth:`renew` puts
     other groups in their place.
-
-    :param world: The group of all ranks, which votes.
-    :param across: The groups in which carriers swap shards, bucket by bucket in turn: NCCL works off those of a group
-        one after the other, each with its latency. None on a rank that sends nothing.
-    :param replica: The ranks of the cell that hold this rank's shard; ``None`` where there is one.
-    :param cell: All ranks of the cell; ``None`` where there is one.
-    :param is_railed: Whether the replicas of a shard take turns in carrying its buckets, instead of one sender.
-    :param own: Groups that were made for this alone, placeholders too.
-    :param first: The rank of the world that the topology's ranks are counted from.
-    :param holders: By the shards that hold the same elements, where they are several but not all, the ranks of the cell
-        that hold one of these.
-    :param make: Makes groups like these; collective over the world. ``None`` where others belong to more than this.
     """
 
-    world: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None  # the group of all ranks, which votes
+    # the groups in which senders swap shards, bucket by bucket in turn: NCCL works off those of a group one after
+    # the other, each with its latency. None on a rank that sends nothing
     across: tuple[dist.ProcessGroup | None, ...]
-    replica: dist.ProcessGroup | None
-    cell: dist.ProcessGroup | None
-    is_railed: bool = False
-    own: tuple[dist.ProcessGroup, ...] = ()
-    first: int = 0
+    replica: dist.ProcessGroup | None  # the ranks of the cell that hold this rank's shard; None where there is one
+    cell: dist.ProcessGroup | None  # all ranks of the cell; None where there is one
+    multi_rail: bool = (
+        False  # whether the replicas of a shard take turns in carrying its buckets, instead of one sender
+    )
+    own: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for this alone, placeholders too
+    first: int = 0  # the rank of the world that the topology's ranks are counted from
+    # by the shards that hold the same elements, where they are several but not all, the ranks of the cell that hold
+    # one of these
     holders: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    make: Callable[[], Routes] | None = None
+    # makes groups like these; collective over the world. None where others belong to more than this
+    make: Callable[[], RoundGroups] | None = None
     is_aborted: bool = False
 
     def abort(self) -> None:
@@ -103,46 +92,35 @@ class Routes:
         self.is_aborted = False
 
 
-def make_place(state: DistributedState, topology: Topology, first: int) -> Place:
+def make_scope(state: DistributedState, topology: Topology, first: int) -> RoundScope:
     """Make the groups of a part of the world.
 
     Collective over the world: all ranks make a place at the same time, each the one that it belongs to. Places of one
     call have replicas of one size, so that every rank makes the same number of groups.
-
-    :param state: The state that describes the world.
-    :param topology: The cells of the part, ranks counted from ``first``.
-    :param first: Its first rank.
-    :return: The place.
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
     groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, state._handles())
     if topology.world_size < dist.get_world_size():
         groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
-    return Place(state, topology, first, groups, tuple(made))
+    return RoundScope(state, topology, first, groups, tuple(made))
 
 
-def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()) -> Routes:
+def select_groups(
+    scope: RoundScope, *, multi_rail: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()
+) -> RoundGroups:
     """Pick the groups of a round; groups of one rank are left out.
 
     Collective over the world. Over NCCL each group is connected, by an all-reduce of 4 bytes.
-
-    :param place: Where rounds take place.
-    :param is_railed: Whether replicas take turns: then any rank may meet any other.
-    :param is_own: Make groups that nobody else uses, collectively over the world, instead of taking the state's: for
-        rounds beside which the caller's own collectives go on. On GPUs they are always made, since FSDP's meshes use
-        the state's, and an exchange that fails must not take those along.
-    :param holders: Shards that hold the same elements, for each of which a group is made; the same on all ranks.
-    :return: The groups.
     """
-    state, groups, world = place.state, place.groups, place.world
+    state, groups, world = scope.state, scope.groups, scope.world
     across: tuple[dist.ProcessGroup | None, ...] = ()
     replica = cell = None
     made: list[dist.ProcessGroup] = []
     device = transfer_device(state)
     if (is_own or device.type == "cuda") and groups is None:
-        create = _recorded(state, made, place.first)
-        groups = make_round_groups(create, place.topology, place.rank, state._timeouts.session_s, state._handles())
+        create = _recorded(state, made, scope.first)
+        groups = make_round_groups(create, scope.topology, scope.rank, state._timeouts.session_s, state._handles())
         made += groups["world"] or ()
         world = made[-1]
     if groups is not None:
@@ -156,18 +134,18 @@ def routes_of(place: Place, *, is_railed: bool, is_own: bool, holders: Collectio
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    shared = _holder_groups(_recorded(state, made, place.first), place, holders)
-    across = (world,) if is_railed else across
+    shared = _holder_groups(_recorded(state, made, scope.first), scope, holders)
+    across = (world,) if multi_rail else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
     connect((*across, replica, cell, *shared.values(), *votes), device)
-    make = partial(routes_of, place, is_railed=is_railed, is_own=is_own, holders=holders)
-    own = (*made, *place.own)
-    return Routes(world, across, replica, cell, is_railed, own, place.first, shared, None if place.own else make)
+    make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)
+    own = (*made, *scope.own)
+    return RoundGroups(world, across, replica, cell, multi_rail, own, scope.first, shared, None if scope.own else make)
 
 
 def _holder_groups(
-    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], place: Place, holders: Collection[tuple[int, ...]]
+    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], scope: RoundScope, holders: Collection[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
 
@@ -179,12 +157,12 @@ def _holder_groups(
         if free is None:
             together.append(free := [])
         free.append(shards)
-    at, topology = place.topology.coordinates(place.rank), place.topology
+    at, topology = scope.topology.coordinates(scope.rank), scope.topology
     made = {}
     for sets in together:
         mine = next((shards for shards in sets if at.shard in shards), None)
         if mine is None:
-            create((place.rank,), "xffl_holders_placeholder")
+            create((scope.rank,), "xffl_holders_placeholder")
             continue
         replicas = range(topology.replicas(at.cell))
         ranks = (topology.rank_of(at.cell, replica, shard) for replica in replicas for shard in mine)
@@ -207,14 +185,7 @@ def _recorded(
 def start_moves(
     receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup | None, tag: int
 ) -> list[dist.Work]:
-    """Start receiving from some ranks and sending to some; local, its peers do the same.
-
-    :param receive: What comes, in the order in which it is sent.
-    :param send: What leaves, in the order in which it is received.
-    :param group: The group that both ends belong to; by default the world.
-    :param tag: Tells these messages from others on the group.
-    :return: What to wait for.
-    """
+    """Start receiving from some ranks and sending to some; local, its peers do the same."""
     if not receive and not send:
         return []
     if (receive or send)[0][0].device.type != "cpu":
@@ -249,9 +220,6 @@ class Progress:
     an exchange were given at once, its timeout would be one for the whole of it, and the host would learn of a peer
     that is gone from NCCL's watchdog, which ends the process. So the host waits, with a deadline, for what it gave
     :data:`~xffl.costs.MOST_IN_FLIGHT` messages before.
-
-    :param device: Where values move.
-    :param within_s: Seconds that a message may take.
     """
 
     def __init__(self, device: torch.device, within_s: float) -> None:
@@ -267,10 +235,7 @@ class Progress:
             self._await(MOST_IN_FLIGHT)
 
     def drain(self) -> None:
-        """Wait until the GPU has done all that the current stream was given.
-
-        :raises RuntimeError: if it does not in time: then a peer does not answer.
-        """
+        """Wait until the GPU has done all that the current stream was given."""
         self.note()
         self._await(0)
 

@@ -2,15 +2,15 @@
 
 A tensor's elements stand in one canonical order (row-major, the axis it is cut along first). Every cell cuts that order
 into parts of equal length, one for each shard; the *common refinement* of all cells' cuts is a list of intervals, each
-with exactly one owner in each cell. Intervals with the same owners form a *lane*; a lane is walked in *buckets* of
+with exactly one owner in each cell. Intervals with the same owners form a *group*; a group is walked in *buckets* of
 bounded size. Equal cuts give one interval for each shard, unequal cuts more and shorter ones; there is no other path.
 
 Where a mesh inside the cells cuts a tensor along several dimensions, or a pipeline gives it to some shards only, the
 order is that of the parts that shards hold, one after the other; all cells cut it alike then.
 
-Deadlock freedom: all ranks walk their lanes in the order of :attr:`Lane.key`, bucket by bucket, and every participant
-of a lane sees the same buckets. Lanes that follow each other with the same :attr:`Lane.participants` may overlap where
-they are asked for as far ahead; others wait for the ones before to land.
+Deadlock freedom: all ranks walk their groups in the order of :attr:`BucketGroup.key`, bucket by bucket, and every
+participant of a group sees the same buckets. Groups that follow each other with the same
+:attr:`BucketGroup.participants` may overlap where they are asked for as far ahead; others wait for the ones before.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.engine.groups import Routes
+from xffl.aggregation.engine.groups import RoundGroups
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
 from xffl.topology import Topology
 
 __all__ = [
     "Bucket",
-    "Carriers",
+    "BucketGroup",
     "Cut",
+    "GroupTransfer",
     "Item",
-    "Lane",
     "MeshCut",
     "Part",
     "Piece",
-    "Track",
-    "Turnout",
+    "RoundContext",
+    "SenderMap",
     "digest",
-    "make_tracks",
-    "plan_lanes",
+    "plan_groups",
+    "plan_transfers",
 ]
 
 
@@ -53,7 +53,7 @@ _Key = tuple[
     tuple[int, tuple[bool, ...], tuple[int, ...], tuple[int, ...]],
     tuple[str, str, bool, str, bool],
 ]
-"""Who takes part in a lane, and what it moves: see :class:`Lane`."""
+"""Who takes part in a group, and what it moves: see :class:`BucketGroup`."""
 
 
 class Cut(NamedTuple):
@@ -161,7 +161,7 @@ class Item(NamedTuple):
     """One tensor of the manifest: its place there, data type, rule, and one cut for each cell.
 
     ``is_mean_at_home`` asks for the mean over the ranks at home before anything crosses (buffers); ``codec`` names how
-    its values are written on the slow link, ``fragment`` says in which rounds it takes part, ``is_stepped`` whether
+    its values are written between cells, ``fragment`` says in which rounds it takes part, ``is_stepped`` whether
     training changes it.
     """
 
@@ -184,7 +184,7 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A run of a lane's elements, with the pieces of tensors that lie in it, and its number in the lane."""
+    """A run of a group's elements, with the pieces of tensors that lie in it, and its number in the group."""
 
     number: int
     start: int
@@ -199,40 +199,30 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lane:
-    """All intervals with the same owners and the same treatment.
+class BucketGroup:
+    """All intervals with the same owners and the same treatment."""
 
-    :param fragment: Part of the model that the lane belongs to.
-    :param held_by_part: For each cell, whether ranks hold the lane's elements only as a part of their shard.
-    :param owners: The shard that carries the lane, in each cell.
-    :param dtype: Data type of every element.
-    :param rule: ``average`` or ``first``.
-    :param is_mean_at_home: Whether the ranks at home are averaged first.
-    :param codec: How values are written on the slow link.
-    :param is_stepped: Whether they are what training changes: parameters that are averaged and not frozen.
-    :param pieces: The intervals, by tensor.
-    :param holders: The shards that hold the lane's elements, all of them, where they are several but not all.
-    """
-
-    fragment: int
+    fragment: int  # part of the model that the group belongs to
+    # for each cell, whether ranks hold the group's elements only as a part of their shard
     held_by_part: tuple[bool, ...]
-    owners: tuple[int, ...]
-    dtype: str
-    rule: str
-    is_mean_at_home: bool
-    codec: str
-    is_stepped: bool
-    pieces: tuple[Piece, ...]
+    owners: tuple[int, ...]  # the shard that carries the group, in each cell
+    dtype: str  # data type of every element
+    rule: str  # average or first
+    is_mean_at_home: bool  # whether the ranks at home are averaged first
+    codec: str  # how values are written on the link between cells
+    is_stepped: bool  # whether they are what training changes: parameters that are averaged and not frozen
+    pieces: tuple[Piece, ...]  # the intervals, by tensor
+    # the shards that hold the group's elements, all of them, where they are several but not all
     holders: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The lane's place in the order that all ranks keep."""
+        """The group's place in the order that all ranks keep."""
         return (*self.participants, self.dtype, self.rule, self.is_mean_at_home, self.codec, self.is_stepped)
 
     @property
     def participants(self) -> tuple[object, ...]:
-        """What decides which ranks take part in the lane."""
+        """What decides which ranks take part in the group."""
         return (self.fragment, self.held_by_part, self.owners, self.holders)
 
     @property
@@ -241,7 +231,7 @@ class Lane:
         return sum(stop - start for _, start, stop in self.pieces)
 
     def buckets(self, limit: int) -> Iterator[Bucket]:
-        """Cut the lane into buckets of at most ``limit`` elements.
+        """Cut the group into buckets of at most ``limit`` elements.
 
         Large pieces are cut evenly into buckets of their own, which need not be packed where they lie in one run of
         memory; small ones share buckets.
@@ -268,16 +258,10 @@ class Lane:
             start = stop
 
 
-def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[Lane, ...]:
-    """List the lanes that a rank takes part in, as owner or at home, in the order in which all ranks walk them.
-
-    :param items: The tensors that take part in the round, in the manifest's order.
-    :param topology: The federation.
-    :param rank: The rank to plan for.
-    :return: The lanes, by :attr:`Lane.key`.
-    """
+def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[BucketGroup, ...]:
+    """List the groups that a rank takes part in, as owner or at home, in the order in which all ranks walk them."""
     at = topology.coordinates(rank)
-    lanes: dict[_Key, list[Piece]] = {}
+    groups: dict[_Key, list[Piece]] = {}
     for item in items:
         mine = item.cuts[at.cell]
         start, end = mine.held(at.shard)
@@ -287,22 +271,17 @@ def plan_lanes(items: Sequence[Item], topology: Topology, rank: int) -> tuple[La
                 (item.fragment, held, owners, mine.holders(piece.start)),
                 (item.dtype, item.rule, item.is_mean_at_home, item.codec, item.is_stepped),
             )
-            lanes.setdefault(key, []).append(piece)
+            groups.setdefault(key, []).append(piece)
     return tuple(
-        Lane(fragment, held, owners, dtype, rule, is_mean, codec, is_stepped, tuple(pieces), holders)
+        BucketGroup(fragment, held, owners, dtype, rule, is_mean, codec, is_stepped, tuple(pieces), holders)
         for ((fragment, held, owners, holders), (dtype, rule, is_mean, codec, is_stepped)), pieces in sorted(
-            lanes.items()
+            groups.items()
         )
     )
 
 
 def digest(items: Sequence[Item], topology: Topology) -> str:
-    """Return a hash of everything that all ranks derive their lanes and buckets from.
-
-    :param items: The tensors that take part in the round.
-    :param topology: The federation.
-    :return: Hexadecimal digits.
-    """
+    """Return a hash of everything that all ranks derive their groups and buckets from."""
     shape = () if topology.cell_shape is None else (topology.cell_shape,)
     facts = (topology.sizes, topology.replica_size, *shape, [tuple(item) for item in items])
     return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -322,31 +301,22 @@ MOST_UNLIKE = 1.25
 
 
 @dataclass(frozen=True)
-class Turnout:
-    """Whose values count in a round.
+class RoundContext:
+    """Whose values count in a round."""
 
-    :param weights: One weight for each cell; cells of weight 0 send nothing.
-    :param first: The cell that tensors of policy ``first`` are taken from.
-    :param number: The round's number, from 1.
-    :param is_fused: Whether two values may be combined in one fused step: no rank holds one whose square leaves fp32,
-        so that differences do not either, and all have the same arithmetic.
-    :param steps: Effective local steps of each cell since its last round.
-    :param norms: The L2 norm of each cell's update, of what training changes; ``None`` where nobody keeps the
-        state that it started from.
-    :param counts: What each cell's values count for, once a combiner has looked at all of this.
-    :param scale: What the way from the last agreed model to the combined one is multiplied by.
-    :param attempt: Number of the masks of a secure sum.
-    """
-
-    weights: tuple[float, ...]
-    first: int
-    number: int = 1
+    weights: tuple[float, ...]  # one weight for each cell; cells of weight 0 send nothing
+    first: int  # the cell that tensors of policy first are taken from
+    number: int = 1  # the round's number, from 1
+    # whether two values may be combined in one fused step: no rank holds one whose square leaves fp32, so that
+    # differences do not either, and all have the same arithmetic
     is_fused: bool = False
-    steps: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # effective local steps of each cell since its last round
+    # the L2 norm of each cell's update, of what training changes; None where nobody keeps the state that it started
+    # from
     norms: tuple[float, ...] | None = None
-    counts: tuple[float, ...] = ()
-    scale: float = 1.0
-    attempt: int = 0
+    counts: tuple[float, ...] = ()  # what each cell's values count for, once a combiner has looked at all of this
+    scale: float = 1.0  # what the way from the last agreed model to the combined one is multiplied by
+    attempt: int = 0  # number of the masks of a secure sum
 
     def share(self, cell: int) -> float:
         """Return what a cell's values count for, of all."""
@@ -357,68 +327,59 @@ class Turnout:
         """The cells that contribute, in order."""
         return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
 
-    def senders(self, lane: Lane) -> tuple[int, ...]:
-        """Return the cells whose values a lane needs, in order."""
-        if lane.rule == "first":
+    def source_cells(self, group: BucketGroup) -> tuple[int, ...]:
+        """Return the cells whose values a group needs, in order."""
+        if group.rule == "first":
             return (self.first,)
         return self.cells
 
 
 @dataclass(frozen=True)
-class Track:
-    """A lane as this rank walks it.
+class GroupTransfer:
+    """A group as this rank walks it."""
 
-    :param number: Its place among the rank's lanes.
-    :param lane: What it moves.
-    :param buckets: Its pieces on the way.
-    :param dtype: Data type of its values.
-    :param is_two_hop: Whether each cell combines one part of what crosses, instead of all of it.
-    :param codec: How values are written on the slow link; ``None`` as they are.
-    :param routes: The process groups.
-    :param is_part: Whether a rank of the cell holds a part of it, and not all.
-    :param depth: Buckets that are on the slow link at a time, in each hop, of all replicas that take turns.
-    :param is_late: Whether two cells swap all their values, and each rank combines them where they lie in the model,
-        when the round is written: so the values are passed over once less, and looked at when they are sent.
-    :param combiners: In two hops, by bucket the cell that combines all of it; ``None`` where each cell combines a part.
-    """
-
-    number: int
-    lane: Lane
-    buckets: tuple[Bucket, ...]
-    dtype: torch.dtype
-    is_two_hop: bool
-    codec: Codec | None
-    routes: Routes
-    is_part: bool
-    depth: int = IN_FLIGHT
-    is_late: bool = False
+    number: int  # its place among the rank's groups
+    group: BucketGroup  # what it moves
+    buckets: tuple[Bucket, ...]  # its pieces on the way
+    dtype: torch.dtype  # data type of its values
+    reduce_scatter: bool  # whether each cell combines one part of what crosses, instead of all of it
+    codec: Codec | None  # how values are written on the link between cells; None as they are
+    round_groups: RoundGroups  # the process groups
+    is_part: bool  # whether a rank of the cell holds a part of it, and not all
+    depth: int = (
+        IN_FLIGHT  # buckets that are on the link between cells at a time, in each hop, of all replicas that take turns
+    )
+    # whether two cells swap all their values, and each rank combines them where they lie in the model, when the round
+    # is written: so the values are passed over once less, and looked at when they are sent
+    deferred_mean: bool = False
+    # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
 
     @property
     def home(self) -> dist.ProcessGroup | None:
         """Who gets the result at home; ``None`` where nobody else does."""
-        if self.lane.holders:
-            return self.routes.holders[self.lane.holders]
-        return self.routes.replica if self.is_part else self.routes.cell
+        if self.group.holders:
+            return self.round_groups.holders[self.group.holders]
+        return self.round_groups.replica if self.is_part else self.round_groups.cell
 
     @property
     def ahead(self) -> int:
         """Buckets that a rank is ready to receive before it sends its own.
 
         gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself:
-        without this the slow link would pause for its latency. What is combined late arrives where it stays.
+        without this the link between cells would pause for its latency. What is combined late arrives where it stays.
         """
-        return self.depth if self.is_late else self.depth // 2
+        return self.depth if self.deferred_mean else self.depth // 2
 
     @property
     def pace(self) -> tuple[object, ...]:
-        """What lanes have in common whose buckets follow each other without a pause: who takes part, how far ahead."""
-        return self.lane.participants, self.ahead
+        """What groups have in common whose buckets follow each other without a pause: who takes part, how far ahead."""
+        return self.group.participants, self.ahead
 
     def parts(self, bucket: Bucket) -> list[slice]:
         """Return what each cell combines of a bucket, counted in it."""
-        cells, numel = len(self.lane.owners), bucket.stop - bucket.start
-        if not self.is_two_hop:
+        cells, numel = len(self.group.owners), bucket.stop - bucket.start
+        if not self.reduce_scatter:
             return [slice(0, numel)] * cells
         combiner = self.combiners[bucket.number] if self.combiners else None
         if combiner is None:
@@ -427,9 +388,9 @@ class Track:
 
     def cut(self, bucket: Bucket, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return what each cell combines of a bucket's values, as views."""
-        if self.is_two_hop:  # in one call, and in one of torch's that does not go through Python
+        if self.reduce_scatter:  # in one call, and in one of torch's that does not go through Python
             return values.split_with_sizes(self._sizes[bucket.number])
-        return [values] * len(self.lane.owners)
+        return [values] * len(self.group.owners)
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
@@ -437,74 +398,76 @@ class Track:
         return [[part.stop - part.start for part in self.parts(bucket)] for bucket in self.buckets]
 
 
-def make_tracks(
-    lanes: Sequence[Lane],
+def plan_transfers(
+    groups: Sequence[BucketGroup],
     *,
     topology: Topology,
     rank: int,
-    routes: Routes,
+    round_groups: RoundGroups,
     bucket_bytes: int,
     form: str,
     codecs: Mapping[str, Codec | None],
     device: torch.device,
-    combines_late: bool,
-) -> tuple[Track, ...]:
-    """Prepare the lanes of a rank; all participants of a lane find the same buckets and form.
-
-    :param lanes: The lanes, in the order in which all ranks walk them.
-    :param topology: The federation.
-    :param rank: The rank.
-    :param routes: Its process groups.
-    :param bucket_bytes: Bytes of a bucket, at most.
-    :param form: One of :data:`xffl.costs.FORMS`.
-    :param codecs: The codec of each name that lanes carry.
-    :param device: Where the groups' backend communicates from.
-    :param combines_late: Whether values may be combined when the round is written.
-    :return: The tracks, in the lanes' order.
-    """
+    allow_deferred_mean: bool,
+) -> tuple[GroupTransfer, ...]:
+    """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
     cell = topology.cell_of(rank)
-    tracks = []
-    for number, lane in enumerate(lanes):
-        dtype = getattr(torch, lane.dtype)
+    transfers = []
+    for number, group in enumerate(groups):
+        dtype = getattr(torch, group.dtype)
         assert isinstance(dtype, torch.dtype)
         limit = bucket_bytes // dtype.itemsize
-        if lane.is_mean_at_home:
+        if group.is_mean_at_home:
             # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
-            homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
-            holders = max(1, len(lane.holders))
+            homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+            holders = max(1, len(group.holders))
             limit //= max(replicas * holders if is_part else size for is_part, replicas, size in homes)
-        turns = max(topology.replica_counts) if routes.is_railed else 1
-        if routes.is_railed:
-            limit = min(limit, -(-lane.numel // (IN_FLIGHT * turns)))  # all have some to carry
-        buckets = tuple(lane.buckets(max(1, limit)))
-        codec = codecs.get(lane.codec) if topology.cells > 1 else None  # nothing crosses in one cell
+        turns = max(topology.replica_counts) if round_groups.multi_rail else 1
+        if round_groups.multi_rail:
+            limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to carry
+        buckets = tuple(group.buckets(max(1, limit)))
+        codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         # What is taken from one cell needs no combining.
         taken = "all_gather"
         # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
-        is_late = combines_late and not routes.is_railed and device.type == "cpu" and _is_alone(lane, topology)
-        is_late = is_late and lane.dtype == "float32" and codec is None and form != "two_hop"
-        if lane.rule == "average" and not is_late:
-            taken = form_of(lane.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
+        deferred_mean = (
+            allow_deferred_mean and not round_groups.multi_rail and device.type == "cpu" and _is_alone(group, topology)
+        )
+        deferred_mean = deferred_mean and group.dtype == "float32" and codec is None and form != "two_hop"
+        if group.rule == "average" and not deferred_mean:
+            taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
         depth = IN_FLIGHT if is_packed else pipeline_depth(largest, len(buckets) / turns, topology.cells, taken)
-        is_part = lane.held_by_part[cell]
-        is_two_hop = taken == "two_hop"
-        takes_turns = is_two_hop and topology.cells == 2 and codec is None and not routes.is_railed
+        is_part = group.held_by_part[cell]
+        reduce_scatter = taken == "two_hop"
+        takes_turns = reduce_scatter and topology.cells == 2 and codec is None and not round_groups.multi_rail
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
         combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
-        tracks.append(
-            Track(number, lane, buckets, dtype, is_two_hop, codec, routes, is_part, depth * turns, is_late, combiners)
+        transfers.append(
+            GroupTransfer(
+                number,
+                group,
+                buckets,
+                dtype,
+                reduce_scatter,
+                codec,
+                round_groups,
+                is_part,
+                depth * turns,
+                deferred_mean,
+                combiners,
+            )
         )
-    return tuple(tracks)
+    return tuple(transfers)
 
 
-def _is_alone(lane: Lane, topology: Topology) -> bool:
-    """Tell whether two cells average a lane of which each has one holder, so that nobody at home waits for the mean."""
-    if topology.cells != 2 or lane.rule != "average" or lane.is_mean_at_home or lane.holders:
+def _is_alone(group: BucketGroup, topology: Topology) -> bool:
+    """Tell whether two cells average a group of which each has one holder, so that no other rank waits for the mean."""
+    if topology.cells != 2 or group.rule != "average" or group.is_mean_at_home or group.holders:
         return False
-    homes = zip(lane.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+    homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
     return all((replicas if is_part else size) == 1 for is_part, replicas, size in homes)
 
 
@@ -521,35 +484,30 @@ def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:
     return (*combiners, None) if len(buckets) % 2 else tuple(combiners)
 
 
-class Carriers:
-    """The ranks that carry buckets, as one rank asks for them; pure.
+class SenderMap:
+    """The ranks that carry buckets, as one rank asks for them; pure."""
 
-    :param topology: The federation.
-    :param rank: The rank that asks.
-    :param is_railed: Whether the holders of a shard take turns.
-    """
-
-    def __init__(self, topology: Topology, rank: int, *, is_railed: bool) -> None:
+    def __init__(self, topology: Topology, rank: int, *, multi_rail: bool) -> None:
         self._topology, self._rank = topology, rank
         self._cell = topology.cell_of(rank)
-        # After so many buckets, every cell's carriers come round again.
-        self._turns = math.lcm(*topology.replica_counts) if is_railed else 1
+        # After so many buckets, every cell's senders come round again.
+        self._turns = math.lcm(*topology.replica_counts) if multi_rail else 1
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
-    def of(self, lane: Lane, bucket: Bucket) -> tuple[int, ...]:
+    def of(self, group: BucketGroup, bucket: Bucket) -> tuple[int, ...]:
         """Return the rank of each cell that carries a bucket."""
         # What is taken from one cell is taken from one rank.
-        turn = bucket.number % self._turns if lane.rule == "average" else 0
-        carriers = self._known.get((lane.owners, turn))
-        if carriers is None:
-            carriers = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(lane.owners))
-            self._known[lane.owners, turn] = carriers
-        return carriers
+        turn = bucket.number % self._turns if group.rule == "average" else 0
+        senders = self._known.get((group.owners, turn))
+        if senders is None:
+            senders = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(group.owners))
+            self._known[group.owners, turn] = senders
+        return senders
 
-    def at_home(self, lane: Lane, bucket: Bucket) -> int:
+    def at_home(self, group: BucketGroup, bucket: Bucket) -> int:
         """Return the rank that carries a bucket for this rank's cell."""
-        return self.of(lane, bucket)[self._cell]
+        return self.of(group, bucket)[self._cell]
 
-    def is_here(self, lane: Lane, bucket: Bucket) -> bool:
+    def is_here(self, group: BucketGroup, bucket: Bucket) -> bool:
         """Tell whether this rank carries a bucket for its cell."""
-        return self.at_home(lane, bucket) == self._rank
+        return self.at_home(group, bucket) == self._rank

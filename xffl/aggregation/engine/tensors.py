@@ -22,29 +22,22 @@ from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
 __all__ = [
-    "BY_PARTS",
     "POLICIES",
-    "REPLICATED",
     "WRAPPERS",
-    "Entry",
-    "Facts",
-    "Holding",
     "Manifest",
+    "ModelTensor",
     "Pattern",
-    "Spread",
-    "axis_of",
+    "RankTensors",
+    "ReplicaTensors",
+    "TensorInfo",
     "canonical_axis",
-    "check_reduced",
-    "check_tensor",
-    "cuts_of",
-    "default_policy",
     "describe_difference",
+    "describe_rank_tensors",
     "gather_axes",
+    "gather_replica_tensors",
     "held",
-    "holding_of",
     "owners_of",
     "places",
-    "spread_of",
     "tensors_of",
     "ties_of",
 ]
@@ -55,7 +48,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
-class Facts:
+class TensorInfo:
     """One tensor: its name without wrappers, what happens to it, and how it is written on its way.
 
     ``is_stepped`` tells what training changes: averaged parameters that are not frozen. Server optimizers, norms and
@@ -87,23 +80,19 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Entry(Facts):
+class ModelTensor(TensorInfo):
     """One tensor of this rank's model, and where it is kept."""
 
     module: nn.Module = field(repr=False, compare=False)
     leaf: str = field(repr=False, compare=False)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TensorInfo:
         """What there is to say of the tensor without the model."""
-        return Facts(*(getattr(self, one.name) for one in fields(Facts)))
+        return TensorInfo(*(getattr(self, one.name) for one in fields(TensorInfo)))
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor as the model holds it now.
-
-        :return: The parameter or buffer itself.
-        :raises ConfigError: if its shape or data type is no longer that of the manifest.
-        """
+        """Return the tensor as the model holds it now."""
         tensor = getattr(self.module, self.leaf)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else repr(tensor)
@@ -251,14 +240,8 @@ BY_PARTS = -2
 """In a list of axes: shards hold parts that no cut along one axis makes, or not all of them hold one."""
 
 
-def canonical_axis(entry: Facts, axes: Sequence[int]) -> int:
-    """Return the one axis along which the cells cut a tensor; 0 where none does.
-
-    :param entry: The tensor.
-    :param axes: The axis of each cell, ``REPLICATED`` for none.
-    :return: The axis that comes first in canonical order.
-    :raises ConfigError: if they cut it along different axes.
-    """
+def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
+    """Return the one axis along which the cells cut a tensor; 0 where none does."""
     cut = {axis for axis in axes if axis != REPLICATED}
     if len(cut) > 1:
         raise ConfigError(
@@ -274,12 +257,6 @@ def gather_axes(
     """Exchange along which axes the cells cut their tensors.
 
     Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
-
-    :param axes: This rank's axes, from :meth:`Manifest.axes`.
-    :param topology: The federation.
-    :param group: A group of all ranks; by default the world.
-    :return: The axes of each cell.
-    :raises ConfigError: if two ranks of a cell differ.
     """
     runs: list[tuple[int, int]] = []
     for axis in axes:
@@ -302,7 +279,7 @@ def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
     return [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
 
 
-def axis_of(entry: Entry, shards: int, at: Coordinates) -> int:
+def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
     """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
     tensor = entry.tensor()
     if not isinstance(tensor, DTensor):
@@ -335,45 +312,33 @@ WHOLE: tuple[tuple[str, int, int], ...] = ()
 """The key of a tensor that is not cut."""
 
 
-class Held(NamedTuple):
-    """What a shard holds of a tensor.
+class TensorPlacement(NamedTuple):
+    """What a shard holds of a tensor."""
 
-    :param axis: The axis, where this is the shard's chunk along it; ``REPLICATED`` for all, else ``BY_PARTS``.
-    :param key: Placement, parts and part along each mesh dimension that cuts it: equal keys are equal elements.
-    :param numel: Number of elements.
-    """
-
-    axis: int
+    axis: int  # the axis, where this is the shard's chunk along it; REPLICATED for all, else BY_PARTS
+    # placement, parts and part along each mesh dimension that cuts it: equal keys are equal elements
     key: tuple[tuple[str, int, int], ...]
-    numel: int
+    numel: int  # number of elements
 
 
-class Holding(NamedTuple):
+class RankTensors(NamedTuple):
     """What a rank tells the others of its replica: its tensors, what it holds of them, and which patterns matched."""
 
-    tensors: tuple[Facts, ...]
-    held: tuple[Held, ...]
+    tensors: tuple[TensorInfo, ...]
+    held: tuple[TensorPlacement, ...]
     is_used: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The tensors of all shards of a replica, by name.
+class ReplicaTensors:
+    """The tensors of all shards of a replica, by name."""
 
-    :param moving: Those that take part in rounds.
-    :param axes: For each of these the axis along which cells cut it, ``REPLICATED``, or ``BY_PARTS``.
-    :param parts: For each of these its parts, where it is held by parts.
-    :param names: The names of all.
-    :param is_used: Which patterns have matched on some shard.
-    :param text: All of this; ranks that may average with each other have the same.
-    """
-
-    moving: tuple[Facts, ...]
-    axes: tuple[int, ...]
-    parts: tuple[tuple[Part, ...], ...]
-    names: tuple[str, ...]
-    is_used: tuple[bool, ...]
-    text: str
+    moving: tuple[TensorInfo, ...]  # those that take part in rounds
+    axes: tuple[int, ...]  # for each of these the axis along which cells cut it, REPLICATED, or BY_PARTS
+    parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, where it is held by parts
+    names: tuple[str, ...]  # the names of all
+    is_used: tuple[bool, ...]  # which patterns have matched on some shard
+    text: str  # all of this; ranks that may average with each other have the same
 
     @property
     def holders(self) -> frozenset[tuple[int, ...]]:
@@ -381,35 +346,26 @@ class Spread:
         return frozenset(part.holders for parts in self.parts for part in parts if len(part.holders) > 1)
 
 
-def holding_of(
-    entries: Sequence[Entry], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
-) -> Holding:
-    """Return what this rank holds; local.
-
-    :param entries: The tensors of its model.
-    :param is_used: Which patterns have matched one.
-    :param topology: The federation.
-    :param at: The rank's place in it.
-    :param first: The rank of the world that the topology's ranks are counted from.
-    :return: Its part of what the replica holds.
-    :raises ConfigError: if a tensor is spread over other ranks than those of a replica, or waits for a reduction.
-    """
+def describe_rank_tensors(
+    entries: Sequence[ModelTensor], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
+) -> RankTensors:
+    """Return what this rank holds; local."""
     replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
     held = tuple(_held(entry, replica, at.shard) for entry in entries)
-    return Holding(tuple(entry.facts for entry in entries), held, is_used)
+    return RankTensors(tuple(entry.facts for entry in entries), held, is_used)
 
 
-def _held(entry: Entry, replica: Sequence[int], shard: int) -> Held:
+def _held(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:
     tensor = entry.tensor()
     if entry.policy == "local" or not isinstance(tensor, DTensor):
-        return Held(REPLICATED, WHOLE, prod(entry.real_shape))
+        return TensorPlacement(REPLICATED, WHOLE, prod(entry.real_shape))
     cuts, mesh = cuts_of(tensor), tensor.device_mesh
     numel, at = entry.elements(0).numel(), mesh.get_coordinate()
     knob = "shard it over the ranks of one replica, as the state's cell_shape says"
     if at is None or any(place.is_partial() for _, place in cuts):
         raise ConfigError(f"tensor {entry.name!r} has placements {tensor.placements} on {mesh}; {knob}")
     if not cuts:
-        return Held(REPLICATED, WHOLE, numel)
+        return TensorPlacement(REPLICATED, WHOLE, numel)
     dims = {dim for dim, _ in cuts}
     ranks = mesh.mesh[tuple(slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim))].flatten().tolist()
     if not set(ranks) <= set(replica):
@@ -424,26 +380,20 @@ def _held(entry: Entry, replica: Sequence[int], shard: int) -> Held:
         cut = Cut.of_axis(length, prod(entry.real_shape) // max(1, length), len(replica))
         first, last = cut.bounds(shard)
         if (mesh.size(dim), at[dim], numel) == (len(replica), shard, last - first):
-            return Held(place.dim, key, numel)
-    return Held(BY_PARTS, key, numel)
+            return TensorPlacement(place.dim, key, numel)
+    return TensorPlacement(BY_PARTS, key, numel)
 
 
-def spread_of(holding: Holding, group: dist.ProcessGroup) -> Spread:
+def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) -> ReplicaTensors:
     """Exchange what the shards of a replica hold, and put it together.
 
     Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
-
-    :param holding: What this rank holds.
-    :param group: The ranks of the replica, by shard.
-    :return: What they all hold; the same on all of them.
-    :raises ConfigError: if two shards say different things of a tensor, or do not make up all of it; on all of these
-        ranks alike, but not on those of other replicas.
     """
-    told: list[Holding] = [holding] * group.size()
-    dist.all_gather_object(told, holding, group=group)
+    told: list[RankTensors] = [rank_tensors] * group.size()
+    dist.all_gather_object(told, rank_tensors, group=group)
     if len({len(one.is_used) for one in told}) > 1:
         raise ConfigError("the ranks of a replica were given different policies or codecs; give all the same")
-    by_name: dict[str, dict[int, tuple[Facts, Held]]] = {}
+    by_name: dict[str, dict[int, tuple[TensorInfo, TensorPlacement]]] = {}
     for shard, (tensors, of_tensors, _) in enumerate(told):
         for facts, held in zip(tensors, of_tensors, strict=True):
             by_name.setdefault(facts.name, {})[shard] = facts, held
@@ -462,10 +412,10 @@ def spread_of(holding: Holding, group: dist.ProcessGroup) -> Spread:
         parts.append(tuple(part for part in by_key.values() if part.numel))
         lines.append(f"{facts}{_text(axis, by_key)}")
     is_used = tuple(map(any, zip(*(one.is_used for one in told), strict=True)))
-    return Spread(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
+    return ReplicaTensors(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
 
 
-def _common(name: str, said: dict[int, Facts]) -> Facts:
+def _common(name: str, said: dict[int, TensorInfo]) -> TensorInfo:
     """Return what all shards say of a tensor."""
     facts = next(iter(said.values()))
     others = {shard: one for shard, one in said.items() if one != facts}
@@ -479,13 +429,13 @@ def _common(name: str, said: dict[int, Facts]) -> Facts:
     return facts
 
 
-def _axis(held: dict[int, Held], shards: int) -> int:
+def _axis(held: dict[int, TensorPlacement], shards: int) -> int:
     """Return along which axis all shards are cut like the shards of a cell."""
     axes = {one.axis for one in held.values()}
     return axes.pop() if len(held) == shards and len(axes) == 1 else BY_PARTS
 
 
-def _by_key(facts: Facts, held: dict[int, Held]) -> dict[tuple[tuple[str, int, int], ...], Part]:
+def _by_key(facts: TensorInfo, held: dict[int, TensorPlacement]) -> dict[tuple[tuple[str, int, int], ...], Part]:
     """Return the parts of a tensor, in the order of their first shards."""
     parts: dict[tuple[tuple[str, int, int], ...], Part] = {}
     for shard, (_, key, numel) in sorted(held.items()):
@@ -522,16 +472,7 @@ Pattern = str | type[nn.Module]
 
 
 class Manifest:
-    """The tensors of a model, sorted by name.
-
-    :param model: The model; FSDP2 modules are put back into their sharded state first.
-    :param policies: Patterns of names (as in :mod:`fnmatch`) or types of modules, and the policy of the tensors that
-        match or lie in such a module; the first match wins.
-    :param codec: How averaged values are written between cells: a codec for all trainable parameters, or patterns of
-        names with theirs, the first match wins; what none matches is written as it is.
-    :param extra: Tensors that are averaged beside the model's, as they are; no pattern matches them.
-    :raises ConfigError: if a tensor, a pattern or a codec cannot be meant.
-    """
+    """The tensors of a model, sorted by name."""
 
     def __init__(
         self,
@@ -554,7 +495,7 @@ class Manifest:
         for key, policy in policies.items():
             if policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
-        entries: dict[str, Entry] = {}
+        entries: dict[str, ModelTensor] = {}
         used: set[Pattern] = set()
         ties = ties_of(model)
         for name, module, leaf, tensor in tensors_of(model):
@@ -573,36 +514,28 @@ class Manifest:
         self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
             _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
-        self.entries: tuple[Entry, ...] = tuple(entries[name] for name in sorted(entries))
+        self.entries: tuple[ModelTensor, ...] = tuple(entries[name] for name in sorted(entries))
         self._roots = (model,) if extra is None else (model, extra)
         self._places = self._look(places)
         self._module_names = self._look_up_names()
         # Kept alive, so that no other tensor can be taken for one of them.
         self._tensors = self._look(held)
         self._trains = [tensor.requires_grad for tensor in self._tensors]
-        self.moving: tuple[Entry, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
+        self.moving: tuple[ModelTensor, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.entries)
 
-    def check_patterns(self, spread: Spread | None = None) -> None:
-        """Raise where a pattern was given for nothing; local.
-
-        :param spread: What all shards hold, where they hold different tensors.
-        :raises ConfigError: if a pattern matches no tensor, or comes after one that matches the same.
-        """
-        is_used = self.is_used if spread is None else spread.is_used
-        names = [entry.name for entry in self.entries] if spread is None else spread.names
+    def check_patterns(self, replica_tensors: ReplicaTensors | None = None) -> None:
+        """Raise where a pattern was given for nothing; local."""
+        is_used = self.is_used if replica_tensors is None else replica_tensors.is_used
+        names = [entry.name for entry in self.entries] if replica_tensors is None else replica_tensors.names
         for what in ("policies", "codecs"):
             patterns = zip(self._patterns, is_used, strict=True)
             _check_patterns(what, [pattern for (kind, pattern), used in patterns if kind == what and not used], names)
 
     def check(self) -> None:
-        """Raise where the model no longer has the tensors it had; local.
-
-        :raises ConfigError: if a tensor came, went, or was frozen or unfrozen, or a parameter that trains is another
-            object.
-        """
+        """Raise where the model no longer has the tensors it had; local."""
         tensors = self._look(held)
         trains = [tensor.requires_grad for tensor in tensors]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
@@ -643,13 +576,7 @@ class Manifest:
         return [found for root in self._roots for found in at(root)]
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
-        """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none.
-
-        :param topology: The federation.
-        :param at: This rank's place in it.
-        :return: One axis for each moving tensor.
-        :raises ConfigError: if a DTensor is not cut as the state says.
-        """
+        """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none."""
         return tuple(axis_of(entry, topology.shards(at.cell), at) for entry in self.moving)
 
     def items(
@@ -659,20 +586,11 @@ class Manifest:
         *,
         least_bytes: int = 1,
         fragments: int = 1,
-        spread: Spread | None = None,
+        replica_tensors: ReplicaTensors | None = None,
     ) -> tuple[Item, ...]:
-        """Return the moving tensors as the plan sees them.
-
-        :param topology: The federation.
-        :param axes: For each cell, the axis of each moving tensor.
-        :param least_bytes: What a sender gets of a replicated tensor at least, where it is shared out.
-        :param fragments: Parts of about the same size that the tensors are dealt into.
-        :param spread: What all shards hold, where a mesh inside the cells cuts the model; its tensors count then.
-        :return: The items, in the order of the moving tensors.
-        :raises ConfigError: if two cells cut a tensor along different axes.
-        """
+        """Return the moving tensors as the plan sees them."""
         items = []
-        tensors: Sequence[Facts] = self.moving if spread is None else spread.moving
+        tensors: Sequence[TensorInfo] = self.moving if replica_tensors is None else replica_tensors.moving
         dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
         for index, entry in enumerate(tensors):
             by_cell = [cell[index] for cell in axes]
@@ -683,10 +601,16 @@ class Manifest:
             least = max(least, numel) if entry.policy == "first" else least
             cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
             if axis == BY_PARTS:
-                assert spread is not None, "only a spread has parts"
-                cuts = (MeshCut.of_parts(spread.parts[index], least),) * topology.cells
+                assert replica_tensors is not None, "only a spread has parts"
+                cuts = (MeshCut.of_parts(replica_tensors.parts[index], least),) * topology.cells
             else:
-                cuts = tuple(_cut_of(entry, axis, topology.shards(cell), least) for cell, axis in enumerate(by_cell))
+                length = entry.real_shape[axis] if entry.real_shape else 1
+                cuts = tuple(
+                    Cut.of_copy(numel, topology.shards(cell), least)
+                    if of_cell == REPLICATED
+                    else Cut.of_axis(length, numel // max(1, length), topology.shards(cell))
+                    for cell, of_cell in enumerate(by_cell)
+                )
             dtype = str(entry.real_dtype).removeprefix("torch.")
             is_mean_at_home = entry.is_buffer and entry.policy == "average"
             items.append(
@@ -696,11 +620,7 @@ class Manifest:
 
 
 def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
-    """Name the first tensor on which the ranks' manifests differ, and the ranks.
-
-    :param manifests: The text of each rank's manifest.
-    :return: The error that all ranks are to raise.
-    """
+    """Name the first tensor on which the ranks' manifests differ, and the ranks."""
     tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
     for name in sorted({name for table in tables.values() for name in table}):
         said: dict[str, list[int]] = {}
@@ -712,16 +632,8 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
 
 
-def _cut_of(entry: Facts, axis: int, shards: int, least: int) -> Cut:
-    shape = entry.real_shape
-    numel = prod(shape)
-    if axis == REPLICATED:
-        return Cut.of_copy(numel, shards, least)
-    return Cut.of_axis(shape[axis], numel // max(1, shape[axis]), shards)
-
-
 def _add(
-    entries: dict[str, Entry],
+    entries: dict[str, ModelTensor],
     name: str,
     policy: str,
     codec: str,
@@ -739,7 +651,7 @@ def _add(
     is_buffer = leaf in module._buffers
     is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
     shape = tuple(tensor.shape)
-    entries[name] = Entry(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
+    entries[name] = ModelTensor(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
 
 
 def _choose(

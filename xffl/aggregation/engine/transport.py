@@ -13,39 +13,29 @@ import torch.distributed as dist
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.compression.error_feedback import Feedback
 from xffl.aggregation.engine.buffers import Pool, aligned
-from xffl.aggregation.engine.groups import Progress, Routes, start_moves
-from xffl.aggregation.engine.plan import Bucket, Carriers, Track, Turnout
+from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext, SenderMap
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
 from xffl.aggregation.privacy.secure_sum import Masker
-from xffl.aggregation.report import Journal
+from xffl.aggregation.report import RoundProfile
 from xffl.topology import Topology
 
-__all__ = ["Crossing", "Gathered", "add_distances"]
+__all__ = ["CrossCellTransport", "GatheredRows", "add_distances"]
 
 
 TAG = 7_100
 """Tells a round's messages from those that a caller sends over the same group."""
 
 
-class Crossing:
-    """The slow link, as one rank uses it.
-
-    :param tracks: All lanes of the rank.
-    :param topology: The federation.
-    :param rank: This rank.
-    :param routes: Its process groups.
-    :param device: Where the groups' backend communicates from.
-    :param combiner: What makes one value of the cells' values.
-    :param progress: How far the host is ahead of a GPU.
-    :param masker: Masks for what is averaged; ``None`` where cells may see each other's values.
-    """
+class CrossCellTransport:
+    """The slow link, as one rank uses it."""
 
     def __init__(
         self,
-        tracks: Sequence[Track],
+        transfers: Sequence[GroupTransfer],
         topology: Topology,
         rank: int,
-        routes: Routes,
+        round_groups: RoundGroups,
         device: torch.device,
         *,
         combiner: Combiner,
@@ -56,157 +46,145 @@ class Crossing:
         self._rank = rank
         self._cell = topology.cell_of(rank)
         self._others = [cell for cell in range(topology.cells) if cell != self._cell]
-        self._routes = routes
+        self._round_groups = round_groups
         self._combiner = combiner
         self._masker, self._progress = masker, progress
-        self.gathered = Gathered(topology.cells, device)
-        self.carriers = Carriers(topology, rank, is_railed=routes.is_railed)
+        self.gathered = GatheredRows(topology.cells, device)
+        self.senders = SenderMap(topology, rank, multi_rail=round_groups.multi_rail)
         self._needed: dict[tuple[int, ...], int] = {}
         # NCCL matches what is sent and received by order alone, so there both are posted together.
         self._is_on_cpu = device.type == "cpu"
         # Buffers are made in the first round and kept, since fresh memory is slow.
-        self._slots = Pool(max((self._slot_bytes(t, b) for t in tracks for b in t.buckets), default=0), device)
+        self._slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         self.feedback = {
-            track.number: Feedback(track.codec, track.lane.numel, track.dtype, device)
-            for track in tracks
-            if track.codec is not None and any(self.carriers.is_here(track.lane, bucket) for bucket in track.buckets)
+            transfer.number: Feedback(transfer.codec, transfer.group.numel, transfer.dtype, device)
+            for transfer in transfers
+            if transfer.codec is not None
+            and any(self.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets)
         }
         # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
-        widest = max((b.stop - b.start for t in tracks if t.codec is not None for b in t.buckets), default=0)
+        widest = max((b.stop - b.start for t in transfers if t.codec is not None for b in t.buckets), default=0)
         rows = topology.cells + 2 if widest else 0
         self._scratch = torch.empty(rows, widest, dtype=torch.float32, device=device)
-        self._turnout = Turnout((1.0,), 0)
-        self._journal = Journal(device)
+        self._context = RoundContext((1.0,), 0)
+        self._profile = RoundProfile(device)
 
-    def begin(self, turnout: Turnout, journal: Journal) -> None:
-        """Get ready for a round.
+    def begin(self, context: RoundContext, profile: RoundProfile) -> None:
+        """Get ready for a round."""
+        self._context, self._profile = context, profile
 
-        :param turnout: Whose values count; the same on all ranks.
-        :param journal: Where bytes and seconds are noted.
-        """
-        self._turnout, self._journal = turnout, journal
-
-    def carry(
-        self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor, *, is_encoded: bool
+    def exchange(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor, *, is_encoded: bool
     ) -> Iterator[int]:
-        """Exchange a bucket with its carriers in the other cells; yields for how many buckets it can pause.
+        """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
+        return (self._exchange_encoded if is_encoded else self._exchange_exact)(transfer, bucket, values, out)
 
-        :param track: The bucket's lane.
-        :param bucket: The bucket, which this rank carries.
-        :param values: This rank's values, flat.
-        :param out: Where the combined values go; may be ``values``.
-        :param is_encoded: Whether the lane's codec is used.
-        :return: The steps.
-        """
-        return (self._cross_encoded if is_encoded else self._cross)(track, bucket, values, out)
+    def gather(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, *, is_encoded: bool
+    ) -> Iterator[int]:
+        """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`settle`; by all-gather."""
+        return (self._gather_codes if is_encoded else self._gather_exact)(transfer, bucket, values)
 
-    def gather(self, track: Track, bucket: Bucket, values: torch.Tensor, *, is_encoded: bool) -> Iterator[int]:
-        """Exchange a bucket like :meth:`carry`, but only keep what arrives, for :meth:`settle`; by all-gather.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket, which this rank carries.
-        :param values: This rank's values, flat.
-        :param is_encoded: Whether the lane's codec is used.
-        :return: The steps.
-        """
-        return (self._gather_codes if is_encoded else self._gather_exact)(track, bucket, values)
-
-    def _gather_codes(self, track: Track, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
-        slot, codes, _ = yield from self._swap_codes(track, bucket, values)
-        rows = self.gathered.rows(track, bucket, torch.float32)
-        with self._journal.noting("combine"):
-            for cell in self._turnout.senders(track.lane):
-                self.feedback[track.number].decode(codes[cell], rows[cell])
+    def _gather_codes(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
+        slot, codes, _ = yield from self._swap_codes(transfer, bucket, values)
+        rows = self.gathered.rows(transfer, bucket, torch.float32)
+        with self._profile.capture_failure("combine"):
+            for cell in self._context.source_cells(transfer.group):
+                self.feedback[transfer.number].decode(codes[cell], rows[cell])
         self._slots.give(slot)
 
-    def _gather_exact(self, track: Track, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
+    def _gather_exact(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         here, others = self._cell, self._others
-        senders = self._turnout.senders(track.lane)
-        rows = self.gathered.rows(track, bucket, track.dtype)
-        with self._journal.noting("pack"):
+        sources = self._context.source_cells(transfer.group)
+        rows = self.gathered.rows(transfer, bucket, transfer.dtype)
+        with self._profile.capture_failure("pack"):
             rows[here].copy_(values)
-        send = {cell: rows[here] for cell in others if here in senders}
-        works = yield from self._swap(track, bucket, send, {cell: rows[cell] for cell in others if cell in senders})
-        yield track.depth
+        send = {cell: rows[here] for cell in others if here in sources}
+        works = yield from self._swap(transfer, bucket, send, {cell: rows[cell] for cell in others if cell in sources})
+        yield transfer.depth
         self._arrive(works)
 
-    def settle(self, track: Track, bucket: Bucket, out: torch.Tensor, *, is_encoded: bool) -> None:
-        """Combine what :meth:`gather` has kept of a bucket; local.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket.
-        :param out: Where the combined values go.
-        :param is_encoded: As in :meth:`gather`.
-        """
-        rows = self.gathered.rows(track, bucket, torch.float32 if is_encoded else track.dtype)
-        values = [rows[cell] for cell in self._turnout.senders(track.lane)]
-        with self._journal.noting("combine"):
+    def settle(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, *, is_encoded: bool) -> None:
+        """Combine what :meth:`gather` has kept of a bucket; local."""
+        rows = self.gathered.rows(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+        values = [rows[cell] for cell in self._context.source_cells(transfer.group)]
+        with self._profile.capture_failure("combine"):
             if is_encoded:
                 mean = self._scratch[-1, : out.numel()]
-                self._combine(track, values, mean, is_fused=False)
-                self.feedback[track.number].advance(bucket, mean, out)
+                self._combine(transfer, values, mean, is_fused=False)
+                self.feedback[transfer.number].advance(bucket, mean, out)
             else:
-                self._combine(track, values, out, is_fused=self._turnout.is_fused)
+                self._combine(transfer, values, out, is_fused=self._context.is_fused)
 
-    def weigh(self, turnout: Turnout) -> None:
-        """Go on with what a combiner has made of the cells' weights; local.
+    def weigh(self, context: RoundContext) -> None:
+        """Go on with what a combiner has made of the cells' weights; local."""
+        self._context = context
 
-        :param turnout: The same cells as in :meth:`begin`, weighed.
-        """
-        self._turnout = turnout
-
-    def reserve(self, tracks: Sequence[Track]) -> None:
-        """Make the buffers that a round over some lanes needs; local."""
-        key = tuple(track.number for track in tracks)
+    def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
+        """Make the buffers that a round over some groups needs; local."""
+        key = tuple(transfer.number for transfer in transfers)
         if key not in self._needed:
-            groups = itertools.groupby(tracks, key=lambda track: track.pace)  # these go on one behind the other
-            self._needed[key] = max((self._at_a_time(list(lanes)) for _, lanes in groups), default=0)
+            runs = itertools.groupby(transfers, key=lambda transfer: transfer.pace)  # these go on one behind the other
+            self._needed[key] = max((self._at_a_time(list(transfers)) for _, transfers in runs), default=0)
         self._slots.reserve(self._needed[key])
 
-    def _at_a_time(self, lanes: Sequence[Track]) -> int:
-        """Return how many buffers lanes that follow each other take at a time."""
-        under_way = max(self._ahead(t) + t.depth * (2 if t.is_two_hop and t.codec is not None else 1) for t in lanes)
-        sums = [0, *itertools.accumulate(self._takes_slot(lane, bucket) for lane in lanes for bucket in lane.buckets)]
+    def _at_a_time(self, transfers: Sequence[GroupTransfer]) -> int:
+        """Return how many buffers groups that follow each other take at a time."""
+        under_way = max(
+            self._ahead(t) + t.depth * (2 if t.reduce_scatter and t.codec is not None else 1) for t in transfers
+        )
+        sums = [
+            0,
+            *itertools.accumulate(
+                self._takes_slot(transfer, bucket) for transfer in transfers for bucket in transfer.buckets
+            ),
+        ]
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
-    def _takes_slot(self, track: Track, bucket: Bucket) -> bool:
-        here = track.parts(bucket)[self._cell]
-        is_needed = (here.stop > here.start or track.codec is not None or self._is_masked(track)) and not track.is_late
-        return is_needed and self.carriers.is_here(track.lane, bucket)
+    def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
+        here = transfer.parts(bucket)[self._cell]
+        is_needed = (
+            here.stop > here.start or transfer.codec is not None or self._is_masked(transfer)
+        ) and not transfer.deferred_mean
+        return is_needed and self.senders.is_here(transfer.group, bucket)
 
-    def pause(self, track: Track) -> int:
-        """Return for how many buckets :meth:`carry` pauses in all."""
-        return self._ahead(track) + track.depth * (2 if track.is_two_hop else 1)
+    def pause(self, transfer: GroupTransfer) -> int:
+        """Return for how many buckets :meth:`exchange` pauses in all."""
+        return self._ahead(transfer) + transfer.depth * (2 if transfer.reduce_scatter else 1)
 
-    def _ahead(self, track: Track) -> int:
-        return track.ahead if self._is_on_cpu else 0
+    def _ahead(self, transfer: GroupTransfer) -> int:
+        return transfer.ahead if self._is_on_cpu else 0
 
-    def _slot_bytes(self, track: Track, bucket: Bucket) -> int:
+    def _slot_bytes(self, transfer: GroupTransfer, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
-        numel = max(part.stop - part.start for part in track.parts(bucket))
+        numel = max(part.stop - part.start for part in transfer.parts(bucket))
         arriving = len(self._others)
-        rows = arriving + (self._topology.cells if track.is_two_hop else 1)
-        if self._is_masked(track):
+        rows = arriving + (self._topology.cells if transfer.reduce_scatter else 1)
+        if self._is_masked(transfer):
             return aligned(numel * torch.int64.itemsize) * rows
-        exact = aligned(numel * track.dtype.itemsize) * arriving
-        return exact if track.codec is None else max(exact, aligned(track.codec.nbytes(numel)) * rows)
+        exact = aligned(numel * transfer.dtype.itemsize) * arriving
+        return exact if transfer.codec is None else max(exact, aligned(transfer.codec.nbytes(numel)) * rows)
 
-    def _is_masked(self, track: Track) -> bool:
-        return self._masker is not None and track.lane.rule == "average"
+    def _is_masked(self, transfer: GroupTransfer) -> bool:
+        return self._masker is not None and transfer.group.rule == "average"
 
-    def _cross(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
+    def _exchange_exact(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor
+    ) -> Iterator[int]:
         """Exchange a bucket as it is or masked: all of it with every cell, or a part with each and then the results."""
         here, others = self._cell, self._others
-        senders = self._turnout.senders(track.lane)
-        leaving_for = (range(self._topology.cells) if track.is_two_hop else [here]) if self._is_masked(track) else []
-        parts = leaving = track.cut(bucket, values)
-        results = parts if out is values else track.cut(bucket, out)
+        sources = self._context.source_cells(transfer.group)
+        leaving_for = (
+            (range(self._topology.cells) if transfer.reduce_scatter else [here]) if self._is_masked(transfer) else []
+        )
+        parts = leaving = transfer.cut(bucket, values)
+        results = parts if out is values else transfer.cut(bucket, out)
         numel, held = parts[here].numel(), {here: parts[here]}
-        coming = [cell for cell in others if cell in senders]
+        coming = [cell for cell in others if cell in sources]
         if coming and not leaving_for and out.data_ptr() != values.data_ptr():
             held[coming.pop()] = results[here]  # combined where it arrives
         slot = self._slots.take() if leaving_for or (coming and numel) else None
-        dtype = torch.int64 if leaving_for else track.dtype
+        dtype = torch.int64 if leaving_for else transfer.dtype
         rows = [] if slot is None else self._slots.rows(slot, dtype, len(others) + len(leaving_for))
         held |= {cell: row[:numel] for cell, row in zip(coming, rows, strict=False)}
         write = None
@@ -214,42 +192,46 @@ class Crossing:
             masked = dict(zip(leaving_for, rows[len(others) :], strict=True))
             leaving = [masked.get(cell, masked[here])[: part.numel()] for cell, part in enumerate(parts)]
             held[here] = leaving[here]
-            shares = {cell: leaving[cell] for cell in leaving_for if here in senders}
-            write = partial(self._mask, track, bucket, values, shares)
-        send = {cell: leaving[cell] for cell in others if here in senders}
+            shares = {cell: leaving[cell] for cell in leaving_for if here in sources}
+            write = partial(self._mask, transfer, bucket, values, shares)
+        send = {cell: leaving[cell] for cell in others if here in sources}
         receive = {cell: held[cell] for cell in others if cell in held}
-        works = yield from self._swap(track, bucket, send, receive, write)
-        yield track.depth
+        works = yield from self._swap(transfer, bucket, send, receive, write)
+        yield transfer.depth
         self._arrive(works)
         if numel:
-            found = [held[cell] for cell in senders]
-            with self._journal.noting("combine"):
+            found = [held[cell] for cell in sources]
+            with self._profile.capture_failure("combine"):
                 if leaving_for:
                     assert self._masker is not None
                     self._masker.decode(found, results[here])
                 else:
-                    self._combine(track, found, results[here], is_fused=self._turnout.is_fused)
+                    self._combine(transfer, found, results[here], is_fused=self._context.is_fused)
         self._slots.give(slot)
-        if track.is_two_hop:
-            works = self._post(track, bucket, 2, dict.fromkeys(others, results[here]), {c: results[c] for c in others})
-            yield track.depth
+        if transfer.reduce_scatter:
+            works = self._post(
+                transfer, bucket, 2, dict.fromkeys(others, results[here]), {c: results[c] for c in others}
+            )
+            yield transfer.depth
             self._arrive(works)
 
-    def _mask(self, track: Track, bucket: Bucket, values: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> None:
+    def _mask(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, rows: Mapping[int, torch.Tensor]
+    ) -> None:
         """Write this cell's share of a bucket so that only the sum over the cells can be read, part by part."""
         assert self._masker is not None
         for row in rows.values():
             row.zero_()  # what is sent if masking fails
-        parts = track.parts(bucket)
-        ranks = enumerate(self.carriers.of(track.lane, bucket))
-        carriers = {cell: rank for cell, rank in ranks if cell in self._turnout.cells}
+        parts = transfer.parts(bucket)
+        ranks = enumerate(self.senders.of(transfer.group, bucket))
+        senders = {cell: rank for cell, rank in ranks if cell in self._context.cells}
         for cell, row in rows.items():
-            place = (track.lane.key, bucket.number, cell if track.is_two_hop else -1)
-            share = self._turnout.share(self._cell)
-            self._masker.encode(values[parts[cell]], share, row, place=place, carriers=carriers)
+            place = (transfer.group.key, bucket.number, cell if transfer.reduce_scatter else -1)
+            share = self._context.share(self._cell)
+            self._masker.encode(values[parts[cell]], share, row, place=place, carriers=senders)
 
     def _swap_codes(
-        self, track: Track, bucket: Bucket, values: torch.Tensor
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor
     ) -> Generator[int, None, tuple[torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]]:
         """Exchange codes of what a bucket differs by from the last agreed state.
 
@@ -257,78 +239,82 @@ class Crossing:
         second hop may use.
         """
         here, others = self._cell, self._others
-        senders = self._turnout.senders(track.lane)
-        parts = track.parts(bucket)
-        assert track.codec is not None
-        sizes = [track.codec.nbytes(part.stop - part.start) for part in parts]
+        sources = self._context.source_cells(transfer.group)
+        parts = transfer.parts(bucket)
+        assert transfer.codec is not None
+        sizes = [transfer.codec.nbytes(part.stop - part.start) for part in parts]
         slot = self._slots.take()
-        leaving_for = range(self._topology.cells) if track.is_two_hop else [here]
+        leaving_for = range(self._topology.cells) if transfer.reduce_scatter else [here]
         rows = self._slots.rows(slot, torch.uint8, len(others) + len(leaving_for))
         arriving = {cell: row[: sizes[here]] for cell, row in zip(others, rows, strict=False)}
         leaving = {cell: row[: sizes[cell]] for cell, row in zip(leaving_for, rows[len(others) :], strict=True)}
-        write = partial(self._encode, track, bucket, values, leaving) if here in senders else None
-        send = {cell: leaving.get(cell, leaving[here]) for cell in others if here in senders}
-        receive = {cell: arriving[cell] for cell in others if cell in senders}
-        works = yield from self._swap(track, bucket, send, receive, write)
-        yield track.depth
+        write = partial(self._encode, transfer, bucket, values, leaving) if here in sources else None
+        send = {cell: leaving.get(cell, leaving[here]) for cell in others if here in sources}
+        receive = {cell: arriving[cell] for cell in others if cell in sources}
+        works = yield from self._swap(transfer, bucket, send, receive, write)
+        yield transfer.depth
         self._arrive(works)
         arriving[here] = leaving[here]
         spare = {cell: row[: sizes[cell]] for cell, row in zip(others, rows, strict=False)}
         return slot, arriving, spare | {here: leaving[here]}
 
-    def _cross_encoded(self, track: Track, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Exchange what a bucket differs by from the last agreed state, written by the lane's codec.
+    def _exchange_encoded(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor
+    ) -> Iterator[int]:
+        """Exchange what a bucket differs by from the last agreed state, written by the group's codec.
 
         Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
         """
         here, others = self._cell, self._others
-        senders = self._turnout.senders(track.lane)
-        feedback, parts = self.feedback[track.number], track.parts(bucket)
-        slot, codes, second = yield from self._swap_codes(track, bucket, values)
+        sources = self._context.source_cells(transfer.group)
+        feedback, parts = self.feedback[transfer.number], transfer.parts(bucket)
+        slot, codes, second = yield from self._swap_codes(transfer, bucket, values)
         mean = self._scratch[-1, : values.numel()]
-        if track.is_two_hop:
-            with self._journal.noting("combine"):
-                self._combine_codes(track, [codes[cell] for cell in senders], mean[parts[here]])
+        if transfer.reduce_scatter:
+            with self._profile.capture_failure("combine"):
+                self._combine_codes(transfer, [codes[cell] for cell in sources], mean[parts[here]])
                 spare = self._scratch[-2, : mean[parts[here]].numel()]
-                place, seed = (bucket.number, -1), self._seed(track, bucket, -1)
+                place, seed = (bucket.number, -1), self._seed(transfer, bucket, -1)
                 feedback.encode(place, mean[parts[here]], second[here], spare, seed)
-            works = self._post(track, bucket, 2, dict.fromkeys(others, second[here]), {c: second[c] for c in others})
-            yield track.depth
+            works = self._post(transfer, bucket, 2, dict.fromkeys(others, second[here]), {c: second[c] for c in others})
+            yield transfer.depth
             self._arrive(works)
-        with self._journal.noting("combine"):
-            if track.is_two_hop:
+        with self._profile.capture_failure("combine"):
+            if transfer.reduce_scatter:
                 for cell, part in enumerate(parts):
                     feedback.decode(second[cell], mean[part])
             else:
-                self._combine_codes(track, [codes[cell] for cell in senders], mean)
+                self._combine_codes(transfer, [codes[cell] for cell in sources], mean)
             feedback.advance(bucket, mean, out)
         self._slots.give(slot)
 
-    def _encode(self, track: Track, bucket: Bucket, values: torch.Tensor, codes: Mapping[int, torch.Tensor]) -> None:
+    def _encode(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, codes: Mapping[int, torch.Tensor]
+    ) -> None:
         """Write this rank's step since the last agreed state, part by part."""
-        feedback = self.feedback[track.number]
+        feedback = self.feedback[transfer.number]
         step = self._scratch[-1, : values.numel()]
         feedback.difference(bucket, values, step)
-        parts = track.parts(bucket)
+        parts = transfer.parts(bucket)
         for cell, code in codes.items():
             spare = self._scratch[-2, : parts[cell].stop - parts[cell].start]
-            feedback.encode((bucket.number, cell), step[parts[cell]], code, spare, self._seed(track, bucket, cell))
+            feedback.encode((bucket.number, cell), step[parts[cell]], code, spare, self._seed(transfer, bucket, cell))
 
-    def _combine_codes(self, track: Track, codes: list[torch.Tensor], out: torch.Tensor) -> None:
+    def _combine_codes(self, transfer: GroupTransfer, codes: list[torch.Tensor], out: torch.Tensor) -> None:
         rows = [self._scratch[row, : out.numel()] for row in range(len(codes))]
         for code, row in zip(codes, rows, strict=True):
-            self.feedback[track.number].decode(code, row)
-        self._combine(track, rows, out, is_fused=False)
+            self.feedback[transfer.number].decode(code, row)
+        self._combine(transfer, rows, out, is_fused=False)
 
-    def _seed(self, track: Track, bucket: Bucket, part: int) -> int:
+    def _seed(self, transfer: GroupTransfer, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
-        rank = self._routes.first + self._rank
-        numbers = (self._turnout.number, track.number, bucket.number, part, rank, self._topology.sizes)
+        rank = self._round_groups.first + self._rank
+        numbers = (self._context.number, transfer.number, bucket.number, part, rank, self._topology.sizes)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def _swap(
         self,
-        track: Track,
+        transfer: GroupTransfer,
         bucket: Bucket,
         send: Mapping[int, torch.Tensor],
         receive: Mapping[int, torch.Tensor],
@@ -336,82 +322,74 @@ class Crossing:
     ) -> Generator[int, None, list[dist.Work]]:
         """Get ready to receive in the first hop, and some buckets later write what is sent, and send it."""
         works: list[dist.Work] = []
-        if ahead := self._ahead(track):
-            works, receive = self._post(track, bucket, 1, {}, receive), {}
+        if ahead := self._ahead(transfer):
+            works, receive = self._post(transfer, bucket, 1, {}, receive), {}
             yield ahead
         if write is not None:
-            with self._journal.noting("encode"):
+            with self._profile.capture_failure("encode"):
                 write()
-        return works + self._post(track, bucket, 1, send, receive)
+        return works + self._post(transfer, bucket, 1, send, receive)
 
     def _post(
         self,
-        track: Track,
+        transfer: GroupTransfer,
         bucket: Bucket,
         hop: int,
         send: Mapping[int, torch.Tensor],
         receive: Mapping[int, torch.Tensor],
     ) -> list[dist.Work]:
-        """Start sending to other cells' carriers of a bucket, and receiving from them."""
-        groups, first = self._routes.across, self._routes.first
+        """Start sending to other cells' senders of a bucket, and receiving from them."""
+        groups, first = self._round_groups.across, self._round_groups.first
         group = groups[bucket.number % len(groups)] if groups else None
-        carriers = self.carriers.of(track.lane, bucket)
+        senders = self.senders.of(transfer.group, bucket)
         # What belongs together is matched by hop and order.
-        arriving = [(values, first + carriers[cell]) for cell, values in receive.items() if values.numel()]
-        leaving = [(values, first + carriers[cell]) for cell, values in send.items() if values.numel()]
+        arriving = [(values, first + senders[cell]) for cell, values in receive.items() if values.numel()]
+        leaving = [(values, first + senders[cell]) for cell, values in send.items() if values.numel()]
         if arriving or leaving:
-            self._journal.posted(sum(values.nbytes for values, _ in leaving))
-        with self._journal.phase("post"):
+            self._profile.record_send(sum(values.nbytes for values, _ in leaving))
+        with self._profile.phase("post"):
             return start_moves(arriving, leaving, group, TAG + hop)
 
     def _arrive(self, works: list[dist.Work]) -> None:
-        with self._journal.phase("across"):
+        with self._profile.phase("across"):
             for work in works:
                 work.wait()
         if works:
-            self._journal.arrived()
+            self._profile.arrived()
             self._progress.note()
 
-    def _combine(self, track: Track, values: list[torch.Tensor], out: torch.Tensor, *, is_fused: bool) -> None:
+    def _combine(
+        self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor, *, is_fused: bool
+    ) -> None:
         """Combine the senders' values, in the order of the cells."""
-        if track.lane.rule == "first":
+        if transfer.group.rule == "first":
             out.copy_(values[0])
         elif isinstance(self._combiner, Coordinatewise):
             combined(self._combiner.combine, values, out)
         else:
-            counts = [self._turnout.counts[cell] for cell in self._turnout.senders(track.lane)]
+            counts = [self._context.counts[cell] for cell in self._context.source_cells(transfer.group)]
             weighted_mean(values, counts, out, is_fused=is_fused)
 
 
-class Gathered:
-    """Of each lane that this rank carries one row for each cell; as large as the cells' shards together.
-
-    :param cells: Number of cells.
-    :param device: Where buffers live.
-    """
+class GatheredRows:
+    """Of each group that this rank carries one row for each cell; as large as the cells' shards together."""
 
     def __init__(self, cells: int, device: torch.device) -> None:
         self._cells = cells
         self._device = device
         self._rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def reserve(self, track: Track, dtype: torch.dtype) -> None:
-        """Make a lane's rows; local."""
-        if (track.number, dtype) not in self._rows:
+    def reserve(self, transfer: GroupTransfer, dtype: torch.dtype) -> None:
+        """Make a group's rows; local."""
+        if (transfer.number, dtype) not in self._rows:
             with torch.inference_mode(False):
-                self._rows[track.number, dtype] = torch.empty(
-                    self._cells, track.lane.numel, dtype=dtype, device=self._device
+                self._rows[transfer.number, dtype] = torch.empty(
+                    self._cells, transfer.group.numel, dtype=dtype, device=self._device
                 )
 
-    def rows(self, track: Track, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return a bucket's rows, ``[cells, elements]``.
-
-        :param track: The bucket's lane.
-        :param bucket: The bucket.
-        :param dtype: The lane's data type, or fp32 for differences from the last agreed state.
-        :return: A view.
-        """
-        return self._rows[track.number, dtype][:, bucket.start : bucket.stop]
+    def rows(self, transfer: GroupTransfer, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Return a bucket's rows, ``[cells, elements]``."""
+        return self._rows[transfer.number, dtype][:, bucket.start : bucket.stop]
 
 
 @torch.no_grad()
@@ -419,10 +397,6 @@ def add_distances(rows: torch.Tensor, cells: Sequence[int], table: torch.Tensor)
     """Add the squared distances between cells' values to a table; local.
 
     From the differences themselves: with inner products, one huge model would drown the distances between the others.
-
-    :param rows: One row of values for each cell.
-    :param cells: The cells to compare.
-    :param table: fp64, ``[cells, cells]``; both halves are added to.
     """
     for chunk in torch.split(rows, piece_length(rows.device), dim=1):
         wide = [chunk[cell].double() for cell in cells]
