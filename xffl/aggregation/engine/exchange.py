@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.algorithms.combiners import Combiner, Seen, Weighting, total_of
-from xffl.aggregation.compression.error_feedback import Memory
+from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
+from xffl.aggregation.compression.error_feedback import ResidualStore
 from xffl.aggregation.engine.buffers import Layout, Pool, Staging, aligned
 from xffl.aggregation.engine.global_model import GlobalState
 from xffl.aggregation.engine.groups import Progress, Routes, start_moves
@@ -86,7 +86,7 @@ class Exchange:
         self._cell = topology.cell_of(rank)
         self._routes = routes
         self.combiner = options.combiner
-        self._is_gathering = isinstance(self.combiner, Weighting) and self.combiner.needs_distances
+        self._is_gathering = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
         self.agreed, self._progress = agreed, progress
         self.has_norms = options.has_norms
         privacy = options.privacy
@@ -96,7 +96,7 @@ class Exchange:
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._homes = Pool(0, device)
         self._staging = Staging(layout, device, atomic=options.atomic)
-        self.memory = Memory(tracks, crossing.feedback)
+        self.memory = ResidualStore(tracks, crossing.feedback)
         self.journal = Journal(device)
         self._late = Late(layout, self._staging, crossing, routes, self._cell)
 
@@ -108,7 +108,7 @@ class Exchange:
     @property
     def needs_one_arithmetic(self) -> bool:
         """Whether ranks compute new values by themselves, beyond the mean."""
-        has_scale = isinstance(self.combiner, Weighting) and self.combiner.has_scale
+        has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
         return has_scale or (self.agreed is not None and self.agreed.has_optimizer)
 
     @torch.no_grad()
@@ -572,9 +572,9 @@ def weighed(turnout: Turnout, combiner: Combiner, distances: Sequence[Sequence[f
     :return: The turnout with counts and scale.
     """
     cells = turnout.cells
-    if not isinstance(combiner, Weighting):
+    if not isinstance(combiner, WeightedCombiner):
         return replace(turnout, counts=tuple(float(cell in cells) for cell in range(len(turnout.weights))))
-    seen = Seen(
+    seen = CellStats(
         weights=tuple(turnout.weights[cell] for cell in cells),
         steps=tuple(turnout.steps[cell] for cell in cells),
         norms=None if turnout.norms is None else tuple(turnout.norms[cell] for cell in cells),

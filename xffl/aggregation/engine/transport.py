@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.compression.error_feedback import Feedback
+from xffl.aggregation.compression.error_feedback import ErrorFeedback
 from xffl.aggregation.engine.buffers import Pool, aligned
 from xffl.aggregation.engine.groups import Progress, Routes, start_moves
 from xffl.aggregation.engine.plan import Bucket, Carriers, Track, Turnout
@@ -67,7 +67,7 @@ class Crossing:
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._slots = Pool(max((self._slot_bytes(t, b) for t in tracks for b in t.buckets), default=0), device)
         self.feedback = {
-            track.number: Feedback(track.codec, track.lane.numel, track.dtype, device)
+            track.number: ErrorFeedback(track.codec, track.lane.numel, track.dtype, device)
             for track in tracks
             if track.codec is not None and any(self.carriers.is_here(track.lane, bucket) for bucket in track.buckets)
         }
