@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
-from xffl.aggregation.compression.error_feedback import Feedback
+from xffl.aggregation.compression.error_feedback import ErrorFeedback
 from xffl.aggregation.engine import transport
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "01_digits"))
@@ -72,7 +72,7 @@ class Ended:
     codec_error: float
 
 
-class Forgetful(Feedback):
+class Forgetful(ErrorFeedback):
     """What a codec would be without error feedback; the package offers no such option."""
 
     def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
@@ -84,7 +84,7 @@ class Forgetful(Feedback):
 @contextmanager
 def without_feedback() -> Iterator[None]:
     """Let aggregators that are made in the block forget what their codecs leave out."""
-    with mock.patch.object(transport, "Feedback", Forgetful):
+    with mock.patch.object(transport, "ErrorFeedback", Forgetful):
         yield
 
 

@@ -17,7 +17,7 @@ from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import linear
 from tests.ranks.test_round_votes import raised
 from tests.worlds import run_world
-from xffl.aggregation.algorithms.combiners import Mean, Seen, Weighed
+from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
 from xffl.aggregation.engine.consensus import Contribution
 from xffl.aggregation.engine.inconsistent import TornError
 from xffl.aggregation.hierarchical import Level, Levels
@@ -105,7 +105,7 @@ def few_secure_cells(rank: int, world_size: int, atomic: bool) -> None:
 class Choosy(Mean):
     """A mean of three cells, or of none."""
 
-    def weigh(self, seen: Seen) -> Weighed:
+    def weigh(self, seen: CellStats) -> AggregationWeights:
         if len(seen.weights) < 3:
             raise ValueError("not enough for me")
         return super().weigh(seen)

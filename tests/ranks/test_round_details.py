@@ -75,7 +75,7 @@ def failed_code(rank: int, world_size: int) -> None:
     aggregator.aggregate()
     shaken(model, rank, 0)
     before, start = digests(model), time.monotonic()
-    failing = mock.patch.object(feedback.Feedback, "encode", side_effect=MemoryError("planted"))
+    failing = mock.patch.object(feedback.ErrorFeedback, "encode", side_effect=MemoryError("planted"))
     with failing if rank else nullcontext(), pytest.raises(xffl.RoundError, match="planted"):
         aggregator.aggregate()
     assert time.monotonic() - start < 20 and digests(model) == before

@@ -354,7 +354,7 @@ def torn_with_a_codec(rank: int, world_size: int) -> None:
     aggregator.aggregate()
     good = copy.deepcopy(model.state_dict())
     shaken(model)
-    decode, calls = feedback.Feedback.decode, 0
+    decode, calls = feedback.ErrorFeedback.decode, 0
 
     def fails(self: Any, *args: Any) -> None:
         nonlocal calls
@@ -363,10 +363,10 @@ def torn_with_a_codec(rank: int, world_size: int) -> None:
             raise MemoryError("planted")
         decode(self, *args)
 
-    feedback.Feedback.decode = fails  # type: ignore[method-assign]
+    feedback.ErrorFeedback.decode = fails  # type: ignore[method-assign]
     with pytest.raises(xffl.RoundError, match="planted"):
         aggregator.aggregate()
-    feedback.Feedback.decode = decode  # type: ignore[method-assign]
+    feedback.ErrorFeedback.decode = decode  # type: ignore[method-assign]
     model.load_state_dict(good)
     shaken(model)
     aggregator.aggregate()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.algorithms.combiners import Mean, Seen, Weighed
+from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
 from xffl.costs import MOST_IN_FLIGHT
 
 
@@ -198,8 +198,8 @@ def extreme_in_one_cell(rank: int, world_size: int) -> None:
 class Alike(Mean):
     """Cells count alike, whatever their weights."""
 
-    def weigh(self, seen: Seen) -> Weighed:
-        return Weighed((1.0,) * len(seen.weights))
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        return AggregationWeights((1.0,) * len(seen.weights))
 
 
 def counted_alike(rank: int, world_size: int) -> None:

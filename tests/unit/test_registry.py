@@ -15,7 +15,7 @@ import torch
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.combiners import Coordinatewise, Mean
-from xffl.aggregation.algorithms.registry import KINDS, Entry, entries, find, make, read_spec, resolve_algorithm
+from xffl.aggregation.algorithms.registry import KINDS, AlgorithmInfo, entries, find, make, read_spec, resolve_algorithm
 from xffl.aggregation.algorithms.schedules import EverySteps, PerCell, Warmup
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.federated_scaling import FederatedScaling
@@ -42,7 +42,7 @@ PAPER = re.compile(r"[A-Z]\w+ et al\., 20\d\d, (arXiv \d{4}\.\d{5}|doi 10\.\S+)"
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.kind}-{entry.name}")
-def test_an_entry_tells_a_line_and_a_paper(entry: Entry) -> None:
+def test_an_entry_tells_a_line_and_a_paper(entry: AlgorithmInfo) -> None:
     assert re.fullmatch(r"[a-z_]+", entry.name)
     assert 10 <= len(entry.line) <= 70 and not entry.line.endswith(".")
     assert PAPER.fullmatch(entry.paper) or not entry.paper
@@ -291,7 +291,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.kind}-{entry.name}")
-def test_every_entry_can_be_made(entry: Entry) -> None:
+def test_every_entry_can_be_made(entry: AlgorithmInfo) -> None:
     made = make(entry.kind, {"name": entry.name, **NEEDED.get((entry.kind, entry.name), {})})
     if entry.kind == "server":
         assert isinstance(made, ServerOptimizer)
@@ -302,7 +302,7 @@ def test_every_entry_can_be_made(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", entries("algorithm"), ids=lambda entry: entry.name)
-def test_an_algorithm_sets_keywords_that_there_are(entry: Entry) -> None:
+def test_an_algorithm_sets_keywords_that_there_are(entry: AlgorithmInfo) -> None:
     assert entry.aggregator.keys() <= inspect.signature(Aggregator).parameters.keys()
     assert entry.scaling.keys() <= inspect.signature(FederatedScaling).parameters.keys()
 

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.aggregation.algorithms.combiners import (
+    AggregationWeights,
+    CellStats,
     Combiner,
     CoordinateMedian,
     Coordinatewise,
@@ -23,10 +25,8 @@ from xffl.aggregation.algorithms.combiners import (
     MultiKrum,
     NormalizedMean,
     NormClipping,
-    Seen,
     TrimmedMean,
-    Weighed,
-    Weighting,
+    WeightedCombiner,
 )
 from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
@@ -69,8 +69,8 @@ def combined(combiner: Coordinatewise, values: Floats, dtype: torch.dtype = torc
     return result
 
 
-def seen_of(models: Floats, weights: Floats, start: Floats | None = None, steps: Floats | None = None) -> Seen:
-    return Seen(
+def seen_of(models: Floats, weights: Floats, start: Floats | None = None, steps: Floats | None = None) -> CellStats:
+    return CellStats(
         weights=tuple(weights.tolist()),
         steps=tuple(np.ones(len(models)).tolist() if steps is None else steps.tolist()),
         norms=None if start is None else tuple(np.linalg.norm(models - start, axis=1).tolist()),
@@ -78,13 +78,13 @@ def seen_of(models: Floats, weights: Floats, start: Floats | None = None, steps:
     )
 
 
-def mean_of(models: Floats, weighed: Weighed) -> Floats:
+def mean_of(models: Floats, weighed: AggregationWeights) -> Floats:
     shares = np.array(weighed.weights) / sum(weighed.weights)
     result: Floats = shares @ models
     return result
 
 
-def stepped(weighting: Weighting, models: Floats, weights: Floats, start: Floats, steps: Floats) -> Floats:
+def stepped(weighting: WeightedCombiner, models: Floats, weights: Floats, start: Floats, steps: Floats) -> Floats:
     weighed = weighting.weigh(seen_of(models, weights, start, steps))
     return start + weighed.scale * (mean_of(models, weighed) - start)
 
@@ -404,10 +404,10 @@ def test_norm_clipping_is_the_mean_of_clipped_updates(federation: tuple[Floats, 
 
 
 def test_short_updates_are_not_changed_by_clipping() -> None:
-    seen = Seen((0.5, 0.75, 0.0), (1.0,) * 3, norms=(0.0, 2.0, 1.0))
-    assert NormClipping(2.0).weigh(seen) == Weighed((0.5, 0.75, 0.0), 1.0)
-    assert NormClipping(1.0).weigh(seen) == Weighed((0.5, 0.375, 0.0), 0.7)
-    huge = NormClipping(1.0).weigh(Seen((1e300, 1e300), (1.0, 1.0), norms=(1.0, 1e43)))
+    seen = CellStats((0.5, 0.75, 0.0), (1.0,) * 3, norms=(0.0, 2.0, 1.0))
+    assert NormClipping(2.0).weigh(seen) == AggregationWeights((0.5, 0.75, 0.0), 1.0)
+    assert NormClipping(1.0).weigh(seen) == AggregationWeights((0.5, 0.375, 0.0), 0.7)
+    huge = NormClipping(1.0).weigh(CellStats((1e300, 1e300), (1.0, 1.0), norms=(1.0, 1e43)))
     assert huge.weights[1] / huge.weights[0] == pytest.approx(1e-43) and huge.scale == pytest.approx(0.5)
 
 
@@ -425,28 +425,30 @@ def test_normalized_mean_is_fednovas(federation: tuple[Floats, Floats, Floats], 
 
 @given(st.lists(st.floats(0, 1e308), min_size=1, max_size=9).filter(any), st.floats(1e-3, 1e6))
 def test_with_equal_steps_the_normalized_mean_is_the_mean(weights: list[float], steps: float) -> None:
-    weighed = NormalizedMean().weigh(Seen(tuple(weights), (steps,) * len(weights)))
+    weighed = NormalizedMean().weigh(CellStats(tuple(weights), (steps,) * len(weights)))
     assert weighed.scale == 1.0
     exponent = math.frexp(max(weights))[1]
     assert weighed.weights == tuple(math.ldexp(weight, -exponent) for weight in weights)
 
 
 def test_steps_of_cells_without_weight_do_not_matter() -> None:
-    assert NormalizedMean().weigh(Seen((1.0, 0.0, 3.0), (1.0, 0.0, 2.0))) == Weighed((0.25, 0.0, 0.375), 1.09375)
+    assert NormalizedMean().weigh(CellStats((1.0, 0.0, 3.0), (1.0, 0.0, 2.0))) == AggregationWeights(
+        (0.25, 0.0, 0.375), 1.09375
+    )
     for steps in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match=f"cell 1 reports {steps} local steps.*steps="):
-            NormalizedMean().weigh(Seen((1.0, 1.0), (3.0, steps)))
+            NormalizedMean().weigh(CellStats((1.0, 1.0), (3.0, steps)))
 
 
 def test_the_mean_takes_weights_as_they_are() -> None:
-    assert Mean().weigh(Seen((1e-300, 3.0, 0.0), (1.0,) * 3)) == Weighed((1e-300, 3.0, 0.0), 1.0)
+    assert Mean().weigh(CellStats((1e-300, 3.0, 0.0), (1.0,) * 3)) == AggregationWeights((1e-300, 3.0, 0.0), 1.0)
 
 
 # All of them
 
 
 @pytest.mark.parametrize("weighting", [Mean(), NormalizedMean(), NormClipping(1.0), GeometricMedian()])
-def test_a_single_cell_is_taken(weighting: Weighting) -> None:
+def test_a_single_cell_is_taken(weighting: WeightedCombiner) -> None:
     weighting.check(1)
     model = np.array([[3.0, 4.0]])
     got = stepped(weighting, model, np.array([0.1]), np.zeros(2), np.array([7.0]))
@@ -525,10 +527,10 @@ def test_enough_cells_are_accepted(combiner: Combiner, cells: int) -> None:
         (GeometricMedian, {"smoothing": 0.0}, "smoothing 0.0 is no number above 0"),
         (NormClipping, {"clip": math.inf}, "clip inf is no number above 0"),
         (NormClipping, {"clip": "1"}, "clip '1' is no number above 0"),
-        (Weighed, {"weights": (0.0, 0.0)}, "weights .0.0, 0.0."),
-        (Weighed, {"weights": (1.0, -1.0)}, "none negative"),
-        (Weighed, {"weights": (1.0, math.nan)}, "finite"),
-        (Weighed, {"weights": (1.0,), "scale": math.inf}, "scale inf"),
+        (AggregationWeights, {"weights": (0.0, 0.0)}, "weights .0.0, 0.0."),
+        (AggregationWeights, {"weights": (1.0, -1.0)}, "none negative"),
+        (AggregationWeights, {"weights": (1.0, math.nan)}, "finite"),
+        (AggregationWeights, {"weights": (1.0,), "scale": math.inf}, "scale inf"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
@@ -537,15 +539,15 @@ def test_options_that_cannot_be_meant_are_refused(make: Any, options: dict[str, 
 
 
 def test_cells_that_give_nothing_are_not_weighed() -> None:
-    seen: list[Seen] = []
+    seen: list[CellStats] = []
 
-    class Watching(Weighting):
-        def weigh(self, given: Seen) -> Weighed:
+    class Watching(WeightedCombiner):
+        def weigh(self, given: CellStats) -> AggregationWeights:
             seen.append(given)
-            return Weighed((3.0, 4.0), 0.5)
+            return AggregationWeights((3.0, 4.0), 0.5)
 
     context = RoundContext((1.0, 0.0, 2.0), 0, steps=(5.0, 6.0, 7.0), norms=(0.1, 0.2, 0.3))
     found = weigh_cells(context, Watching(), [[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]])
-    assert seen == [Seen((1.0, 2.0), (5.0, 7.0), (0.1, 0.3), ((0.0, 2.0), (2.0, 0.0)))]
+    assert seen == [CellStats((1.0, 2.0), (5.0, 7.0), (0.1, 0.3), ((0.0, 2.0), (2.0, 0.0)))]
     assert (found.counts, found.scale) == ((3.0, 0.0, 4.0), 0.5)
     assert weigh_cells(context, CoordinateMedian()).counts == (1.0, 0.0, 1.0)

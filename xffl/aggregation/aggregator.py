@@ -19,7 +19,7 @@ from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.background import Background, PendingRound, apart, overtake
 from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.compression.error_feedback import Feedback
+from xffl.aggregation.compression.error_feedback import ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.consensus import (
     AFRESH,
@@ -460,7 +460,7 @@ class Assembly:
     has_codecs: bool
     layout: Layout
     transfers: tuple[GroupTransfer, ...]
-    feedback: Mapping[int, Feedback]
+    feedback: Mapping[int, ErrorFeedback]
     stream: torch.cuda.Stream | None
 
     def state_dict(self) -> dict[str, Any]:

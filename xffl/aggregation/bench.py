@@ -65,19 +65,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class _Probe:
-    """One thing that is timed, as this rank takes part in it.
-
-    :param kind: ``ring``, ``all-reduce`` or ``round``.
-    :param name: Told in the table; unlike all others of its kind and payload.
-    :param ranks: Who takes part, in words.
-    :param payload: Bytes of a message, or of the model.
-    :param call: The work.
-    :param calls: How often it is done in one sample.
-    :param prepare: Done before each sample, outside of its time.
-    :param sent: Bytes that this rank sends to other cells and at home; ``None`` where the backend decides, or where a
-        report tells.
-    :param options: What an aggregator was made with.
-    """
+    """One thing that is timed, as this rank takes part in it."""
 
     kind: str
     name: str
@@ -161,12 +149,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
 
 
 def build_model(megabytes: float) -> nn.Module:
-    """Return an fp32 model whose tensors are like a transformer's: in each block four large ones and eight small ones.
-
-    :param megabytes: Its size in MiB; it comes out near that, as a whole number of blocks whose width many numbers of
-        shards divide.
-    :return: The model, on the CPU. It is never run.
-    """
+    """Return an fp32 model, near that many MiB, with a transformer's tensors: four large and eight small in a block."""
     wanted = megabytes * 2**20 / 4
     step = 64 if wanted > 2**20 else 8
     width = step * max(1, round(math.sqrt(wanted / (12 * BLOCKS)) / step))
@@ -189,11 +172,7 @@ class _Block(nn.Sequential):
 
 
 def round_variants(topology: Topology) -> dict[str, dict[str, Any]]:
-    """Name the rounds that are worth timing in a federation, with what their aggregators are asked for.
-
-    :param topology: The federation.
-    :return: Options by name, none for a single cell, and no rails where no cell has a second replica.
-    """
+    """Name the rounds that are worth timing in a federation, with what their aggregators are asked for."""
     if topology.cells == 1:
         return {}
     variants: dict[str, dict[str, Any]] = {"all-gather": {"form": "all_gather"}, "two-hop": {"form": "two_hop"}}
@@ -269,11 +248,7 @@ def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list
 
 
 class _Drift:
-    """Change this rank's parameters a little, as training would: there and back, so that they stay in range.
-
-    :param model: The model.
-    :param factor: What they are multiplied by.
-    """
+    """Change this rank's parameters a little, as training would: there and back, so that they stay in range."""
 
     def __init__(self, model: nn.Module, factor: float) -> None:
         self._model = model

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.algorithms.combiners import Weighting
+from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.status import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
@@ -72,28 +72,18 @@ class RoundPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as an export keeps it, without what changes no bit.
-
-        :return: Plain values.
-        """
+        """Return it as an export keeps it, without what changes no bit."""
         kept = {name: one for name, one in self.options.items() if name in ("server", "combine")}
         return {"algorithm": self.algorithm, "options": kept}
 
     def read(self) -> tuple[Any, Any]:
-        """Return the combiner and the server optimizer that are asked for.
-
-        :return: As for :class:`xffl.Aggregator`; the server optimizer may be ``None``.
-        :raises ConfigError: if they cannot be meant.
-        """
+        """Return the combiner and the server optimizer that are asked for."""
         preset = {} if self.algorithm is None else resolve_algorithm(self.algorithm)[0]
         found = {**preset, **self.options}
         return found.get("combine", "mean"), found.get("server")
 
     def check(self) -> None:
-        """Refuse what cannot be done over files.
-
-        :raises ConfigError: if something cannot.
-        """
+        """Refuse what cannot be done over files."""
         asked = dict(self.options)
         if self.algorithm is not None:
             entry, given = find_algorithm(self.algorithm)
@@ -118,12 +108,10 @@ class RoundPlan:
 
 
 def check_combiner(combiner: object) -> None:
-    """Refuse a combiner that exports do not suffice for.
-
-    :param combiner: It.
-    :raises ConfigError: if it is such a one.
-    """
-    if isinstance(combiner, Weighting) and (combiner.needs_distances or combiner.needs_norms or combiner.has_scale):
+    """Refuse a combiner that exports do not suffice for."""
+    if isinstance(combiner, WeightedCombiner) and (
+        combiner.needs_distances or combiner.needs_norms or combiner.has_scale
+    ):
         raise ConfigError(
             f"combine {type(combiner).__name__} needs more than the exports hold (distances, norms or the model "
             "before); give mean, or one that looks at each element by itself"
@@ -243,12 +231,7 @@ def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 
 def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Return what :func:`read_global` does, the same on all ranks; collective over the world.
-
-    :param path: The folder that ``xffl aggregate`` has written.
-    :return: The round's number, and the digest.
-    :raises CheckpointError: if a rank finds no such folder, or another one than the others; on all ranks.
-    """
+    """Return what :func:`read_global` does, the same on all ranks; collective over the world."""
     error: XfflError | None = None
     found = (0, "")
     try:
@@ -260,11 +243,7 @@ def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 
 def digest_of_folder(path: Path) -> str:
-    """Return the digest of an export or a global model; local.
-
-    :param path: Its folder.
-    :return: The SHA-256 of the index.
-    """
+    """Return the digest of an export or a global model; local."""
     return read_record(settle(check_path(path))).indexes[HOME]
 
 
@@ -277,16 +256,7 @@ def is_exported(
     start: str | None,
     plan: RoundPlan | None = None,
 ) -> bool:
-    """Tell whether an export stands there already, whole and as it was written; local.
-
-    :param path: The folder.
-    :param cell: The cell that it is to be of.
-    :param cells: Of how many.
-    :param round: The round that it is to be for.
-    :param start: The digest of the global model that the cell is to have started from; ``None`` for the common start.
-    :param plan: What is to be made of it; ``None`` for whatever it says.
-    :return: Whether it does.
-    """
+    """Tell whether an export stands there already, whole and as it was written; local."""
     asked: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
     if plan is not None:
         asked["plan"] = plan.plain()
@@ -301,12 +271,7 @@ def is_exported(
 
 
 def check_folder(path: Path) -> Record:
-    """Compare the files of an export or of a global model with their checksums; local.
-
-    :param path: Its folder.
-    :return: Its record.
-    :raises CheckpointError: if one differs.
-    """
+    """Compare the files of an export or of a global model with their checksums; local."""
     folder = settle(check_path(path))
     record = read_record(folder)
     check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
@@ -317,12 +282,6 @@ class FileRound:
     """What a job that is one cell gives to a round over files, and takes from the one before.
 
     Made on each rank, local.
-
-    :param model: The model that trains.
-    :param state: The state, whose ``lone_cell`` says which cell this is.
-    :param plan: What ``xffl aggregate`` is to make of the exports.
-    :param policies: As for :func:`export_cell`.
-    :raises ConfigError: if what is asked for cannot be had over files.
     """
 
     def __init__(
@@ -337,10 +296,7 @@ class FileRound:
         """The digest of the global model that it has started from"""
 
     def begin(self) -> None:
-        """Start from the global model of ``XFFL_FROM``, if any; collective over the world.
-
-        :raises StateError: if it has begun before.
-        """
+        """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""
         if self._is_begun:
             raise StateError("a job of one cell makes one export, so its with block is entered once; start another job")
         self._is_begun = True
@@ -349,11 +305,7 @@ class FileRound:
             load_global(self._asked.start, self._model, self._state, policies=self._policies)
 
     def end(self, weight: float | None, steps: float) -> None:
-        """Export to ``XFFL_EXPORT``, if that is set; collective over the world.
-
-        :param weight: This rank's count since the start, as for :func:`export_cell`.
-        :param steps: Effective local steps since then.
-        """
+        """Export to ``XFFL_EXPORT``, if that is set; collective over the world."""
         if self._asked.export is None or self._state.lone_cell is None:
             return
         cell, sizes = self._state.lone_cell
@@ -374,13 +326,7 @@ class FileRound:
 
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:
-    """Return what an export, or what was made of several, says of itself; local.
-
-    :param path: Its folder.
-    :param kind: ``export`` or ``global``.
-    :return: What it says.
-    :raises CheckpointError: if it is no such folder.
-    """
+    """Return what an export, or what was made of several, says of itself; local."""
     folder = settle(check_path(path))
     record = read_record(folder)
     told = record.values.get(kind)
@@ -393,14 +339,7 @@ def read_told(path: Path, kind: str) -> dict[str, Any]:
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other: str) -> None:
-    """Refuse tensors that differ in name, policy, data type or shape; pure.
-
-    :param theirs: What :func:`export_cell` keeps of each tensor, by name.
-    :param ours: The same of another model.
-    :param who: The first, for the message.
-    :param other: The second.
-    :raises CheckpointError: if one differs.
-    """
+    """Refuse tensors that differ in name, policy, data type or shape; pure."""
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             shown = [f"{_shown(table.get(name))} in {place}" for table, place in ((theirs, who), (ours, other))]

@@ -66,11 +66,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class PieceReader:
-    """The tensors of a checkpoint of one cell, read in pieces.
-
-    :param path: Its folder.
-    :param part: The part that the tensors are of.
-    """
+    """The tensors of a checkpoint of one cell, read in pieces."""
 
     def __init__(self, path: Path, part: str) -> None:
         folder = settle(path)
@@ -85,29 +81,16 @@ class PieceReader:
         return sum(size for size, _ in self.index.files.values())
 
     def check(self) -> None:
-        """Compare the files with their checksums.
-
-        :raises CheckpointError: if one differs.
-        """
+        """Compare the files with their checksums."""
         check_data(self.home, self.index)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return a tensor's data type and shape.
-
-        :param name: The tensor.
-        :return: Both.
-        """
+        """Return a tensor's data type and shape."""
         tensor = self.index.tensors[f"{self._part}/{name}"]
         return tensor.dtype, tuple(tensor.shape)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a piece of a tensor as a flat copy of real numbers.
-
-        :param name: The tensor.
-        :param box: The piece.
-        :return: Its values.
-        :raises CheckpointError: if the files do not hold it.
-        """
+        """Return a piece of a tensor as a flat copy of real numbers."""
         tensor = self.index.tensors[f"{self._part}/{name}"]
         width = tensor.dtype.itemsize
         starts, sizes = box
@@ -155,10 +138,7 @@ class PieceReader:
 
 
 class PieceWriter:
-    """A checkpoint of one cell that is written in pieces, and takes its name when it is whole.
-
-    :param target: The folder to make; a checkpoint of that name is replaced.
-    """
+    """A checkpoint of one cell that is written in pieces, and takes its name when it is whole."""
 
     def __init__(self, target: Path) -> None:
         self._target, self._partial = target, aside(target, "partial")
@@ -173,13 +153,7 @@ class PieceWriter:
         self._tensors: dict[str, dict[str, Any]] = {}
 
     def write(self, name: str, box: Box, values: torch.Tensor, shape: Sequence[int]) -> None:
-        """Write a piece of a tensor.
-
-        :param name: The tensor.
-        :param box: Where the piece lies in it.
-        :param values: Its values, flat, in the tensor's data type.
-        :param shape: The whole tensor's shape.
-        """
+        """Write a piece of a tensor."""
         buffer = io.BytesIO()
         torch.save(values.view(box[1]), buffer)
         data = buffer.getbuffer()
@@ -191,12 +165,7 @@ class PieceWriter:
         self._size += len(data)
 
     def publish(self, part: str, values: Mapping[str, Plain], told: Mapping[str, Plain]) -> None:
-        """Give the folder its name.
-
-        :param part: The only part.
-        :param values: Plain values of the part.
-        :param told: What the checkpoint says of itself.
-        """
+        """Give the folder its name."""
         self._file.close()
         sync(self._home / DATA)
         files = {DATA: (self._size, self._sum.hexdigest())}
@@ -227,12 +196,7 @@ class PieceWriter:
 
 
 def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Cut a tensor into boxes that follow each other in memory, of a few MiB at most; pure.
-
-    :param dtype: Its data type.
-    :param shape: Its shape.
-    :yield: Each box.
-    """
+    """Cut a tensor into boxes that follow each other in memory, of a few MiB at most; pure."""
     yield from _cut(shape, max(1, PIECE_BYTES // dtype.itemsize))
 
 
@@ -291,14 +255,7 @@ STATE = "server"
 
 
 class OfflineServer:
-    """Take the agreed model on by a round, as the ranks do in a networked round; elementwise.
-
-    :param server: The server optimizer.
-    :param folder: Where the states of all rounds are.
-    :param told: What the exports of this round say of themselves.
-    :param start: The model that all cells have started from, for the first round.
-    :raises CheckpointError: if there is no state of the round before, or it is of another model or optimizer.
-    """
+    """Take the agreed model on by a round, as the ranks do in a networked round; elementwise."""
 
     def __init__(self, server: ServerOptimizer, folder: Path, told: Mapping[str, Any], start: Path | None) -> None:
         self._server, self._told = server, told
@@ -346,14 +303,7 @@ class OfflineServer:
 
     @torch.no_grad()
     def step(self, name: str, box: Box, mean: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Take a piece of a tensor on.
-
-        :param name: The tensor.
-        :param box: The piece.
-        :param mean: What the cells have made of it, flat, of real numbers.
-        :param shape: The whole tensor's shape.
-        :return: What it becomes, in the mean's data type.
-        """
+        """Take a piece of a tensor on."""
         assert self._writer is not None, "begun"
         # The state is of real numbers; those of a complex tensor are pairs of them.
         is_pairs = mean.numel() != math.prod(box[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, Mean, Weighting
+from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, Mean, WeightedCombiner
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
 from xffl.aggregation.privacy.differential import Privacy
@@ -60,12 +60,12 @@ class Options:
     @property
     def has_norms(self) -> bool:
         """Whether each cell measures its update."""
-        return self.norms or (isinstance(self.combiner, Weighting) and self.combiner.needs_norms)
+        return self.norms or (isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_norms)
 
     @property
     def needs_agreed(self) -> bool:
         """Whether the last agreed model is kept."""
-        has_scale = isinstance(self.combiner, Weighting) and self.combiner.has_scale
+        has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
         return self.has_norms or has_scale or self.server is not None or self.privacy is not None
 
     @classmethod
@@ -82,8 +82,8 @@ class Options:
         """
         plain |= _check_plain(**plain)
         combiner = make("combine", combine)
-        if not isinstance(combiner, Coordinatewise | Weighting):
-            raise ConfigError(f"combine {combine!r} is no Combiner; derive it from Coordinatewise or Weighting")
+        if not isinstance(combiner, Coordinatewise | WeightedCombiner):
+            raise ConfigError(f"combine {combine!r} is no Combiner; derive it from Coordinatewise or WeightedCombiner")
         optimizer = server_of(server)
         private = None if privacy is None else make("privacy", privacy)
         if not isinstance(private, Privacy | None):
@@ -99,7 +99,7 @@ class Options:
 
     def _check_together(self) -> None:
         """Raise where two options exclude each other."""
-        compares = isinstance(self.combiner, Weighting) and self.combiner.needs_distances
+        compares = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
         if self.overlap and not self.atomic:
             raise ConfigError(
                 "overlap=True needs atomic=True: the model trains on while its mean is collected beside it"
@@ -125,7 +125,7 @@ class Options:
                 "the norm of a cell's update is told to all cells, which privacy and secure=True are to prevent; leave "
                 f"out norms=True, rounds that need it, and combiners such as {_text(self.combiner)} that ask for it"
             )
-        if self.secure is not None and (compares or not isinstance(self.combiner, Weighting)):
+        if self.secure is not None and (compares or not isinstance(self.combiner, WeightedCombiner)):
             raise ConfigError(
                 f"secure=True shows only a sum, and {_text(self.combiner)} looks at each cell's values; take one"
             )
@@ -134,13 +134,13 @@ class Options:
     def combines_late(self) -> bool:
         """Whether the mean may be taken when it is written, after the last vote: nothing else reads or changes it."""
         is_plain = self.atomic and not self.overlap and self.nonfinite == "reject" and self.secure is None
-        is_mean = isinstance(self.combiner, Weighting) and not self.combiner.needs_distances
+        is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
         return is_plain and is_mean and not self.needs_agreed
 
     @property
     def form_of_lanes(self) -> str:
         """How values reach all cells: all of them to all cells, where each cell is to judge them by itself."""
-        is_mean = isinstance(self.combiner, Weighting) and not self.combiner.needs_distances
+        is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
         return "all_gather" if self.form == "auto" and not is_mean else self.form
 
 

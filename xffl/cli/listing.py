@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli.formatter import HelpFormatter
 
 if TYPE_CHECKING:
-    from xffl.aggregation.algorithms.registry import Entry
+    from xffl.aggregation.algorithms.registry import AlgorithmInfo
 
 __all__ = ["build_parser", "run"]
 
@@ -71,7 +71,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _options(entry: Entry) -> str:
+def _options(entry: AlgorithmInfo) -> str:
     """Tell an entry's options; for all but algorithms this imports what it names, and torch with it."""
     from xffl.aggregation.algorithms.registry import describe_options, load
 

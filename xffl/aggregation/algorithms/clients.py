@@ -95,14 +95,7 @@ class Client(ABC):
 def set_up(
     client: Client, model: nn.Module, optimizers: Sequence[Optimizer], policies: Mapping[Pattern, str] | None
 ) -> None:
-    """Let a client take a model's weights as they are; collective over the world.
-
-    :param client: The client of this rank.
-    :param model: The model that trains.
-    :param optimizers: What steps it.
-    :param policies: What happens to which tensors, as :class:`xffl.Aggregator` takes it.
-    :raises ConfigError: if it cannot be set up, or the ranks' clients differ; on all ranks.
-    """
+    """Let a client take a model's weights as they are; collective over the world."""
     error: XfflError | None = None
     try:
         if find_masters(model) is not None:
@@ -117,13 +110,7 @@ def set_up(
 
 
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise where a client cannot change the gradients that a step is about to use; local.
-
-    :param optimizer: The optimizer.
-    :param args: What its ``step`` was called with, itself first.
-    :param kwargs: What its ``step`` was called with by name.
-    :raises ConfigError: if the step computes gradients itself, or they are still scaled.
-    """
+    """Raise where a client cannot change the gradients that a step is about to use; local."""
     if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
         raise ConfigError(
             "step(closure) computes gradients where a client cannot change them; call backward() first, and step()"
@@ -152,13 +139,7 @@ def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: fl
 
 
 def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:
-    """Copy saved tensors into those that are there.
-
-    :param targets: This rank's elements, by name.
-    :param saved: As many tensors, by the same names.
-    :param what: What they are, for the message.
-    :raises CheckpointError: if names or shapes differ.
-    """
+    """Copy saved tensors into those that are there."""
     differ = sorted(name for name in targets.keys() | saved.keys() if _shape(targets, name) != _shape(saved, name))
     if differ:
         raise CheckpointError(
@@ -199,20 +180,13 @@ class FedProx(Client):
 
     @torch.no_grad()
     def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        """Copy the weights that training starts from.
-
-        :param parameters: As :meth:`Client.setup` says.
-        :param optimizers: As :meth:`Client.setup` says.
-        """
+        """Copy the weights that training starts from."""
         self._parameters = dict(parameters)
         self._anchors = {parameter: local(parameter).clone() for parameter in parameters.values()}
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """Add the pull to the gradients.
-
-        :param optimizer: One of the optimizers.
-        """
+        """Add the pull to the gradients."""
         if self.mu == 0.0:  # adding 0 would turn a gradient of -0.0 into 0.0
             return
         for group in optimizer.param_groups:
@@ -222,27 +196,17 @@ class FedProx(Client):
 
     @torch.no_grad()
     def after_round(self, *, is_dropped: bool) -> None:
-        """Copy the agreed weights.
-
-        :param is_dropped: As :meth:`Client.after_round` says; a cell that was left out has the agreed weights, too.
-        """
+        """Copy the agreed weights."""
         for parameter, anchor in self._anchors.items():
             anchor.copy_(local(parameter))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights of the last round.
-
-        :return: Copies of this rank's elements.
-        """
+        """Return the weights of the last round."""
         return {"anchors": {name: self._anchors[one].clone() for name, one in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        :param state: The saved state, of this rank.
-        :raises CheckpointError: if it is that of other parameters.
-        """
+        """Take over what :meth:`state_dict` returned."""
         restore({name: self._anchors[one] for name, one in self._parameters.items()}, state["anchors"], "FedProx")
 
     def __str__(self) -> str:
@@ -281,12 +245,7 @@ class Scaffold(Client):
 
     @torch.no_grad()
     def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        """Copy the weights that training starts from, and make control variates of 0.
-
-        :param parameters: As :meth:`Client.setup` says.
-        :param optimizers: As :meth:`Client.setup` says.
-        :raises ConfigError: if one of them is not SGD.
-        """
+        """Copy the weights that training starts from, and make control variates of 0."""
         others = sorted({type(one).__name__ for one in optimizers if not isinstance(one, SGD)})
         if others:
             raise ConfigError(
@@ -310,21 +269,14 @@ class Scaffold(Client):
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """Correct the gradients.
-
-        :param optimizer: One of the optimizers.
-        """
+        """Correct the gradients."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._corrections:
                     add_to_gradient(parameter, self._corrections[parameter])
 
     def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:
-        """Add up the learning rates.
-
-        :param optimizer: The optimizer that made a step.
-        :param factors: As :meth:`Client.after_step` says.
-        """
+        """Add up the learning rates."""
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
             reach = float(group["lr"]) * factor * (-1.0 if group["maximize"] else 1.0)
             for parameter in group["params"]:
@@ -344,10 +296,7 @@ class Scaffold(Client):
 
     @torch.no_grad()
     def after_round(self, *, is_dropped: bool) -> None:
-        """Take over the weights and the mean of the variates.
-
-        :param is_dropped: As :meth:`Client.after_round` says.
-        """
+        """Take over the weights and the mean of the variates."""
         for parameter, variate in self._variates.items():
             self._anchors[parameter].copy_(local(parameter))
             if not is_dropped:
@@ -356,20 +305,13 @@ class Scaffold(Client):
         self._sent = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights of the last round, the control variates, and the learning rates since.
-
-        :return: Copies of this rank's elements, and numbers.
-        """
+        """Return the weights of the last round, the control variates, and the learning rates since."""
         tensors = {what: {name: one.clone() for name, one in held.items()} for what, held in self._held().items()}
         return {**tensors, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        :param state: The saved state, of this rank.
-        :raises CheckpointError: if it is that of other parameters.
-        """
+        """Take over what :meth:`state_dict` returned."""
         for what, held in self._held().items():
             restore(held, state[what], "SCAFFOLD")
         self._reach.update({one: float(state["reach"][name]) for name, one in self._parameters.items()})

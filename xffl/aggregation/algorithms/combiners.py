@@ -14,6 +14,8 @@ from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 
 __all__ = [
+    "AggregationWeights",
+    "CellStats",
     "Combiner",
     "CoordinateMedian",
     "Coordinatewise",
@@ -23,26 +25,16 @@ __all__ = [
     "MultiKrum",
     "NormClipping",
     "NormalizedMean",
-    "Seen",
     "TrimmedMean",
-    "Weighed",
-    "Weighting",
+    "WeightedCombiner",
     "reduced",
     "total_of",
 ]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a round knows about the cells that contribute to it, in their order; the same numbers on all ranks.
-
-    :param weights: Weight of each cell, finite, none negative, at least one positive.
-    :param steps: Effective number of local steps of each cell since the last round.
-    :param norms: L2 norm of each cell's update ``x_c - x_global`` over the whole stepped model, finite; ``None`` unless
-        the combiner asks for them.
-    :param distances: Squared L2 distance between any two cells over the whole stepped model, ``[n][n]``, finite,
-        symmetric, 0 on the diagonal; ``None`` unless the combiner asks for them.
-    """
+class CellStats:
+    """What a round knows about the cells that contribute to it, in their order; the same numbers on all ranks."""
 
     weights: tuple[float, ...]
     steps: tuple[float, ...]
@@ -51,13 +43,8 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """What is made of the cells: stepped tensors become ``x_global + scale * (sum(w * x) / sum(w) - x_global)``.
-
-    :param weights: One for each contributing cell, finite, none negative, at least one positive.
-    :param scale: Length of the step, in units of the way to the mean; finite.
-    :raises ConfigError: if the numbers cannot be meant.
-    """
+class AggregationWeights:
+    """What is made of the cells: stepped tensors become ``x_global + scale * (sum(w * x) / sum(w) - x_global)``."""
 
     weights: tuple[float, ...]
     scale: float = 1.0
@@ -76,9 +63,6 @@ def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
     """Return the weights times the power of two that makes the largest of them 0.5 to 1; pure.
 
     Sums of them stay in range, and all digits are kept (but of weights that are nothing beside the largest).
-
-    :param weights: Finite weights, none negative, at least one positive.
-    :return: As many weights.
     """
     exponent = math.frexp(max(weights))[1]
     return tuple(math.ldexp(weight, -exponent) for weight in weights)
@@ -93,7 +77,7 @@ def total_of(parts: Sequence[float]) -> float:
 
 
 class Combiner:
-    """Make one value of the cells' values. Derive from :class:`Coordinatewise` or :class:`Weighting`.
+    """Make one value of the cells' values. Derive from :class:`Coordinatewise` or :class:`WeightedCombiner`.
 
     Combiners are local, pure and deterministic: every rank gets the same result from the same numbers. They keep no
     state. Whoever runs the round calls :meth:`check` with the number of cells that contribute before anything else.
@@ -121,7 +105,7 @@ class Coordinatewise(Combiner, ABC):
         """
 
 
-class Weighting(Combiner, ABC):
+class WeightedCombiner(Combiner, ABC):
     """Choose a weight for each cell, from what is known about whole cells.
 
     The class attributes ``needs_distances`` and ``needs_norms`` say what has to be measured: each costs a pass over all
@@ -133,32 +117,24 @@ class Weighting(Combiner, ABC):
     has_scale: bool = False
 
     @abstractmethod
-    def weigh(self, seen: Seen) -> Weighed:
-        """Weigh the cells.
-
-        :param seen: What is known about those that contribute.
-        :return: Their weights, and the length of the step.
-        """
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        """Weigh the cells."""
 
 
 @dataclass(frozen=True)
-class Mean(Weighting):
+class Mean(WeightedCombiner):
     """Take the mean by the cells' own weights.
 
     McMahan et al., 2017, arXiv 1602.05629.
     """
 
-    def weigh(self, seen: Seen) -> Weighed:
-        """Return the weights as they are.
-
-        :param seen: What is known about the cells.
-        :return: The same weights.
-        """
-        return Weighed(seen.weights)
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        """Return the weights as they are."""
+        return AggregationWeights(seen.weights)
 
 
 @dataclass(frozen=True)
-class NormalizedMean(Weighting):
+class NormalizedMean(WeightedCombiner):
     """Take the mean of the updates for each local step: cells that made more steps do not pull harder (FedNova).
 
     With ``p_c = w_c / sum(w)``, ``a_c`` the effective steps of cell ``c`` and ``tau = sum(p_c * a_c)``, a cell's update
@@ -169,13 +145,8 @@ class NormalizedMean(Weighting):
 
     has_scale = True
 
-    def weigh(self, seen: Seen) -> Weighed:
-        """Divide each cell's weight by its steps.
-
-        :param seen: What is known about the cells; steps are positive where weights are.
-        :return: Weights in the ratios ``p_c / a_c``, and the scale ``tau * sum(p_c / a_c)``.
-        :raises ConfigError: if a cell with a weight has no positive, finite number of steps.
-        """
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        """Divide each cell's weight by its steps."""
         least = math.inf
         for index, (weight, steps) in enumerate(zip(seen.weights, seen.steps, strict=True)):
             if weight > 0.0 and not (math.isfinite(steps) and steps > 0.0):
@@ -191,7 +162,7 @@ class NormalizedMean(Weighting):
         slowed = tuple(share / pace for share, pace in zip(shares, paces, strict=True))
         total = math.fsum(shares)
         longer = math.fsum(share * pace for share, pace in zip(shares, paces, strict=True))
-        return Weighed(slowed, math.fsum(slowed) / total * (longer / total))
+        return AggregationWeights(slowed, math.fsum(slowed) / total * (longer / total))
 
 
 FAR = 1e300
@@ -212,11 +183,7 @@ class CoordinateMedian(Coordinatewise):
     """
 
     def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Combine the rows; local.
-
-        :param values: ``[n, numel]``, without NaN; overwritten. An infinite value counts as large.
-        :param out: ``[numel]``, the medians.
-        """
+        """Combine the rows; local."""
         _middle_mean(values, (values.shape[0] - 1) // 2, out)
 
 
@@ -242,11 +209,7 @@ class TrimmedMean(Coordinatewise):
             raise ConfigError(f"share {self.share!r} is not at least 0 and below 0.5; give share=0.2 for 20 % each end")
 
     def check(self, cells: int) -> None:
-        """Raise if nothing would be left out.
-
-        :param cells: Number of cells that contribute to the round.
-        :raises ConfigError: if they are too few for the share.
-        """
+        """Raise if nothing would be left out."""
         super().check(cells)
         if self.share > 0 and self._cut(cells) == 0:
             raise ConfigError(
@@ -256,11 +219,7 @@ class TrimmedMean(Coordinatewise):
             )
 
     def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Combine the rows; local.
-
-        :param values: ``[n, numel]``, without NaN; overwritten. Infinite values do no harm where they are left out.
-        :param out: ``[numel]``, the trimmed means.
-        """
+        """Combine the rows; local."""
         _middle_mean(values, self._cut(values.shape[0]), out)
 
     def _cut(self, cells: int) -> int:
@@ -268,7 +227,7 @@ class TrimmedMean(Coordinatewise):
 
 
 @dataclass(frozen=True)
-class Krum(Weighting):
+class Krum(WeightedCombiner):
     """Take the one cell that lies closest to its nearest neighbours.
 
     A cell's score is the sum of its squared distances to the ``n - faulty - 2`` other cells that are nearest to it; the
@@ -290,11 +249,7 @@ class Krum(Weighting):
         integer_fields(self, "faulty", minimum=0, hint="give faulty=1 for one bad cell")
 
     def check(self, cells: int) -> None:
-        """Raise if the faulty cells could win.
-
-        :param cells: Number of cells that contribute to the round.
-        :raises ConfigError: if they are too few.
-        """
+        """Raise if the faulty cells could win."""
         super().check(cells)
         least = 2 * self.faulty + 3
         if cells < least:
@@ -303,12 +258,8 @@ class Krum(Weighting):
                 f"{least}; give as many cells or a smaller faulty="
             )
 
-    def weigh(self, seen: Seen) -> Weighed:
-        """Choose the cells of the lowest scores.
-
-        :param seen: What is known about the cells, distances included.
-        :return: Weight 1 for each cell chosen, else 0.
-        """
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        """Choose the cells of the lowest scores."""
         assert seen.distances is not None, "needs_distances asks for them"
         cells = len(seen.distances)
         scores = []
@@ -316,7 +267,7 @@ class Krum(Weighting):
             others = sorted(row[:cell] + row[cell + 1 :])
             scores.append(total_of(others[: cells - self.faulty - 2]))
         chosen = sorted(range(cells), key=lambda cell: scores[cell])[: self._chosen(cells)]
-        return Weighed(tuple(float(cell in chosen) for cell in range(cells)))
+        return AggregationWeights(tuple(float(cell in chosen) for cell in range(cells)))
 
     def _chosen(self, cells: int) -> int:
         """Return how many cells are taken."""
@@ -345,11 +296,7 @@ class MultiKrum(Krum):
         integer_fields(self, "selected", hint="leave it out for all but faulty", may_be_none=True)
 
     def check(self, cells: int) -> None:
-        """Raise if the faulty cells could win, or if more cells are to be chosen than there are.
-
-        :param cells: Number of cells that contribute to the round.
-        :raises ConfigError: if they are too few.
-        """
+        """Raise if the faulty cells could win, or if more cells are to be chosen than there are."""
         super().check(cells)
         if self.selected is not None and self.selected > cells:
             raise ConfigError(
@@ -361,7 +308,7 @@ class MultiKrum(Krum):
 
 
 @dataclass(frozen=True)
-class GeometricMedian(Weighting):
+class GeometricMedian(WeightedCombiner):
     """Take the point with the least sum of weighted distances to the cells (RFA).
 
     Cells of less than half of the weight may send anything at all. Found by the smoothed Weiszfeld steps of the paper,
@@ -385,12 +332,8 @@ class GeometricMedian(Weighting):
         integer_fields(self, "iterations", hint="give iterations=1000")
         _check_positive("smoothing", self.smoothing, "1e-6")
 
-    def weigh(self, seen: Seen) -> Weighed:
-        """Weigh the cells by their distances from the geometric median.
-
-        :param seen: What is known about the cells, distances included.
-        :return: Weights that sum to 1.
-        """
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        """Weigh the cells by their distances from the geometric median."""
         assert seen.distances is not None, "needs_distances asks for them"
         near = _near(seen.distances)
         shares = self._settle(
@@ -398,7 +341,7 @@ class GeometricMedian(Weighting):
             tuple(tuple(seen.distances[cell][other] for other in near) for cell in near),
         )
         found = dict(zip(near, shares, strict=True))
-        return Weighed(tuple(found.get(cell, 0.0) for cell in range(len(seen.weights))))
+        return AggregationWeights(tuple(found.get(cell, 0.0) for cell in range(len(seen.weights))))
 
     def _settle(self, own: list[float], distances: tuple[tuple[float, ...], ...]) -> list[float]:
         """Return the shares with which the cells make up their geometric median."""
@@ -418,7 +361,7 @@ class GeometricMedian(Weighting):
 
 
 @dataclass(frozen=True)
-class NormClipping(Weighting):
+class NormClipping(WeightedCombiner):
     """Shorten the updates that are longer than a limit, then take the mean by the cells' weights.
 
     An update ``x_c - x_global`` of L2 norm ``u`` counts ``min(1, clip / u)`` times, so that no cell moves the model by
@@ -438,19 +381,15 @@ class NormClipping(Weighting):
     def __post_init__(self) -> None:
         _check_positive("clip", self.clip, "the usual length of an honest update")
 
-    def weigh(self, seen: Seen) -> Weighed:
-        """Shorten by way of weights and scale.
-
-        :param seen: What is known about the cells, norms included.
-        :return: Weights in the ratios ``w_c * min(1, clip / u_c)``, and by how much they shrank in all.
-        """
+    def weigh(self, seen: CellStats) -> AggregationWeights:
+        """Shorten by way of weights and scale."""
         assert seen.norms is not None, "needs_norms asks for them"
         own = reduced(seen.weights)
         clipped = tuple(
             weight * (self.clip / norm if norm > self.clip else 1.0)
             for weight, norm in zip(own, seen.norms, strict=True)
         )
-        return Weighed(clipped, math.fsum(clipped) / math.fsum(own))
+        return AggregationWeights(clipped, math.fsum(clipped) / math.fsum(own))
 
 
 def _middle_mean(values: torch.Tensor, cut: int, out: torch.Tensor) -> None:

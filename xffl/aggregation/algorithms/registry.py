@@ -26,7 +26,7 @@ from xffl.errors import ConfigError
 __all__ = [
     "ENTRIES",
     "KINDS",
-    "Entry",
+    "AlgorithmInfo",
     "check_options",
     "describe_options",
     "entries",
@@ -57,7 +57,7 @@ _OPTIONAL = ("client", "privacy")
 """Those of which ``None`` means none."""
 
 
-def entries(kind: str | None = None) -> tuple[Entry, ...]:
+def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:
     """Return what there is; local, without torch.
 
     :param kind: One of :data:`KINDS`; ``None`` for all.
@@ -69,7 +69,7 @@ def entries(kind: str | None = None) -> tuple[Entry, ...]:
     return tuple(entry for one in KINDS for entry in ENTRIES if entry.kind == one and kind in (None, one))
 
 
-def find(kind: str, name: str) -> Entry | None:
+def find(kind: str, name: str) -> AlgorithmInfo | None:
     """Return the entry of a name, if there is one; local, without torch.
 
     :param kind: One of :data:`KINDS`.
@@ -111,13 +111,7 @@ def make(kind: str, spec: object) -> Any:
 
 
 def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
-    """Split a spec into a name and options; local.
-
-    :param kind: What it is for, for the message.
-    :param spec: A text or a mapping.
-    :return: The name, and the options as given: those of a text are texts, or lists where they have brackets.
-    :raises ConfigError: if it can be neither.
-    """
+    """Split a spec into a name and options; local."""
     if isinstance(spec, Mapping):
         options = dict(spec)
         name = options.pop("name", None)
@@ -137,14 +131,7 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
 
 
 def locate(kind: str, name: str, *, home: str | None = None) -> tuple[Any, Mapping[str, Any]]:
-    """Import what a name stands for; local.
-
-    :param kind: One of :data:`KINDS`, or another word for the message, if ``home`` is given.
-    :param name: An entry's name, a name in ``home``, or a dotted path.
-    :param home: A module whose classes may be named without it.
-    :return: The class or function, and the options that the entry sets.
-    :raises ConfigError: if there is nothing of that name.
-    """
+    """Import what a name stands for; local."""
     entry = find(kind, name) if kind in KINDS else None
     if entry is not None:
         return load(entry.target, f"{kind} {name!r}"), entry.options
@@ -158,13 +145,7 @@ def locate(kind: str, name: str, *, home: str | None = None) -> tuple[Any, Mappi
 
 
 def load(path: str, what: str) -> Any:
-    """Import an object by its dotted path; local.
-
-    :param path: Module and name, ``package.module.Class``.
-    :param what: What it is, for the message.
-    :return: The object.
-    :raises ConfigError: if the module cannot be imported, or has no such name.
-    """
+    """Import an object by its dotted path; local."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -177,16 +158,7 @@ def load(path: str, what: str) -> Any:
 def check_options(
     what: str, target: Any, given: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
 ) -> dict[str, Any]:
-    """Check options against the types that a class or function asks for; local.
-
-    :param what: What the options are for, for the message.
-    :param target: The class or function.
-    :param given: Options by name; texts become what the type says.
-    :param bound: Options that are set already, so that they are not missed.
-    :param leading: Parameters at the front that are no options.
-    :return: The options, in their types.
-    :raises ConfigError: if one is unknown, of another type, or missing (functions may lack some: they get them later).
-    """
+    """Check options against the types that a class or function asks for; local."""
     names = _option_names(what, target, leading)
     unknown = [key for key in given if key not in names]
     if unknown:
@@ -206,13 +178,7 @@ def check_options(
 
 
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
-    """Tell the options of a class or function, with types and defaults; local.
-
-    :param target: The class or function.
-    :param leading: Parameters at the front that are no options.
-    :param preset: Values that take the place of defaults.
-    :return: ``lr: float = 0.1, tau: float = 0.001``; ``none`` where there are none.
-    """
+    """Tell the options of a class or function, with types and defaults; local."""
     told = []
     for one in list(inspect.signature(target).parameters.values())[leading:]:
         if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
@@ -221,13 +187,8 @@ def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any]
     return ", ".join(told) or "none"
 
 
-def find_algorithm(spec: object) -> tuple[Entry, dict[str, Any]]:
-    """Return an algorithm's entry and the options that are given; local, without torch.
-
-    :param spec: As for :func:`resolve_algorithm`.
-    :return: The entry, and the options as given.
-    :raises ConfigError: if there is no such algorithm.
-    """
+def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
+    """Return an algorithm's entry and the options that are given; local, without torch."""
     name, given = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
@@ -366,7 +327,7 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AlgorithmInfo:
     """An algorithm, or a part of one, by name.
 
     :param kind: One of :data:`xffl.aggregation.algorithms.registry.KINDS`.
@@ -409,7 +370,7 @@ _YIN = "Yin et al., 2018, arXiv 1803.01498"
 
 _SGD = "torch.optim.SGD"
 _ADAPTIVE = "xffl.aggregation.algorithms.server.Adaptive"
-_ROBUST = "xffl.aggregation.algorithms.combiners"
+_COMBINE = "xffl.aggregation.algorithms.combiners"
 _SCHEDULES = "xffl.aggregation.algorithms.schedules"
 _PARTITION = "xffl.training.partition"
 
@@ -419,14 +380,20 @@ def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
     return {"lr": 0.1, "betas": (beta1, 0.99), "tau": 1e-3, "rule": rule}
 
 
+_server = partial(AlgorithmInfo, "server")
+_combine = partial(AlgorithmInfo, "combine")
+_client = partial(AlgorithmInfo, "client")
+_schedule = partial(AlgorithmInfo, "schedule")
+_privacy = partial(AlgorithmInfo, "privacy")
+_partition = partial(AlgorithmInfo, "partition")
+
 _SERVERS = (
-    Entry("server", "sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
-    Entry("server", "fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
-    Entry("server", "fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
-    Entry("server", "fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
-    Entry("server", "fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
-    Entry(
-        "server",
+    _server("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
+    _server("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
+    _server("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
+    _server("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
+    _server("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
+    _server(
         "diloco",
         _SGD,
         "Nesterov momentum on rare rounds, for language models",
@@ -436,38 +403,21 @@ _SERVERS = (
 )
 
 _COMBINERS = (
-    Entry("combine", "mean", "xffl.aggregation.algorithms.combiners.Mean", "the weighted mean", _MCMAHAN),
-    Entry(
-        "combine",
-        "fednova",
-        "xffl.aggregation.algorithms.combiners.NormalizedMean",
-        "the mean of updates divided by each cell's local steps",
-        _WANG,
+    _combine("mean", f"{_COMBINE}.Mean", "the weighted mean", _MCMAHAN),
+    _combine("fednova", f"{_COMBINE}.NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
+    _combine("median", f"{_COMBINE}.CoordinateMedian", "the median of each coordinate", _YIN),
+    _combine("trimmed_mean", f"{_COMBINE}.TrimmedMean", "each coordinate's mean without its extremes", _YIN),
+    _combine("krum", f"{_COMBINE}.Krum", "the cell that is closest to its neighbours", _BLANCHARD),
+    _combine("multi_krum", f"{_COMBINE}.MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
+    _combine(
+        "geometric_median", f"{_COMBINE}.GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA
     ),
-    Entry("combine", "median", f"{_ROBUST}.CoordinateMedian", "the median of each coordinate", _YIN),
-    Entry("combine", "trimmed_mean", f"{_ROBUST}.TrimmedMean", "each coordinate's mean without its extremes", _YIN),
-    Entry("combine", "krum", f"{_ROBUST}.Krum", "the cell that is closest to its neighbours", _BLANCHARD),
-    Entry("combine", "multi_krum", f"{_ROBUST}.MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
-    Entry(
-        "combine",
-        "geometric_median",
-        f"{_ROBUST}.GeometricMedian",
-        "the point of least summed distance to all cells",
-        _PILLUTLA,
-    ),
-    Entry("combine", "norm_clipping", f"{_ROBUST}.NormClipping", "the mean of updates cut to a greatest norm", _SUN),
+    _combine("norm_clipping", f"{_COMBINE}.NormClipping", "the mean of updates cut to a greatest norm", _SUN),
 )
 
 _CLIENTS = (
-    Entry(
-        "client",
-        "fedprox",
-        "xffl.aggregation.algorithms.clients.FedProx",
-        "pull local steps to the global weights",
-        _PROX,
-    ),
-    Entry(
-        "client",
+    _client("fedprox", "xffl.aggregation.algorithms.clients.FedProx", "pull local steps to the global weights", _PROX),
+    _client(
         "scaffold",
         "xffl.aggregation.algorithms.clients.Scaffold",
         "correct local gradients by control variates",
@@ -476,26 +426,18 @@ _CLIENTS = (
 )
 
 _TIMES = (
-    Entry("schedule", "steps", f"{_SCHEDULES}.EverySteps", "a round after every n local steps", _MCMAHAN),
-    Entry("schedule", "epochs", f"{_SCHEDULES}.EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
-    Entry("schedule", "seconds", f"{_SCHEDULES}.EverySeconds", "a round about every so many seconds", ""),
-    Entry(
-        "schedule",
-        "balanced",
-        f"{_SCHEDULES}.Balanced",
-        "more local steps in faster cells, so that all arrive at once",
-        "",
-    ),
-    Entry("schedule", "per_cell", f"{_SCHEDULES}.PerCell", "a fixed number of local steps for each cell", _WANG),
-    Entry(
-        "schedule",
+    _schedule("steps", f"{_SCHEDULES}.EverySteps", "a round after every n local steps", _MCMAHAN),
+    _schedule("epochs", f"{_SCHEDULES}.EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
+    _schedule("seconds", f"{_SCHEDULES}.EverySeconds", "a round about every so many seconds", ""),
+    _schedule("balanced", f"{_SCHEDULES}.Balanced", "more local steps in faster cells, so that all arrive at once", ""),
+    _schedule("per_cell", f"{_SCHEDULES}.PerCell", "a fixed number of local steps for each cell", _WANG),
+    _schedule(
         "divergence",
         f"{_SCHEDULES}.Divergence",
         "rounds only where cells have moved apart",
         "Kamp et al., 2018, arXiv 1807.03210",
     ),
-    Entry(
-        "schedule",
+    _schedule(
         "warmup",
         f"{_SCHEDULES}.Warmup",
         "frequent rounds first, then another schedule",
@@ -504,15 +446,10 @@ _TIMES = (
 )
 
 _PRIVATE_ROUNDS = (
-    Entry(
-        "privacy",
-        "dp_fedavg",
-        "xffl.aggregation.privacy.differential.Privacy",
-        "clip each cell's update and add noise",
-        _PRIVATE,
+    _privacy(
+        "dp_fedavg", "xffl.aggregation.privacy.differential.Privacy", "clip each cell's update and add noise", _PRIVATE
     ),
-    Entry(
-        "privacy",
+    _privacy(
         "secure_sum",
         "xffl.aggregation.privacy.secure_sum.SecureSum",
         "sum masked values, so that no cell's own is seen",
@@ -521,13 +458,12 @@ _PRIVATE_ROUNDS = (
 )
 
 _PARTITIONS = (
-    Entry("partition", "iid", f"{_PARTITION}.iid", "shuffle and deal out evenly", _MCMAHAN),
-    Entry("partition", "dirichlet", f"{_PARTITION}.dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
-    Entry("partition", "shards", f"{_PARTITION}.shards", "sort by label, deal out a few shards to each", _MCMAHAN),
-    Entry("partition", "quantity", f"{_PARTITION}.quantity", "cells of very different size", _SILOS),
-    Entry("partition", "by_key", f"{_PARTITION}.by_key", "keep together what has one key: writer, hospital, site", ""),
-    Entry(
-        "partition",
+    _partition("iid", f"{_PARTITION}.iid", "shuffle and deal out evenly", _MCMAHAN),
+    _partition("dirichlet", f"{_PARTITION}.dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
+    _partition("shards", f"{_PARTITION}.shards", "sort by label, deal out a few shards to each", _MCMAHAN),
+    _partition("quantity", f"{_PARTITION}.quantity", "cells of very different size", _SILOS),
+    _partition("by_key", f"{_PARTITION}.by_key", "keep together what has one key: writer, hospital, site", ""),
+    _partition(
         "inner_dirichlet",
         f"{_PARTITION}.inner_dirichlet",
         "label shares from a Dirichlet, at fixed sizes of cells",
@@ -536,17 +472,17 @@ _PARTITIONS = (
 )
 
 
-def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) -> Entry:
-    return Entry("algorithm", name, "", line, paper, **keywords)
+def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) -> AlgorithmInfo:
+    return AlgorithmInfo("algorithm", name, "", line, paper, **keywords)
 
 
-def _served(name: str) -> Entry:
+def _served(name: str) -> AlgorithmInfo:
     """Return the algorithm that has the server optimizer of its name, and nothing else."""
     part = next(entry for entry in _SERVERS if entry.name == name)
     return _algorithm(name, part.line, part.paper, aggregator={"server": name})
 
 
-def _combined(name: str) -> Entry:
+def _combined(name: str) -> AlgorithmInfo:
     """Return the algorithm that has the combiner of its name, and nothing else."""
     part = next(entry for entry in _COMBINERS if entry.name == name)
     return _algorithm(name, part.line, part.paper, aggregator={"combine": name})
@@ -572,7 +508,7 @@ _ALGORITHMS = (
     _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
 )
 
-ENTRIES: tuple[Entry, ...] = (
+ENTRIES: tuple[AlgorithmInfo, ...] = (
     *_ALGORITHMS,
     *_SERVERS,
     *_COMBINERS,

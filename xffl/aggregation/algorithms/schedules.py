@@ -74,13 +74,7 @@ class Schedule(ABC):
 
 
 def schedule_of(every: object) -> Schedule:
-    """Return the schedule that is meant; local.
-
-    :param every: Local steps, a schedule, or its name with options as :func:`xffl.aggregation.algorithms.registry.make`
-        takes it.
-    :return: The schedule.
-    :raises ConfigError: if it is none of them.
-    """
+    """Return the schedule that is meant; local."""
     if isinstance(every, Schedule):
         return every
     if isinstance(every, (str, Mapping)):
@@ -174,12 +168,7 @@ class Balanced(Schedule):
 
 
 def share_out(total: int, parts: Mapping[int, float]) -> dict[int, int]:
-    """Share out a number in proportion, at least 1 to each, so that the sum is kept.
-
-    :param total: What to share out, at least as much as there are takers.
-    :param parts: What each taker's share is proportional to, positive.
-    :return: The share of each taker.
-    """
+    """Share out a number in proportion, at least 1 to each, so that the sum is kept."""
     free = dict(parts)
     shares: dict[int, int] = {}
     exact: dict[int, float] = {}

@@ -74,24 +74,14 @@ class ServerOptimizer:
         return self._text
 
     def make(self, tensors: list[torch.Tensor]) -> Optimizer:
-        """Make the optimizer of some tensors; local.
-
-        :param tensors: Flat tensors, on the device of the step.
-        :return: The optimizer. Its state is made by the first step.
-        :raises ConfigError: if the factory returns something else.
-        """
+        """Make the optimizer of some tensors; local."""
         made = self.factory(tensors, **self.options)
         if not isinstance(made, Optimizer):
             raise ConfigError(f"server {_title(self.factory)} makes {made!r}, which is no torch.optim.Optimizer")
         return made
 
     def make_schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the schedule of an optimizer's learning rate; local.
-
-        :param optimizer: What :meth:`make` returned.
-        :return: The schedule, to be stepped once after each step of the optimizer; ``None`` where there is none.
-        :raises ConfigError: if the function returns something else.
-        """
+        """Make the schedule of an optimizer's learning rate; local."""
         if self.schedule is None:
             return None
         made = self.schedule(optimizer)
@@ -168,12 +158,7 @@ def server_of(spec: object) -> ServerOptimizer | None:
 
 
 def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
-    """Write what a server optimizer was made with; local.
-
-    :param optimizer: The optimizer, before its first step.
-    :param schedule: The schedule of its learning rate.
-    :return: The classes, its options and what the schedule holds, by name, as text.
-    """
+    """Write what a server optimizer was made with; local."""
     asked = {"class": type(optimizer).__qualname__, "schedule": "none"}
     asked |= {key: _plain(value) for key, value in _options(optimizer).items()}
     if schedule is not None:
@@ -320,11 +305,7 @@ class Adaptive(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step along the gradients; local.
-
-        :param closure: Called first, with gradients enabled, to make them.
-        :return: What the closure returned.
-        """
+        """Take one step along the gradients; local."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -111,20 +111,11 @@ class Cast(Codec):
         return self.kind
 
     def nbytes(self, numel: int) -> int:
-        """Return two bytes for each value.
-
-        :param numel: Number of values.
-        :return: Bytes.
-        """
+        """Return two bytes for each value."""
         return 2 * numel
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Round the values; see :meth:`Codec.encode`.
-
-        :param values: fp32 values.
-        :param out: Bytes to write.
-        :param seed: Not used: the rounding is to the nearest.
-        """
+        """Round the values; see :meth:`Codec.encode`."""
         self._check(values, out)
         if values.numel() == 0:
             return
@@ -137,11 +128,7 @@ class Cast(Codec):
             part.copy_(scratch[: chunk.numel()].copy_(inside).view(torch.uint8))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Widen the values, exactly; see :meth:`Codec.decode`.
-
-        :param data: Bytes of :meth:`encode`.
-        :param out: fp32 values to write.
-        """
+        """Widen the values, exactly; see :meth:`Codec.decode`."""
         self._check(out, data)
         if out.numel() == 0:
             return
@@ -198,20 +185,11 @@ class Blockwise(Codec):
         return f"int{self.bits}:block={self.block}{scale}{rounding}"
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of scales and values.
-
-        :param numel: Number of values.
-        :return: Bytes.
-        """
+        """Return the bytes of scales and values."""
         return self._head(numel) + -(-numel * self.bits // 8)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`.
-
-        :param values: fp32 values.
-        :param out: Bytes to write.
-        :param seed: Seed of stochastic rounding.
-        """
+        """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`."""
         self._check(values, out)
         if values.numel() == 0:
             return
@@ -229,11 +207,7 @@ class Blockwise(Codec):
             pack(numbers, self.bits, self.block, part)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply by the scales; see :meth:`Codec.decode`. With fp16 scales the product is exact.
-
-        :param data: Bytes of :meth:`encode`.
-        :param out: fp32 values to write.
-        """
+        """Multiply by the scales; see :meth:`Codec.decode`. With fp16 scales the product is exact."""
         self._check(out, data)
         if out.numel() == 0:
             return
@@ -301,21 +275,11 @@ class TopK(Codec):
         return f"topk:{float(self.density)!r}" + ("" if self.value == "fp32" else f",value={self.value}")
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of positions and values.
-
-        :param numel: Number of values.
-        :return: Bytes.
-        """
+        """Return the bytes of positions and values."""
         return self._kept(numel) * (4 + FLOATS[self.value].itemsize)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Write the positions, ascending, then the values; see :meth:`Codec.encode`.
-
-        :param values: fp32 values, fewer than ``2**31``.
-        :param out: Bytes to write.
-        :param seed: Not used.
-        :raises ConfigError: if there are too many values for 32-bit positions.
-        """
+        """Write the positions, ascending, then the values; see :meth:`Codec.encode`."""
         self._check(values, out)
         if values.numel() > MAX_POSITIONS:
             raise ConfigError(f"{values.numel()} values at once pass 32-bit positions; give smaller buckets")
@@ -330,11 +294,7 @@ class TopK(Codec):
         out[4 * kept.numel() :].copy_(kept.view(torch.uint8))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Write zeros, then the values that were kept; see :meth:`Codec.decode`.
-
-        :param data: Bytes of :meth:`encode`.
-        :param out: fp32 values to write.
-        """
+        """Write zeros, then the values that were kept; see :meth:`Codec.decode`."""
         self._check(out, data)
         split = 4 * self._kept(out.numel())
         # Copies are aligned.
@@ -426,34 +386,18 @@ SMALLEST_TOP = 2.0**-75
 
 
 def chunk_length(numel: int, block: int, device: torch.device) -> int:
-    """Return how many values to take at a time: whole blocks, an even number; on a GPU all of them.
-
-    :param numel: Number of values, at least 1.
-    :param block: Values in a block.
-    :param device: Where the values are.
-    :return: A multiple of ``2 * block``.
-    """
+    """Return how many values to take at a time: whole blocks, an even number; on a GPU all of them."""
     wanted = CHUNK if device.type == "cpu" else numel
     return -(-wanted // (2 * block)) * 2 * block
 
 
 def scratch_for(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return scratch for chunks of the values: made once, since memory that is made for each chunk is fresh each time.
-
-    :param values: fp32, 1-D, not empty.
-    :param length: Values in a chunk.
-    :return: fp32, two rows, neither shorter than a chunk; the length is a multiple of 4.
-    """
+    """Return scratch for chunks: made once, since memory that is made for each chunk is fresh each time."""
     return values.new_empty(2, -(-min(length, values.numel()) // 4) * 4)
 
 
 def block_maxima(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the largest magnitude of each block, at most :data:`LARGEST`.
-
-    :param values: fp32, 1-D, not empty.
-    :param block: Values in a block; the last one may be short.
-    :return: fp32, one for each block.
-    """
+    """Return the largest magnitude of each block, at most :data:`LARGEST`."""
     length = chunk_length(values.numel(), block, values.device)
     maxima = values.new_empty(-(-values.numel() // block))
     scratch = scratch_for(values, length)[0]
@@ -471,11 +415,6 @@ def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Te
     relative to a power of two near the largest one (4 bytes in front), and rounded up, so that no value exceeds
     ``levels`` steps and no scale is 0: by at most 0.1 %, and more only in blocks of less than ``2**-28`` of the largest
     one, where the spacing of fp16 is ``2**-41`` of it or less.
-
-    :param maxima: fp32, of :func:`block_maxima`; overwritten.
-    :param levels: Largest whole number, 127 or 7.
-    :param is_half: fp16 scales, else fp32.
-    :param out: uint8, at any offset: 4 bytes for each scale, or 4 bytes and 2 for each.
     """
     # A tensor, since a GPU multiplies by the reciprocal of a plain number, which rounds differently.
     divisor = maxima.new_full((1,), float(levels))
@@ -494,12 +433,7 @@ def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Te
 
 
 def read_scales(data: torch.Tensor, is_half: bool) -> torch.Tensor:
-    """Decode what :func:`write_scales` wrote.
-
-    :param data: uint8, at any offset.
-    :param is_half: fp16 scales, else fp32.
-    :return: fp32, one for each block; the same on all ranks, since a power of two times an fp16 is exact.
-    """
+    """Decode what :func:`write_scales` wrote."""
     # A copy is aligned.
     if not is_half:
         return data.clone().view(torch.float32)
@@ -517,14 +451,6 @@ def quantize(
     """Divide by the scales and round to whole numbers from ``-levels`` to ``levels``.
 
     The scales are the decoded ones: what rounding did to them is thus part of the ratio, not of the error.
-
-    :param values: fp32, 1-D, whole blocks from the first on.
-    :param scales: fp32, one for each block.
-    :param block: Values in a block.
-    :param levels: Largest whole number.
-    :param generator: Source of stochastic rounding; ``None`` rounds to the nearest, ties to even.
-    :param scratch: Of :func:`scratch_for`; overwritten.
-    :return: fp32, the whole numbers, in the first row of the scratch.
     """
     numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
     if generator is not None:
@@ -543,12 +469,7 @@ def quantize(
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiply whole numbers by their block's scale, in place.
-
-    :param numbers: fp32, 1-D, whole blocks from the first on.
-    :param scales: fp32, one for each block.
-    :param block: Values in a block.
-    """
+    """Multiply whole numbers by their block's scale, in place."""
     for rows, column in _blocks(numbers, scales, block):
         rows.mul_(column)
 
@@ -558,11 +479,6 @@ def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> Non
 
     In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
     is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
-
-    :param numbers: fp32, 1-D, whole numbers from ``-(2**(bits - 1) - 1)`` to ``2**(bits - 1) - 1``; overwritten.
-    :param bits: 8 or 4.
-    :param block: Values in a block.
-    :param out: uint8, ``ceil(numbers * bits / 8)`` bytes, at any offset.
     """
     if bits == 8:
         out.view(torch.int8).copy_(numbers)
@@ -573,13 +489,7 @@ def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> Non
 
 
 def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
-    """Read what :func:`pack` wrote.
-
-    :param data: uint8, 1-D, at any offset.
-    :param bits: 8 or 4.
-    :param block: Values in a block.
-    :param out: fp32, 1-D: the whole numbers.
-    """
+    """Read what :func:`pack` wrote."""
     if bits == 8:
         out.copy_(data.view(torch.int8))
         return
@@ -591,12 +501,7 @@ def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the positions of the values of largest magnitude; of equal ones the first.
-
-    :param values: fp32, 1-D, not empty, at most ``2**32`` values.
-    :param count: How many, at least 1, at most all.
-    :return: int64, ascending.
-    """
+    """Return the positions of the values of largest magnitude; of equal ones the first."""
     # Magnitude (floats are ordered as their bits are) and position in one number: no two keys are equal, so the result
     # cannot depend on how ties are broken. Chunk by chunk, since the selection takes 24 bytes for each key.
     length = min(max(4 * CHUNK, count), values.numel())

@@ -12,24 +12,19 @@ from xffl.aggregation.compression.codecs import Codec
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.errors import CheckpointError
 
-__all__ = ["Feedback", "Memory"]
+__all__ = ["ErrorFeedback", "ResidualStore"]
 
 
 HUGE = 1e30
 """A type whose largest number is below this has less range than fp32, in which codes are read."""
 
 
-class Feedback:
+class ErrorFeedback:
     """One lane's memory on one carrier: as large as the lane, sharded as it is.
 
     What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
     Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`settle` has been called, so that a round which is
     not taken leaves no trace.
-
-    :param codec: How values are written.
-    :param numel: Elements of the lane.
-    :param dtype: Their data type.
-    :param device: Where buffers live.
     """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,14 +49,7 @@ class Feedback:
     def encode(
         self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
-        """Write values and what is left from before; note what the code leaves out.
-
-        :param place: Bucket and part that the values belong to; the same in all rounds.
-        :param values: Flat fp32 values; what is left is added to them.
-        :param code: Flat bytes to write.
-        :param spare: Flat fp32 scratch of the values' length.
-        :param seed: Seed of stochastic rounding.
-        """
+        """Write values and what is left from before; note what the code leaves out."""
         if place in self._left:
             values.add_(self._left[place])
         limit = torch.finfo(torch.float32).max
@@ -75,12 +63,7 @@ class Feedback:
         self._norms.append((values.dot(values), fresh.dot(fresh)))
 
     def difference(self, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write how far a bucket's values are from the agreed ones.
-
-        :param bucket: The bucket.
-        :param values: Its values, flat.
-        :param out: Flat fp32 values, overwritten.
-        """
+        """Write how far a bucket's values are from the agreed ones."""
         reference = self._agreed(bucket)
         if values.dtype == out.dtype:
             torch.sub(values, reference, out=out)
@@ -90,13 +73,7 @@ class Feedback:
             out.copy_(values).sub_(reference)
 
     def advance(self, bucket: Bucket, way: torch.Tensor, out: torch.Tensor) -> None:
-        """Write a bucket's agreed values moved by what all cells go on by, rounded once.
-
-        :param bucket: The bucket.
-        :param way: How far, fp32; may be overwritten.
-        :param out: Flat values of the model's type, overwritten; what a code's error takes beyond its largest number
-            stops there.
-        """
+        """Write a bucket's agreed values moved by what all cells go on by, rounded once."""
         limit = torch.finfo(out.dtype).max
         if limit < HUGE:
             out.copy_(way.add_(self._agreed(bucket)).clamp_(-limit, limit))
@@ -109,19 +86,11 @@ class Feedback:
         return reference.float() if reference.itemsize == 1 else reference
 
     def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
-        """Read values back.
-
-        :param code: What :meth:`encode` wrote, here or on another rank.
-        :param out: Flat fp32 values, overwritten.
-        """
+        """Read values back."""
         self._codec.decode(code, out)
 
     def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
-        """Conclude a round that was taken.
-
-        :param stage: The new agreed values of the lane; ``None`` where they stand in :attr:`reference` already.
-        :return: A buffer to take the stage's place.
-        """
+        """Conclude a round that was taken."""
         for place, fresh in self._fresh.items():
             if place in self._left:
                 self._spare[place] = self._left[place]
@@ -146,11 +115,7 @@ class Feedback:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is another lane's.
-        """
+        """Take over what :meth:`state_dict` returned on this rank."""
         reference = state.get("reference")
         if reference is None or reference.shape != self.reference.shape or reference.dtype != self.reference.dtype:
             got = "nothing" if reference is None else f"{reference.numel()} {reference.dtype} values"
@@ -167,14 +132,10 @@ class Feedback:
                 self._left[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
 
 
-class Memory:
-    """What lossy codecs carry from round to round on one rank, of all its lanes.
+class ResidualStore:
+    """What lossy codecs carry from round to round on one rank, of all its lanes."""
 
-    :param tracks: The rank's lanes.
-    :param feedback: The memory of those that it carries, by number.
-    """
-
-    def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, Feedback]) -> None:
+    def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, ErrorFeedback]) -> None:
         self._transfers = tuple(transfers)
         self._feedback = feedback
         self._seeded: set[int] = set()
@@ -204,9 +165,6 @@ class Memory:
         """Return what lossy codecs carry from round to round on this rank.
 
         That is which fragments have an agreed state, and by lane that state and what is still to be sent.
-
-        :param plan: What the lanes and buckets follow from.
-        :return: Copies.
         """
         lanes = {
             str(self._transfers[number].group.key): feedback.state_dict() for number, feedback in self._feedback.items()
@@ -214,12 +172,7 @@ class Memory:
         return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
 
     def load_state_dict(self, state: Mapping[str, Any], plan: str) -> None:
-        """Take over what :meth:`state_dict` returned on this rank.
-
-        :param state: The saved state.
-        :param plan: What the lanes and buckets follow from.
-        :raises CheckpointError: if it is that of another exchange.
-        """
+        """Take over what :meth:`state_dict` returned on this rank."""
         if state["plan"] != plan:
             raise CheckpointError(
                 f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({plan}); resume with "
@@ -238,12 +191,7 @@ class Memory:
             feedback.forget()
 
     def settle(self, fragment: int, stages: dict[int, torch.Tensor]) -> None:
-        """Conclude a round that was taken.
-
-        :param fragment: The part of the model whose round it was.
-        :param stages: By lane the new agreed values, where they are collected beside the model; those of lanes with a
-            memory are kept, and replaced by a buffer to write on.
-        """
+        """Conclude a round that was taken."""
         for number, feedback in self._feedback.items():
             if self._transfers[number].group.fragment == fragment:
                 spare = feedback.settle(stages.get(number))

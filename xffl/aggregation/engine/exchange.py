@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.algorithms.combiners import Combiner, Seen, Weighting, total_of
-from xffl.aggregation.compression.error_feedback import Memory
+from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
+from xffl.aggregation.compression.error_feedback import ResidualStore
 from xffl.aggregation.engine.buffers import Layout, Pool, StagingBuffers, aligned
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
@@ -93,7 +93,7 @@ class Exchange:
         self._cell = topology.cell_of(rank)
         self._round_groups = round_groups
         self.combiner = options.combiner
-        self._is_gathering = isinstance(self.combiner, Weighting) and self.combiner.needs_distances
+        self._is_gathering = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
         self.global_model, self._progress = global_model, progress
         self.has_norms = options.has_norms
         privacy = options.privacy
@@ -103,7 +103,7 @@ class Exchange:
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._homes = Pool(0, device)
         self._staging = StagingBuffers(layout, device, atomic=options.atomic)
-        self.memory = Memory(transfers, transport.feedback)
+        self.memory = ResidualStore(transfers, transport.feedback)
         self.profile = RoundProfile(device)
         self._pairwise_swap = PairwiseSwap(layout, self._staging, transport, round_groups, self._cell)
 
@@ -115,7 +115,7 @@ class Exchange:
     @property
     def needs_one_arithmetic(self) -> bool:
         """Whether ranks compute new values by themselves, beyond the mean."""
-        has_scale = isinstance(self.combiner, Weighting) and self.combiner.has_scale
+        has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
         return has_scale or (self.global_model is not None and self.global_model.has_optimizer)
 
     @torch.no_grad()
@@ -555,9 +555,9 @@ def weigh_cells(
 ) -> RoundContext:
     """Let a combiner weigh the cells that contribute; pure, the same on all ranks."""
     cells = context.cells
-    if not isinstance(combiner, Weighting):
+    if not isinstance(combiner, WeightedCombiner):
         return replace(context, counts=tuple(float(cell in cells) for cell in range(len(context.weights))))
-    seen = Seen(
+    seen = CellStats(
         weights=tuple(context.weights[cell] for cell in cells),
         steps=tuple(context.steps[cell] for cell in cells),
         norms=None if context.norms is None else tuple(context.norms[cell] for cell in cells),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.compression.error_feedback import Feedback
+from xffl.aggregation.compression.error_feedback import ErrorFeedback
 from xffl.aggregation.engine.buffers import Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext, SenderMap
@@ -57,7 +57,7 @@ class CrossCellTransport:
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self._slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         self.feedback = {
-            transfer.number: Feedback(transfer.codec, transfer.group.numel, transfer.dtype, device)
+            transfer.number: ErrorFeedback(transfer.codec, transfer.group.numel, transfer.dtype, device)
             for transfer in transfers
             if transfer.codec is not None
             and any(self.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets)

@@ -134,10 +134,6 @@ class Noise:
     repeated. A seed repeats them, for tests: the same ones for the same rank and exchange.
 
     Some 80 million numbers a second on one core; made on the CPU whatever the device.
-
-    :param rank: This rank; with a seed, each rank has a stream of its own.
-    :param seed: ``None``: a key from the operating system's randomness.
-    :param exchange: The exchange that it is for; with a seed, each has a stream of its own.
     """
 
     def __init__(self, rank: int, seed: int | None = None, exchange: int = 0) -> None:
@@ -148,11 +144,7 @@ class Noise:
         self._stream = Keystream(key)
 
     def normal(self, numel: int) -> torch.Tensor:
-        """Return the next numbers of mean 0 and variance 1; local.
-
-        :param numel: How many.
-        :return: Flat fp64 values on the CPU; none is further from 0 than 8.6.
-        """
+        """Return the next numbers of mean 0 and variance 1; local."""
         half = -(-numel // 2)
         bits = torch.empty(2, half, dtype=torch.int64, device="cpu")
         self._stream.fill(bits.view(-1))
@@ -168,12 +160,6 @@ def privatize(values: torch.Tensor, anchor: torch.Tensor, scale: float, deviatio
 
     Local. The rank that carries values for its cell calls it, once for each element and round, before anything is sent:
     a second draw for the same update would be a second message about it.
-
-    :param values: Flat values of any floating-point type; overwritten.
-    :param anchor: The last agreed values, which all cells know: flat, as many, of any floating-point type.
-    :param scale: See :meth:`Privacy.scale_of`.
-    :param deviation: See :meth:`Privacy.deviation`; 0 for no noise.
-    :param noise: The rank's source.
     """
     length = piece_length(values.device)
     for value, origin in zip(torch.split(values, length), torch.split(anchor, length), strict=True):

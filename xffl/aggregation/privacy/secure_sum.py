@@ -73,13 +73,6 @@ class Masker:
     """One rank's secrets with every rank that may carry the same elements in another cell.
 
     Local: public keys have been exchanged before, and secrets are computed when they are first needed.
-
-    :param options: The fixed-point numbers.
-    :param rank: This rank.
-    :param keys: Its key pair.
-    :param publics: The public keys of all ranks.
-    :param topology: The federation.
-    :param context: What else all ranks have in common, such as the plan; secrets are bound to it.
     """
 
     def __init__(
@@ -111,14 +104,7 @@ class Masker:
         return self._attempt + 1
 
     def begin(self, attempt: int, cells: Iterable[int]) -> None:
-        """Get ready to mask the rows of one exchange; local, the same on all ranks.
-
-        :param attempt: A number that this rank has not used yet, agreed on in the opening vote: the highest
-            :attr:`next_attempt`.
-        :param cells: The cells that contribute, as that vote counted them.
-        :raises RoundError: as :meth:`check`.
-        :raises StateError: if the attempt may have had masks before.
-        """
+        """Get ready to mask the rows of one exchange; local, the same on all ranks."""
         if attempt < self.next_attempt:
             raise StateError(
                 f"attempt {attempt} may have used its masks; begin with {self.next_attempt} or above, the highest "
@@ -132,11 +118,7 @@ class Masker:
         self._cells = tuple(sorted(set(cells)))
 
     def check(self, cells: Iterable[int]) -> None:
-        """Raise where a sum over these cells would tell what one of them has given; pure.
-
-        :param cells: The cells that contribute.
-        :raises RoundError: if they are too few.
-        """
+        """Raise where a sum over these cells would tell what one of them has given; pure."""
         if len(contributing := sorted(set(cells))) < LEAST_CELLS:
             raise RoundError(
                 f"cells {contributing} contribute to this round, but a secure sum needs {LEAST_CELLS}, since of two "
@@ -164,15 +146,6 @@ class Masker:
 
         Where it raises, and after :meth:`abandon`, ``out`` holds zeros: nothing of the values leaves if it is sent all
         the same.
-
-        :param values: Flat values of any floating-point type, already clipped and noised where that is asked for.
-        :param share: This cell's weight over the sum of all weights.
-        :param out: Flat int64 values to write, as many; on the values' device.
-        :param place: What these values are: lane, bucket, part. Numbers, texts and tuples of them, the same on all
-            ranks that carry these elements, and for each row of an attempt another one.
-        :param carriers: For each contributing cell, this one too, the rank that carries these elements.
-        :raises RoundError: if a value is beyond the limit or not finite.
-        :raises StateError: if the place has been used, or the carriers are not those of the contributing cells.
         """
         out.zero_()
         if self._is_abandoned:
@@ -211,12 +184,7 @@ class Masker:
 
     @torch.no_grad()
     def decode(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write what masked rows add up to: ``sum(share * x)``; local, the same bits in any order of the rows.
-
-        :param rows: One flat int64 row of each contributing cell.
-        :param out: Flat values of any floating-point type to write.
-        :raises RoundError: if the masks do not cancel.
-        """
+        """Write what masked rows add up to: ``sum(share * x)``; local, the same bits in any order of the rows."""
         if len(rows) != len(self._cells):
             raise StateError(f"{len(rows)} rows came of the cells {self._cells}; give one of each, this cell's too")
         bounds: list[torch.Tensor] = []
@@ -263,14 +231,6 @@ def make_masker(
     """Make a key pair and tell all ranks its public half.
 
     Collective over the world: 32 bytes a rank, beside their envelope.
-
-    :param options: The fixed-point numbers.
-    :param rank: This rank.
-    :param topology: The federation.
-    :param context: What all ranks have in common, such as the plan.
-    :param group: A group of all ranks; by default the world.
-    :return: This rank's masks.
-    :raises ConfigError: if there are too few cells, or ``cryptography`` is not installed; on all ranks.
     """
     keys: KeyPair | None = None
     error: XfflError | None = None
@@ -301,8 +261,6 @@ class Keystream:
 
     Who does not know the key cannot tell them from fair coins, nor the next from those before. Several GB/s on one core
     with the processor's AES instructions. Local; two streams of one key are equal.
-
-    :param key: :data:`KEY_BYTES` bytes.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -311,10 +269,7 @@ class Keystream:
         self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: torch.Tensor) -> None:
-        """Overwrite a tensor with the next bits.
-
-        :param out: Flat int64 values in one run of CPU memory.
-        """
+        """Overwrite a tensor with the next bits."""
         assert out.device.type == "cpu" and out.is_contiguous(), "the bits are written where the tensor lies"
         if out.numel():
             window = out.zero_().numpy().data.cast("B")
@@ -337,11 +292,6 @@ class KeyPair:
         """Return the key that only the two holders of these pairs can compute; local, the same at both ends.
 
         HKDF-SHA256 (RFC 5869) of the X25519 secret, bound to both public keys and to ``context``.
-
-        :param peer: The other's public key.
-        :param context: What the key is for: numbers, texts and tuples of them, the same at both ends.
-        :return: :data:`KEY_BYTES` bytes.
-        :raises RoundError: if the other's public key is none.
         """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
         from cryptography.hazmat.primitives.hashes import SHA256
@@ -361,12 +311,7 @@ class KeyPair:
 
 
 def derive_key(secret: bytes, context: object) -> bytes:
-    """Return a key for one purpose; local. Those of different contexts tell nothing about each other.
-
-    :param secret: :data:`KEY_BYTES` bytes that were drawn or agreed.
-    :param context: The purpose: numbers, texts and tuples of them, whose ``repr`` tells any two apart.
-    :return: :data:`KEY_BYTES` bytes.
-    """
+    """Return a key for one purpose; local. Those of different contexts tell nothing about each other."""
     with optional_import(*NEED):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
