@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.parallel.meta_init import is_meta
 from xffl.parallel.shard import SpreadOptions, check_model, named_tensors, send_weights
@@ -155,11 +155,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         :return: The model to use.
         :raises ConfigError: if the model cannot be cut, or the ranks' models differ; on all ranks alike.
         """
-        error: XfflError | None = None
-        text = ""
-        try:
+        with run_on_all_ranks("models given to wrap_model") as share:
             if not isinstance(model, nn.Module):
-                raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
+                raise ConfigError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
             if is_meta(model) or init_weights is not None:
                 raise ConfigError(
                     "strategy 'deepspeed' makes no weights of a model on the meta device; build it on a device, "
@@ -168,10 +166,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             if is_cut(model):
                 raise ConfigError("DeepSpeed has cut this model already; wrap a model once")
             check_model(model, [], SpreadOptions(), is_meta=False)
-            text = "\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model))
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("models given to wrap_model", text, error=error)
+            share("\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model)))
         model.to(self.device)
         send_weights(model, self.state)
         self._loss = loss
@@ -190,14 +185,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         :return: The optimizer to use from here on. Its options (learning rates) are those of the one that was given.
         :raises ConfigError: if the arguments cannot be meant, or DeepSpeed is missing; on all ranks.
         """
-        error: XfflError | None = None
-        try:
+        with run_on_all_ranks("optimizers given to wrap_optimizer") as share:
             self._check_optimizer(model, optimizer)
-        except XfflError as wrong:
-            error = wrong
-        check_consistent(
-            "optimizers given to wrap_optimizer", f"{type(optimizer).__name__} {self.ds_config}", error=error
-        )
+            share(f"{type(optimizer).__name__} {self.ds_config}")
         assert isinstance(model, ZeroModel)
         unit = CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
         engine = model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
@@ -227,7 +217,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return nullcontext()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
-        super()._synchronize(model, is_last)
         _engine_of(model).set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
@@ -239,7 +228,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine = self.model_engine
         assert self._model is not None, "it has an engine"
         with self._model.working():
-            engine.backward(loss * (1.0 / self._window if share is None else share), scale_wrt_gas=False)
+            engine.backward(loss * self._accumulator.factor(share), scale_wrt_gas=False)
 
     @torch.no_grad()
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -276,7 +265,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         :return: Whether it stepped; the same on all ranks of the cell.
         :raises StateError: if it is another optimizer, or in the middle of a window.
         """
-        self._check_window()
+        self._accumulator.check_complete()
         optimizer = optimizers[0] if len(optimizers) == 1 else None
         if not isinstance(optimizer, EngineOptimizer):
             raise StateError(
@@ -318,7 +307,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         :return: The values that were kept beside.
         """
         if model is None:
-            model, optimizer = self._known(optimizer)
+            model, optimizer = self._only_model(optimizer)
         given, engine_optimizer = _only("model", model), _only("optimizer", optimizer)
         masters = self._read_masters(given)
         if masters is not None and engine_optimizer is not None:

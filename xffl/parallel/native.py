@@ -176,14 +176,13 @@ class NativeStrategy(DistributedStrategy):
         """
         if not isinstance(model, PipelineModel):
             return super().forward_backward(model, *inputs, target=target, share=share, **named)
-        factor = 1.0 / self._window if share is None else share
+        factor = self._accumulator.factor(share)
         with self.train_context():
             return model.step(
-                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._is_last, **named
+                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._accumulator.is_last, **named
             ).detach()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
-        super()._synchronize(model, is_last)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = is_last  # what its no_sync() sets for the length of a block
         elif isinstance(model, FSDPModule):
@@ -220,7 +219,7 @@ class NativeStrategy(DistributedStrategy):
         """
         if self._scale is None:
             return super().step(*optimizers)
-        self._check_window()
+        self._accumulator.check_complete()
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
         self.is_step_lost = not self.world.commit_step()
