@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from xffl.parallel.native import DDPStrategy, FSDPStrategy, HSDPStrategy, NativeStrategy, SingleStrategy
     from xffl.parallel.native import SingleStrategy as SingleGPUStrategy
     from xffl.parallel.strategy import DistributedStrategy
-
-    STRATEGIES: dict[str, type[DistributedStrategy]]
-
 __all__ = [
     "STRATEGIES",
     "DDPConfig",
@@ -44,6 +41,9 @@ __all__ = [
     "read_config",
     "shard",
 ]
+
+STRATEGIES: dict[str, type[DistributedStrategy]]
+"""The strategies by name; made at its first use."""
 
 _HOMES = {
     "DDPStrategy": ("native", "DDPStrategy"),
