@@ -53,7 +53,7 @@ _HOMES = {
     "FederatedScaling": "xffl.aggregation",
     "RoundReport": "xffl.aggregation",
     "session": "xffl.distributed.session",
-    "shard": "xffl.parallel",
+    "shard": "xffl.parallel.shard",
 }
 """Where the names live whose import brings torch along."""
 

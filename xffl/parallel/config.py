@@ -159,25 +159,14 @@ def read_config(config: object) -> StrategyConfig:
 
 
 def read_ddp(given: object) -> DDPConfig:
-    """Return what DDP is asked for; pure.
-
-    :param given: A :class:`DDPConfig`, a mapping of its fields, or ``None`` for the defaults.
-    :return: The options.
-    :raises ConfigError: if a value cannot be meant, or a name is unknown.
-    """
+    """Return what DDP is asked for; pure."""
     if not isinstance(given, DDPConfig | Mapping | None):
         raise ConfigError(f"ddp must be a mapping of DDP's options, or a DDPConfig, got {given!r}")
     return _read(DDPConfig, given, "ddp", is_strict=True)
 
 
 def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:
-    """Return a mesh with the data type that the training asks for; pure.
-
-    :param parameters: The mesh.
-    :param config: Whose ``training.mixed_precision`` counts, where it says something.
-    :return: The mesh to use.
-    :raises ConfigError: if the configuration's own mesh says something else.
-    """
+    """Return a mesh with the data type that the training asks for; pure."""
     asked, precision = config.distributed.device_parameters, config.training.mixed_precision
     if precision is None:
         return parameters
@@ -190,13 +179,7 @@ def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> Devi
 
 
 def check_name(what: str, name: object, known: Iterable[str]) -> None:
-    """Raise where a name is unknown, with the nearest one.
-
-    :param what: What is named.
-    :param name: The name.
-    :param known: Those that there are.
-    :raises ConfigError: if it is none of them.
-    """
+    """Raise where a name is unknown, with the nearest one."""
     names = list(known)
     if name in names:
         return

@@ -93,14 +93,7 @@ def context_parallel(
 def split_sequence(
     tensors: Sequence[torch.Tensor], mesh: DeviceMesh, dim: int | Sequence[int] = 1
 ) -> tuple[torch.Tensor, ...]:
-    """Return this rank's parts of whole sequences, as tensors of their own. Nothing moves.
-
-    :param tensors: Tensors of whole sequences, equal on all ranks of the mesh.
-    :param mesh: A mesh of one dimension.
-    :param dim: The dimension that is the sequence, one for all or one for each.
-    :return: The parts, in the same order.
-    :raises ConfigError: if a length does not divide by the size of the mesh, or a dimension does not exist.
-    """
+    """Return this rank's parts of whole sequences, as tensors of their own. Nothing moves."""
     _check_mesh(mesh)
     dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
     if len(dims) != len(tensors):
@@ -115,14 +108,6 @@ def give_positions(
 
     For models whose ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
     Nothing moves.
-
-    :param model: The model, as it is called.
-    :param mesh: A mesh of one dimension.
-    :param activation_parts: For a later stage of a pipeline, which is called with activations (batch, sequence, width):
-        over how many ranks tensor parallelism has cut their sequence further.
-    :param ring: As for :func:`context_parallel`; the ring's order is torch's own, so a call must give positions then.
-    :return: A handle that takes it off again.
-    :raises ConfigError: if the model's ``forward`` takes no positions: it would count them from 0 on every rank.
     """
     _check_mesh(mesh)
     _check_ring(mesh, ring)
@@ -134,8 +119,9 @@ def give_positions(
         )
 
     def make(first: torch.Tensor) -> torch.Tensor:
-        if ring:
+        if ring:  # its order of the sequence is torch's own
             raise ConfigError(f"{name} was left out; under the ring give it, and have it among the buffers")
+        # A later pipeline stage gets activations, whose sequence tensor parallelism has cut in activation_parts.
         length = first.shape[1] * (activation_parts if first.is_floating_point() else 1)
         start = mesh.get_local_rank() * length
         return torch.arange(start, start + length, device=first.device)
@@ -304,11 +290,7 @@ POSITIONS = ("positions", "position_ids")
 
 
 def find_positions(model: nn.Module) -> str | None:
-    """Return the argument by which a model's ``forward`` takes positions.
-
-    :param model: The model.
-    :return: The name, or ``None`` where it takes none.
-    """
+    """Return the argument by which a model's ``forward`` takes positions."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in POSITIONS if name in parameters), None)
 
@@ -316,14 +298,7 @@ def find_positions(model: nn.Module) -> str | None:
 def fill_positions(
     model: nn.Module, name: str, make: Callable[[torch.Tensor], torch.Tensor | None], *, is_first: bool
 ) -> RemovableHandle:
-    """Give a model positions wherever a call leaves them out. Nothing moves.
-
-    :param model: The model, as it is called.
-    :param name: The argument, as :func:`find_positions` tells it.
-    :param make: Makes the positions (sequence) from the first tensor of the call; ``None`` leaves them out.
-    :param is_first: Whether it comes before what else fills positions, or behind it.
-    :return: A handle that takes it off again.
-    """
+    """Give a model positions wherever a call leaves them out. Nothing moves."""
     place = list(inspect.signature(model.forward).parameters).index(name)
 
     def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.parallel.meta_init import is_meta
 from xffl.parallel.shard import SpreadOptions, check_model, named_tensors, send_weights
@@ -87,11 +87,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return DeviceParameters.FSDP()
 
     def use_world(self, world: DistributedWorld) -> None:
-        """Refuse another world: DeepSpeed averages gradients itself, and knows of no other replica groups.
-
-        :param world: The world.
-        :raises ConfigError: always.
-        """
+        """Refuse another world: DeepSpeed averages gradients itself, and knows of no other replica groups."""
         raise ConfigError(f"strategy 'deepspeed' takes no {type(world).__name__}; give strategy='fsdp'")
 
     @property
@@ -105,10 +101,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @property
     def model_engine(self) -> Any:
-        """DeepSpeed's engine of the model that was wrapped last.
-
-        :raises StateError: before :meth:`wrap_optimizer`.
-        """
+        """DeepSpeed's engine of the model that was wrapped last."""
         if self._model is None:
             raise StateError("there is no model yet; call wrap_model and wrap_optimizer first")
         return self._model.engine
@@ -148,18 +141,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Give all ranks rank 0's weights; they are cut by :meth:`wrap_optimizer`.
 
         Collective over the world. Each rank holds the whole model until then.
-
-        :param model: The whole model, not on the meta device.
-        :param loss: What :meth:`forward_backward` calls as ``loss(output, target)``.
-        :param init_weights: Nothing; DeepSpeed takes no model on the meta device.
-        :return: The model to use.
-        :raises ConfigError: if the model cannot be cut, or the ranks' models differ; on all ranks alike.
         """
-        error: XfflError | None = None
-        text = ""
-        try:
+        with run_on_all_ranks("models given to wrap_model") as share:
             if not isinstance(model, nn.Module):
-                raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
+                raise ConfigError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
             if is_meta(model) or init_weights is not None:
                 raise ConfigError(
                     "strategy 'deepspeed' makes no weights of a model on the meta device; build it on a device, "
@@ -168,10 +153,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             if is_cut(model):
                 raise ConfigError("DeepSpeed has cut this model already; wrap a model once")
             check_model(model, [], SpreadOptions(), is_meta=False)
-            text = "\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model))
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("models given to wrap_model", text, error=error)
+            share("\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model)))
         model.to(self.device)
         send_weights(model, self.state)
         self._loss = loss
@@ -184,20 +166,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Make the engine: it takes over the optimizer and cuts what the stage says.
 
         Collective over the world.
-
-        :param model: What :meth:`wrap_model` returned.
-        :param optimizer: An optimizer of its parameters that has not stepped yet.
-        :return: The optimizer to use from here on. Its options (learning rates) are those of the one that was given.
-        :raises ConfigError: if the arguments cannot be meant, or DeepSpeed is missing; on all ranks.
         """
-        error: XfflError | None = None
-        try:
+        with run_on_all_ranks("optimizers given to wrap_optimizer") as share:
             self._check_optimizer(model, optimizer)
-        except XfflError as wrong:
-            error = wrong
-        check_consistent(
-            "optimizers given to wrap_optimizer", f"{type(optimizer).__name__} {self.ds_config}", error=error
-        )
+            share(f"{type(optimizer).__name__} {self.ds_config}")
         assert isinstance(model, ZeroModel)
         unit = CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
         engine = model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
@@ -227,29 +199,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         return nullcontext()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
-        super()._synchronize(model, is_last)
         _engine_of(model).set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
-        """Compute gradients, in float16 of a scaled loss; collective over the cell.
-
-        :param loss: This micro-batch's mean loss on this rank.
-        :param share: What the micro-batch counts for in its window; by default all count alike.
-        """
+        """Compute gradients, in float16 of a scaled loss; collective over the cell."""
         engine = self.model_engine
         assert self._model is not None, "it has an engine"
         with self._model.working():
-            engine.backward(loss * (1.0 / self._window if share is None else share), scale_wrt_gas=False)
+            engine.backward(loss * self._accumulator.factor(share), scale_wrt_gas=False)
 
     @torch.no_grad()
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Let the next step scale the gradients down to a norm; collective over the cell.
-
-        :param model: What :meth:`wrap_model` returned.
-        :param max_norm: The largest norm that stays, above 0; ``training.max_grad_norm`` holds, too.
-        :return: The norm before, the same on all ranks of the cell; not finite where float16 has overflowed.
-        :raises ConfigError: if ``max_norm`` is no norm.
-        """
+        """Let the next step scale the gradients down to a norm; collective over the cell."""
         if math.isnan(max_norm) or max_norm <= 0:
             raise ConfigError(f"max_norm {max_norm} is no norm; give a number above 0")
         engine = _engine_of(model)
@@ -270,13 +231,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         return norm / float(zero.loss_scale)
 
     def step(self, *optimizers: torch.optim.Optimizer) -> bool:
-        r"""Step the engine; collective over the cell.
-
-        :param \*optimizers: What :meth:`wrap_optimizer` returned, and nothing else.
-        :return: Whether it stepped; the same on all ranks of the cell.
-        :raises StateError: if it is another optimizer, or in the middle of a window.
-        """
-        self._check_window()
+        """Step the engine; collective over the cell."""
+        self._accumulator.check_complete()
         optimizer = optimizers[0] if len(optimizers) == 1 else None
         if not isinstance(optimizer, EngineOptimizer):
             raise StateError(
@@ -291,16 +247,10 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **kept: Any) -> Any:
-        r"""Write a checkpoint, each rank its part; collective over the world.
+        """Write a checkpoint, each rank its part; collective over the world.
 
         With stages 1 to 3 it holds the master weights in fp32 as rows, each parameter one: any number of ranks and any
         of these stages can read it, other strategies cannot.
-
-        :param path: Folder of the checkpoint, on a file system that all ranks see.
-        :param model: What :meth:`wrap_model` returned, or a mapping with that alone.
-        :param optimizer: What :meth:`wrap_optimizer` returned, or a mapping with that alone.
-        :param \**kept: As for :meth:`DistributedStrategy.save_checkpoint`.
-        :return: As there.
         """
         self._read_masters(_only("model", model))
         return super().save_checkpoint(path, model, optimizer, **kept)
@@ -308,17 +258,9 @@ class DeepSpeedStrategy(DistributedStrategy):
     def load_checkpoint(
         self, path: str | Path, model: Any = None, optimizer: Any = None, **kept: Any
     ) -> dict[str, Any]:
-        r"""Read a checkpoint; collective over the world.
-
-        :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned, or a mapping with that alone; ``None`` for the only model, with
-            its optimizer.
-        :param optimizer: What :meth:`wrap_optimizer` returned, or a mapping with that alone.
-        :param \**kept: As for :meth:`DistributedStrategy.load_checkpoint`.
-        :return: The values that were kept beside.
-        """
+        """Read a checkpoint; collective over the world."""
         if model is None:
-            model, optimizer = self._known(optimizer)
+            model, optimizer = self._only_model(optimizer)
         given, engine_optimizer = _only("model", model), _only("optimizer", optimizer)
         masters = self._read_masters(given)
         if masters is not None and engine_optimizer is not None:
@@ -370,11 +312,7 @@ NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
 
 
 class CellUnit:
-    """Tell DeepSpeed which ranks share the data-parallel work: those of a cell (what it calls an ``mpu``).
-
-    :param cell: The ranks of the cell.
-    :param alone: A group of this rank alone, which is all of a model-parallel group.
-    """
+    """Tell DeepSpeed which ranks share the data-parallel work: those of a cell (what it calls an ``mpu``)."""
 
     def __init__(self, cell: dist.ProcessGroup, alone: dist.ProcessGroup) -> None:
         self.cell, self._alone = cell, alone
@@ -413,9 +351,6 @@ class _CellBackend:
 
     Stage 3 compares over the world in which order modules run, in the first step and whenever that order changes. Cells
     do so at different times.
-
-    :param inner: DeepSpeed's own backend.
-    :param cell: The ranks of the cell.
     """
 
     def __init__(self, inner: Any, cell: dist.ProcessGroup) -> None:
@@ -450,10 +385,7 @@ class _CellBackend:
 
 
 class ZeroModel(nn.Module):
-    """The model that a script calls: the whole model, and from :meth:`make_engine` on the engine in front of it.
-
-    :param module: The whole model.
-    """
+    """The model that a script calls: the whole model, and from :meth:`make_engine` on the engine in front of it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -469,10 +401,7 @@ class ZeroModel(nn.Module):
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine.
-
-        :raises StateError: before there is one.
-        """
+        """DeepSpeed's engine."""
         if not self._engine:
             raise StateError(NO_ENGINE)
         return self._engine[0]
@@ -485,15 +414,7 @@ class ZeroModel(nn.Module):
         device: torch.device,
         local_rank: int,
     ) -> Any:
-        """Let DeepSpeed make the engine; collective over the cell.
-
-        :param optimizer: An optimizer of the model's parameters, which the engine takes over.
-        :param config: DeepSpeed's configuration.
-        :param unit: Whom the ranks work with.
-        :param device: What this process computes on.
-        :param local_rank: Its rank on its node.
-        :return: The engine.
-        """
+        """Let DeepSpeed make the engine; collective over the cell."""
         # DeepSpeed takes it for the number of its device.
         self._local_rank = str(local_rank if device.index is None else device.index)
         with _environment(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
@@ -513,10 +434,7 @@ class ZeroModel(nn.Module):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Let DeepSpeed work in this block, with the cell as its world; local.
-
-        :yield: Nothing.
-        """
+        """Let DeepSpeed work in this block, with the cell as its world; local."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
         kept, variable = comm.cdb, os.environ.get("LOCAL_RANK")
         comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
@@ -555,46 +473,26 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._model.engine
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let the engine step; collective over the cell.
-
-        :param closure: Nothing; DeepSpeed takes none.
-        :raises ConfigError: if there is a closure.
-        """
+        """Let the engine step; collective over the cell."""
         if closure is not None:
             raise ConfigError("DeepSpeed takes no closure; call strategy.backward first, and step()")
         with self._model.working():
             self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine has done so in its step.
-
-        :param set_to_none: Not used.
-        """
+        """Do nothing: the engine has done so in its step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse: each rank holds rows that only belong together.
-
-        :return: Nothing.
-        :raises StateError: always.
-        """
+        """Refuse: each rank holds rows that only belong together."""
         raise StateError("ZeRO has cut the optimizer's state; keep it with strategy.save_checkpoint")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Refuse, as :meth:`state_dict`.
-
-        :param state_dict: Not used.
-        :raises StateError: always.
-        """
+        """Refuse, as :meth:`state_dict`."""
         raise StateError("ZeRO has cut the optimizer's state; load it with strategy.load_checkpoint")
 
 
 def engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Make an optimizer of the same class as the inner one, with the same options, that steps the engine.
-
-    :param model: The model with its engine.
-    :param inner: The optimizer that the engine has taken over.
-    :return: The optimizer that scripts, schedulers and rounds use.
-    """
+    """Make an optimizer of the same class as the inner one, with the same options, that steps the engine."""
     kind = type(inner)
     made: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
     optimizer: EngineOptimizer = made.__new__(made)

@@ -20,12 +20,7 @@ Initializer = Callable[[nn.Module], object]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Tell whether a model's tensors have no values yet; local.
-
-    :param model: The model.
-    :return: Whether all of them are on the meta device.
-    :raises ConfigError: if some are and some are not.
-    """
+    """Tell whether a model's tensors have no values yet; local."""
     places = {name: tensor.is_meta for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     if len(set(places.values())) > 1:
         with_values = next(name for name, is_bare in places.items() if not is_bare)
@@ -38,12 +33,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def check_initializers(model: nn.Module, init_weights: Initializer | None) -> None:
-    """Raise where nothing says what a module's tensors are to be; local.
-
-    :param model: The model.
-    :param init_weights: As in :func:`materialize`.
-    :raises ConfigError: for the first such module.
-    """
+    """Raise where nothing says what a module's tensors are to be; local."""
     if init_weights is not None:
         return
     for name, module in model.named_modules():
@@ -73,15 +63,9 @@ def materialize(
     tensors on the CPU, initializes them, and keeps its part, so the largest module is all that is ever whole; a module
     that initializes its children, too (torch's attention), is whole with them. The weights are those of the unsharded
     model where modules are made in the order of ``model.modules()``.
-
-    :param model: The model, its parameters plain or DTensors.
-    :param device: Where its values are to lie.
-    :param init_weights: Initializes the own tensors of the module that it is called with, which are whole and on the
-        CPU; by default each module's ``reset_parameters``.
-    :param modules: The modules of the whole model by name, in order, where this rank holds some of them only (a
-        pipeline's stage): the others are made, too, and forgotten, so that random numbers are those of the whole model.
-    :raises ConfigError: if a floating-point tensor was left without values; on all ranks.
     """
+    # A pipeline's stage gives the modules of the whole model: those it does not hold are initialized, too, and dropped,
+    # so that random numbers are those of the whole model.
     order = dict(model.named_modules()) if modules is None else modules
     mine = set(map(id, model.modules()))
     _make_empty(model, device)

@@ -62,10 +62,7 @@ class NativeStrategy(DistributedStrategy):
             )
 
     def setup(self, state: DistributedState | None = None) -> None:
-        """Join the other processes; collective over the world.
-
-        :param state: A state that is set up already; by default one is made.
-        """
+        """Join the other processes; collective over the world."""
         super().setup(state)
         self._make_scale()
 
@@ -84,12 +81,6 @@ class NativeStrategy(DistributedStrategy):
         """Spread a model over the ranks of each cell.
 
         Collective over the world, see :func:`xffl.parallel.shard.spread`.
-
-        :param model: The whole model.
-        :param loss: What :meth:`forward_backward` calls; a pipeline cannot do without.
-        :param init_weights: For a model on the meta device: initializes a module's own tensors.
-        :return: The model to use; with a pipeline a :class:`xffl.parallel.pipeline.PipelineModel`.
-        :raises ConfigError: if the model or an option cannot be meant; on all ranks.
         """
         world, asked = self.world, self.device_parameters
         if world.pp_enabled and loss is None:
@@ -134,8 +125,6 @@ class NativeStrategy(DistributedStrategy):
 
         It may be entered inside itself. With ``loss_parallel``, or with ``cp`` and activation checkpointing, the
         backward pass belongs inside, too.
-
-        :return: The context.
         """
         if not self.world.cp_enabled or self._is_in_context:
             return self.world.train_context()
@@ -151,76 +140,50 @@ class NativeStrategy(DistributedStrategy):
             self._is_in_context = False
 
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
-        r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
-
-        :param \*tensors: Tensors of whole sequences, equal on the ranks that share them.
-        :param dim: The dimension that is the sequence.
-        :return: The parts, in the same order; without context parallelism what was given.
-        """
+        """Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves."""
         return split_sequence(tensors, self.world.get_mesh("cp"), dim) if self.world.cp_enabled else tensors
 
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
     ) -> torch.Tensor:
-        r"""Run a micro-batch forward and backward, through all stages where there is a pipeline.
+        """Run a micro-batch forward and backward, through all stages where there is a pipeline.
 
         Collective over the cell where gradients are synchronized, with a pipeline always over its stages, which are all
         given the same micro-batch.
-
-        :param model: What :meth:`wrap_model` returned.
-        :param \*inputs: What the model is called with; with context parallelism this rank's parts.
-        :param target: What its output is compared with.
-        :param share: As in :meth:`backward`.
-        :param \**named: Keyword arguments of the model.
-        :return: The micro-batch's mean loss on this rank, without gradient.
         """
         if not isinstance(model, PipelineModel):
             return super().forward_backward(model, *inputs, target=target, share=share, **named)
-        factor = 1.0 / self._window if share is None else share
+        factor = self._accumulator.factor(share)
         with self.train_context():
             return model.step(
-                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._is_last, **named
+                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._accumulator.is_last, **named
             ).detach()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
-        super()._synchronize(model, is_last)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = is_last  # what its no_sync() sets for the length of a block
         elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
 
     def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
-        """Compute gradients, in float16 of a scaled loss; collective over the cell where they are synchronized.
-
-        :param loss: This micro-batch's mean loss on this rank.
-        :param share: What the micro-batch counts for in its window; by default all count alike.
-        """
+        """Compute gradients, in float16 of a scaled loss; collective over the cell where they are synchronized."""
         super().backward(loss if self._scale is None else self._scale.scaled(loss), share=share)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of the whole model down to a norm; collective over the cell.
-
-        :param model: What :meth:`wrap_model` returned.
-        :param max_norm: The largest norm that stays.
-        :return: The norm before, the same on all ranks of the cell; not finite where float16 has overflowed, which
-            :meth:`step` skips.
-        """
+        """Scale the gradients of the whole model down to a norm; collective over the cell."""
         parameters = sharded_parameters(model).values()
         if self._scale is not None and self._scale.unscale(parameters):
             return torch.full((), torch.inf, device=self.device)
         return self.world.clip_grad_norm(parameters, max_norm)
 
     def step(self, *optimizers: torch.optim.Optimizer) -> bool:
-        r"""Step the optimizers and zero their gradients, or skip the step where float16 has overflowed on any rank.
+        """Step the optimizers and zero their gradients, or skip the step where float16 has overflowed on any rank.
 
         Collective over the cell with float16: one all-reduce of a number.
-
-        :param \*optimizers: All optimizers of the window's gradients, which step or skip together.
-        :return: Whether they stepped; the same on all ranks of the cell.
         """
         if self._scale is None:
             return super().step(*optimizers)
-        self._check_window()
+        self._accumulator.check_complete()
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
         self.is_step_lost = not self.world.commit_step()
@@ -300,11 +263,6 @@ class LossScale:
     together, whatever part of the gradients each of them holds.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018 (arXiv:1710.03740).
-
-    :param scale: The factor to begin with.
-    :param growth_interval: Steps without overflow after which it doubles.
-    :param group: The ranks of the cell; ``None`` for a rank alone.
-    :param device: Where the group's backend communicates from.
     """
 
     def __init__(
@@ -334,10 +292,6 @@ class LossScale:
         """Divide gradients by the factor, those of each parameter once before :meth:`update`.
 
         Collective over the cell: one all-reduce of a number.
-
-        :param parameters: This rank's parameters.
-        :return: Whether a gradient of any rank is not finite, so that the step is to be skipped.
-        :raises StateError: if these gradients were stepped on already.
         """
         if self._is_spent:
             raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
@@ -357,10 +311,7 @@ class LossScale:
         return self._has_overflowed
 
     def update(self, *, is_lost: bool = False) -> None:
-        """Choose the factor for the next step; local, after :meth:`unscale` and the step.
-
-        :param is_lost: Whether the step was not taken for another reason: then the gradients say nothing.
-        """
+        """Choose the factor for the next step; local, after :meth:`unscale` and the step."""
         if is_lost:
             pass
         elif self._has_overflowed:
@@ -377,11 +328,7 @@ class LossScale:
         return {"scale": self.scale, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken; local.
-
-        :param state: What :meth:`state_dict` gave.
-        :raises ConfigError: if it is another object's.
-        """
+        """Go on where a state was taken; local."""
         if set(state) != {"scale", "steps"}:
             raise ConfigError(f"a loss scale's state has 'scale' and 'steps', not {sorted(state)}; give its own")
         self.scale, self._steps = float(state["scale"]), int(state["steps"])

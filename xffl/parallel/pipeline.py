@@ -367,14 +367,8 @@ class Skip(nn.Module):
     """Stand where a part of the model is on another stage: the hidden state goes on unchanged."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        r"""Return the first argument.
-
-        :param hidden: What the absent part would have changed.
-        :param \*args: Ignored.
-        :param \**kwargs: Ignored.
-        :return: ``hidden``.
-        :raises ConfigError: if it is not a hidden state, so that leaving the part out would mean something else.
-        """
+        """Return the first argument."""
+        # Without a hidden state the part was not one of a chain, and to leave it out would change the model.
         if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
             what = f"{hidden.dtype} values" if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
             raise ConfigError(

@@ -1,4 +1,7 @@
-"""How a model is spread inside a cell: plain, DDP, FSDP2 or HSDP, as the state says."""
+"""Spreading of a model over the ranks of each cell: plain, DDP, FSDP2 or HSDP, as the state or the world says.
+
+All ranks check and compare the model and the options, rank 0's weights go to every rank, and each cell cuts its copy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from xffl.cluster.allocator import return_large_blocks
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import check_consistent, connect, transfer_device
+from xffl.distributed.consistency import connect, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
@@ -29,6 +32,22 @@ from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
 
 __all__ = ["SpreadOptions", "check_model", "named_tensors", "send_weights", "shard", "spread"]
+
+
+SAVED_OPERATORS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""What selective checkpointing keeps: what takes longest to compute again."""
+
+
+BROADCAST_BYTES = 32 * 2**20
+"""How much of a model is sent at a time."""
 
 
 def shard(
@@ -64,302 +83,9 @@ def shard(
     return spread(model, state, SpreadOptions(layers=layers, mp_policy=mp_policy, ddp=ddp))
 
 
-SAVED_OPERATORS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
-"""What selective checkpointing keeps: what takes longest to compute again."""
-
-
-def spread(
-    model: nn.Module, state: DistributedState, options: SpreadOptions, world: DistributedWorld | None = None
-) -> nn.Module:
-    """Spread a model over the ranks of each cell, starting from the same weights everywhere.
-
-    Collective over the world: the ranks compare the model's tensors and the options; rank 0's parameters and buffers go
-    once to each cell and from there to its ranks (a model on the meta device gets its weights part by part instead, see
-    :func:`xffl.parallel.meta_init.materialize`), and each cell spreads its copy.
-
-    :param model: The whole model; it is changed in place.
-    :param state: The state that says where this rank stands.
-    :param options: What is asked for.
-    :param world: The mesh inside the cell; ``None`` for what the state alone says.
-    :return: The model to use: the same object, or its DDP wrapper.
-    :raises StateError: if torch.distributed is not initialized, or the state is not set up.
-    :raises ConfigError: if the model or an option cannot be meant, or the ranks' models differ; on all ranks alike.
-    """
-    if not dist.is_initialized():
-        raise StateError("torch.distributed is not initialized; open xffl.session() or call init_process_group first")
-    options, is_bare = _agree_on_model(model, state, options, world)
-    device = _device(state)
-    modules = dict(model.named_modules())
-    if not is_bare:
-        model.to(device)
-        send_weights(model, state)
-    if world is not None and world.pp_enabled:
-        model = split_model(model, world.pp_rank, world.pp_size)
-    if world is not None and world.tp_enabled:
-        is_cut = options.sequence_parallel
-        model = apply_tensor_parallel(
-            model, world.get_mesh("tp"), sequence_parallel=is_cut, loss_parallel=options.loss_parallel
-        )
-    form = _form(state, world, state.topology.cell_of(dist.get_rank()))
-    _normalize_at_home(model, state, world)
-    _prepare_layers(model, options)
-    if form == "fsdp":
-        _cut(model, _fsdp_mesh(state, world), options)
-    if is_bare:
-        is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
-        place = torch.device("cpu") if is_offloaded else device
-        materialize(model, place, options.init_weights, modules=modules)
-    if form == "plain" and world is not None and world.ft_manager is not None and read_ddp(options.ddp) != DDPConfig():
-        raise ConfigError("torchft's DDP between replica groups follows no ddp options; leave distributed.ddp out")
-    spread_model = _replicate(model, state, world, read_ddp(options.ddp)) if form == "ddp" else model
-    return spread_model if world is None else world.average_gradients(spread_model)
-
-
-def _agree_on_model(
-    model: nn.Module, state: DistributedState, options: SpreadOptions, world: DistributedWorld | None
-) -> tuple[SpreadOptions, bool]:
-    """Check the arguments, let the ranks compare them, and tell whether the model has no values yet."""
-    error: XfflError | None = None
-    text, is_bare = "", False
-    try:
-        is_ddp_asked = options.ddp is not None
-        options = replace(options, layers=tuple(options.layers), ddp=read_ddp(options.ddp))
-        if not state.is_fsdp_setup() and not state.is_hsdp_setup():
-            raise StateError(
-                "the state says nothing about sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...) "
-                "first"
-            )
-        is_bare = is_meta(model)
-        if is_bare:
-            check_initializers(model, options.init_weights)
-        forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
-        if world is None and is_ddp_asked and "fsdp" in forms:  # a strategy's configuration has options for all
-            raise ConfigError(
-                "ddp options were given, but the cells are FSDP, which follows none of them; leave ddp out, or make "
-                "replicas of one rank (hsdp=1)"
-            )
-        # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
-        checked = options if world is None else replace(options, mp_policy=None)
-        is_staged = world is not None and world.pp_enabled
-        check_model(model, forms, checked, is_meta=is_bare, is_staged=is_staged)
-        text = _text(model, options)
-    except XfflError as wrong:
-        error = wrong
-    except Exception as wrong:  # noqa: BLE001 - told to all ranks
-        error = ConfigError(
-            f"the arguments of xffl.shard cannot be read: {type(wrong).__name__}: {wrong}; give a module, a state and "
-            "a list of layer classes"
-        )
-    check_consistent("models given to xffl.shard", text, error=error)
-    return options, is_bare
-
-
-def _text(model: nn.Module, options: SpreadOptions) -> str:
-    """Return what must be the same on all ranks."""
-    tensors = (
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.is_meta}"
-        for name, tensor in named_tensors(model)
-    )
-    return "\n".join([str(options), *tensors])
-
-
-def _form(state: DistributedState, world: DistributedWorld | None, cell: int) -> str:
-    """Tell how a cell holds its model, or a pipeline's stage its layers: ``plain``, ``ddp`` or ``fsdp``."""
-    if world is None:
-        if state.topology.sizes[cell] == 1:
-            return "plain"
-        return "ddp" if state.topology.replica_size == 1 else "fsdp"
-    place = world.place_in(cell)
-    replicas = place.size("dp_replicate")
-    # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
-    if place.size("dp_shard_cp") > 1 or (place.size("tp") > 1 and replicas > 1):
-        return "fsdp"
-    return "ddp" if replicas > 1 else "plain"
-
-
-def _device(state: DistributedState) -> torch.device:
-    device = state.current_device if state.current_device is not None else state.device_type
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
-
-
-def _fsdp_mesh(state: DistributedState, world: DistributedWorld | None) -> Any:
-    if world is not None:
-        return world.get_mesh("fsdp")
-    return state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
-
-
-def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:
-    """Let layers be computed again in the backward pass, and compile them; names stay as they are."""
-    for module in model.modules():
-        if not isinstance(module, options.layers):
-            continue
-        if options.checkpointing != "none":
-            contexts: dict[str, Any] = {} if options.checkpointing == "full" else {"context_fn": _selective_contexts}
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
-        if options.compile:
-            module.compile()
-
-
-def _normalize_at_home(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
-    """Let SyncBatchNorm compare a cell's batches, where it would take the world: across the slow link in every step."""
-    group = state.federation if world is None else world.get_group("dp_cp")
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
-            module.process_group = group
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_or_recompute)  # type: ignore[no-untyped-call]
-
-
-def _keep_or_recompute(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _cut(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
-    """Shard a model with FSDP2, inner layers first: a module shards what its children have not claimed."""
-    if mesh.device_type == "cpu":
-        return_large_blocks()
-    for module in reversed(list(model.modules())):
-        if module is model or (options.layers and isinstance(module, options.layers)):
-            fully_shard(
-                module,
-                mesh=mesh,
-                mp_policy=options.mp_policy or MixedPrecisionPolicy(),
-                offload_policy=options.offload_policy or OffloadPolicy(),
-                reshard_after_forward=options.reshard_after_forward and (module is not model or None),
-            )
-    if options.prefetch:
-        units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-        for module, following in itertools.pairwise(units):
-            module.set_modules_to_forward_prefetch([following])
-
-
-def _replicate(
-    model: nn.Module, state: DistributedState, world: DistributedWorld | None, asked: DDPConfig
-) -> nn.Module:
-    """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
-    device = _device(state)
-    with torch.no_grad():
-        for _, tensor in named_tensors(model):
-            if tensor.is_contiguous():
-                # Dimensions of size 1 may have any stride, but DDP refuses to copy between tensors of other strides.
-                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
-    if world is not None and world.pp_enabled:
-        group: dist.ProcessGroup | None = world.get_group("dp_replicate")
-    else:
-        group = state.replica_group[0] if state.replica_group else dist.group.WORLD
-    ddp = nn.parallel.DistributedDataParallel(
-        model,
-        process_group=group,
-        device_ids=[device] if device.type == "cuda" else None,
-        init_sync=False,
-        find_unused_parameters=asked.find_unused_parameters,
-        gradient_as_bucket_view=asked.gradient_as_bucket_view,
-        static_graph=asked.static_graph,
-        bucket_cap_mb=asked.bucket_cap_mb,
-    )
-    _add_hook(ddp, group, asked)
-    return ddp
-
-
-def _add_hook(ddp: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup | None, asked: DDPConfig) -> None:
-    if asked.communication_hook == "none":
-        return
-    if asked.communication_hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            group, asked.powersgd_rank, start_powerSGD_iter=asked.powersgd_start, use_error_feedback=True
-        )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return
-    if asked.communication_hook == "fp16":
-        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    else:  # DDP reads annotations, which are texts in this file
-        ddp.register_comm_hook(group, lambda group, bucket: _average_in_bf16(group, bucket))
-
-
-def _average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in bfloat16; torch's own hook for that is for NCCL alone."""
-    gradients = bucket.buffer()
-    rounded = gradients.to(torch.bfloat16).div_(group.size())
-    work = dist.all_reduce(rounded, group=group, async_op=True)
-    assert work is not None, "this rank belongs to the group"
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
-    return averaged
-
-
-BROADCAST_BYTES = 32 * 2**20
-"""How much of a model is sent at a time."""
-
-
-@torch.no_grad()
-def send_weights(model: nn.Module, state: DistributedState) -> None:
-    """Copy rank 0's parameters and buffers to all ranks: once to the first rank of each cell, then on at home.
-
-    Collective over the world.
-
-    :param model: The whole model, on any device.
-    :param state: The state that says where this rank stands.
-    """
-    topology, rank = state.topology, dist.get_rank()
-    heads = topology.offsets[:-1]
-    head = heads[topology.cell_of(rank)]
-    # Outside a federation the world is the only cell.
-    home = state.federation if state.federation is not None else dist.group.WORLD
-    across = state.federated_group[0] if state.federated_group else None
-    device = transfer_device(state)
-    connect((across, dist.group.WORLD, home), device)
-    for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
-        flat = torch.cat([bytes_of(tensor) for tensor in tensors]).to(device)
-        if rank == 0:
-            moves = [dist.P2POp(dist.isend, flat, peer, across) for peer in heads[1:]]
-        else:
-            moves = [dist.P2POp(dist.irecv, flat, 0, across)] if rank == head else []
-        # Together: for a single message NCCL would connect its two ranks anew, and keep that.
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
-        dist.broadcast(flat, src=head, group=home)
-        for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
-            tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
-
-
-def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if batch and size + tensor.nbytes > BROADCAST_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(tensor)
-        size += tensor.nbytes
-    if batch:
-        yield batch
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpreadOptions:
-    """How a model is spread.
-
-    :param layers: Layer classes that are gathered, computed again and compiled one at a time.
-    :param mp_policy: FSDP2's mixed-precision policy; ``None`` for its default.
-    :param offload_policy: Where FSDP2 keeps shards; ``None`` for the device.
-    :param reshard_after_forward: Whether FSDP2 frees gathered weights between the forward and the backward pass.
-    :param prefetch: Whether FSDP2 gathers the next layer while one computes its forward pass.
-    :param checkpointing: What is computed again in the backward pass: ``none``, ``selective`` or ``full``.
-    :param compile: Whether each layer is compiled.
-    :param sequence_parallel: Whether tensor-parallel norms work on a part of the sequence each.
-    :param loss_parallel: Whether tensor-parallel logits stay cut.
-    :param ddp: What DDP is asked for; ``None`` for the defaults.
-    :param init_weights: Initializes a module's own tensors where the model was built on the meta device.
-    """
+    """How a model is spread."""
 
     layers: tuple[type[nn.Module], ...] = ()
     mp_policy: MixedPrecisionPolicy | None = None
@@ -380,18 +106,89 @@ class SpreadOptions:
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
+def spread(
+    model: nn.Module, state: DistributedState, options: SpreadOptions, world: DistributedWorld | None = None
+) -> nn.Module:
+    """Spread a model as :func:`shard` does, over a world's mesh where there is one; collective over the world."""
+    if not dist.is_initialized():
+        raise StateError("torch.distributed is not initialized; open xffl.session() or call init_process_group first")
+    options, is_bare = _check_on_all_ranks(model, state, options, world)
+    device = _device(state)
+    modules = dict(model.named_modules())  # of the whole model: a stage must skip the random numbers of the others
+    if not is_bare:
+        model.to(device)
+        send_weights(model, state)
+    # From the outermost cut inwards: stages drop layers, tensor parallelism cuts what is left of them, and FSDP2 or
+    # DDP come last, since they take over the parameters as they are then.
+    if world is not None and world.pp_enabled:
+        model = split_model(model, world.pp_rank, world.pp_size)
+    if world is not None and world.tp_enabled:
+        model = apply_tensor_parallel(
+            model,
+            world.get_mesh("tp"),
+            sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
+        )
+    form = _form(state, world, state.topology.cell_of(dist.get_rank()))
+    _set_batch_norm_group(model, state, world)
+    _prepare_layers(model, options)
+    if form == "fsdp":
+        _fully_shard(model, _fsdp_mesh(state, world), options)
+    if is_bare:  # only now, so that no rank ever holds more of the weights than its part
+        is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
+        target = torch.device("cpu") if is_offloaded else device
+        materialize(model, target, options.init_weights, modules=modules)
+    ddp = read_ddp(options.ddp)
+    if form == "plain" and world is not None and world.ft_manager is not None and ddp != DDPConfig():
+        raise ConfigError("torchft's DDP between replica groups follows no ddp options; leave distributed.ddp out")
+    spread_model = _replicate(model, state, world, ddp) if form == "ddp" else model
+    return spread_model if world is None else world.average_gradients(spread_model)
+
+
+def _check_on_all_ranks(
+    model: nn.Module, state: DistributedState, options: SpreadOptions, world: DistributedWorld | None
+) -> tuple[SpreadOptions, bool]:
+    """Check the arguments, compare them between the ranks, and tell whether the model has no values yet."""
+
+    def unreadable(wrong: Exception) -> XfflError:
+        return ConfigError(
+            f"the arguments of xffl.shard cannot be read: {type(wrong).__name__}: {wrong}; give a module, a state and "
+            "a list of layer classes"
+        )
+
+    with run_on_all_ranks("models given to xffl.shard", convert=unreadable) as share:
+        is_ddp_requested = options.ddp is not None
+        options = replace(options, layers=tuple(options.layers), ddp=read_ddp(options.ddp))
+        if not state.is_fsdp_setup() and not state.is_hsdp_setup():
+            raise StateError(
+                "the state says nothing about sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...) "
+                "first"
+            )
+        is_bare = is_meta(model)
+        if is_bare:
+            check_initializers(model, options.init_weights)
+        forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
+        # Without a world only: a strategy's configuration has DDP options for whatever its cells become.
+        if world is None and is_ddp_requested and "fsdp" in forms:
+            raise ConfigError(
+                "ddp options were given, but the cells are FSDP, which follows none of them; leave ddp out, or make "
+                "replicas of one rank (hsdp=1)"
+            )
+        # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
+        checked = options if world is None else replace(options, mp_policy=None)
+        check_model(model, forms, checked, is_meta=is_bare, is_staged=world is not None and world.pp_enabled)
+        tensors = (
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.is_meta}"
+            for name, tensor in named_tensors(model)
+        )
+        share("\n".join([str(options), *tensors]))
+    return options, is_bare
+
+
 def check_model(
     model: nn.Module, forms: Sequence[str], options: SpreadOptions, *, is_meta: bool, is_staged: bool = False
 ) -> None:
-    """Raise where a model cannot be spread as asked, on the ranks of all cells alike; local.
-
-    :param model: The whole model.
-    :param forms: How each cell holds its model: ``plain``, ``ddp`` or ``fsdp``.
-    :param options: What is asked for.
-    :param is_meta: Whether its tensors have no values yet.
-    :param is_staged: Whether each rank gets a stage of it, so that what no layer class holds is spread over several.
-    :raises ConfigError: if a tensor, a layer class or a policy cannot be meant.
-    """
+    """Raise where a model cannot be spread as asked, on the ranks of all cells alike; local."""
     wrap = options.layers
     for layer in wrap:
         if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
@@ -472,17 +269,6 @@ def _check_gradients(model: nn.Module, units: Mapping[str, int]) -> None:
             )
 
 
-def _units(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> dict[str, int]:
-    """Tell for each name of a parameter, tied ones too, which FSDP2 unit it belongs to; 0 is the model itself."""
-    units = {}
-    paths = dict(model.named_modules(remove_duplicate=False))
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        parents = name.split(".")[:-1]
-        holders = (paths[".".join(parents[:depth])] for depth in range(len(parents), 0, -1))
-        units[name] = next((id(holder) for holder in holders if wrap and isinstance(holder, wrap)), 0)
-    return units
-
-
 def _check_ties(model: nn.Module, units: Mapping[str, int]) -> None:
     """Refuse to cut one parameter in two: FSDP2 gives each of its units a copy of its own."""
     homes: dict[int, str] = {}
@@ -495,7 +281,183 @@ def _check_ties(model: nn.Module, units: Mapping[str, int]) -> None:
             )
 
 
+def _units(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> dict[str, int]:
+    """Tell for each name of a parameter, tied ones too, which FSDP2 unit it belongs to; 0 is the model itself."""
+    units = {}
+    paths = dict(model.named_modules(remove_duplicate=False))
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        parents = name.split(".")[:-1]
+        holders = (paths[".".join(parents[:depth])] for depth in range(len(parents), 0, -1))
+        units[name] = next((id(holder) for holder in holders if wrap and isinstance(holder, wrap)), 0)
+    return units
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all parameters, then all buffers, with their names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+@torch.no_grad()
+def send_weights(model: nn.Module, state: DistributedState) -> None:
+    """Copy rank 0's parameters and buffers to all ranks: once to the first rank of each cell, then on at home.
+
+    Collective over the world.
+    """
+    topology, rank = state.topology, dist.get_rank()
+    heads = topology.offsets[:-1]
+    head = heads[topology.cell_of(rank)]
+    # Outside a federation the world is the only cell.
+    home = state.federation if state.federation is not None else dist.group.WORLD
+    across = state.federated_group[0] if state.federated_group else None
+    device = transfer_device(state)
+    connect((across, dist.group.WORLD, home), device)
+    for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
+        flat = torch.cat([bytes_of(tensor) for tensor in tensors]).to(device)
+        if rank == 0:
+            moves = [dist.P2POp(dist.isend, flat, peer, across) for peer in heads[1:]]
+        else:
+            moves = [dist.P2POp(dist.irecv, flat, 0, across)] if rank == head else []
+        # Together: for a single message NCCL would connect its two ranks anew, and keep that.
+        for work in dist.batch_isend_irecv(moves) if moves else ():
+            work.wait()
+        dist.broadcast(flat, src=head, group=home)
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
+            tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.nbytes > BROADCAST_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _form(state: DistributedState, world: DistributedWorld | None, cell: int) -> str:
+    """Tell how a cell holds its model, or a pipeline's stage its layers: ``plain``, ``ddp`` or ``fsdp``."""
+    if world is None:
+        if state.topology.sizes[cell] == 1:
+            return "plain"
+        return "ddp" if state.topology.replica_size == 1 else "fsdp"
+    place = world.place_in(cell)
+    replicas = place.size("dp_replicate")
+    # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
+    if place.size("dp_shard_cp") > 1 or (place.size("tp") > 1 and replicas > 1):
+        return "fsdp"
+    return "ddp" if replicas > 1 else "plain"
+
+
+def _device(state: DistributedState) -> torch.device:
+    device = state.current_device if state.current_device is not None else state.device_type
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+
+
+def _fsdp_mesh(state: DistributedState, world: DistributedWorld | None) -> Any:
+    if world is not None:
+        return world.get_mesh("fsdp")
+    return state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
+
+
+def _set_batch_norm_group(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
+    """Let SyncBatchNorm compare a cell's batches, where it would take the world: across the slow link in every step."""
+    group = state.federation if world is None else world.get_group("dp_cp")
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.process_group = group
+
+
+def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:
+    """Let layers be computed again in the backward pass, and compile them; names stay as they are."""
+    for module in model.modules():
+        if not isinstance(module, options.layers):
+            continue
+        if options.checkpointing != "none":
+            contexts: dict[str, Any] = {} if options.checkpointing == "full" else {"context_fn": _selective_contexts}
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
+        if options.compile:
+            module.compile()
+
+
+def _selective_contexts() -> Any:
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
+    """Shard a model with FSDP2, inner layers first: a module shards what its children have not claimed."""
+    if mesh.device_type == "cpu":
+        return_large_blocks()
+    for module in reversed(list(model.modules())):
+        if module is model or (options.layers and isinstance(module, options.layers)):
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=options.mp_policy or MixedPrecisionPolicy(),
+                offload_policy=options.offload_policy or OffloadPolicy(),
+                reshard_after_forward=options.reshard_after_forward and (module is not model or None),
+            )
+    if options.prefetch:
+        units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        for module, following in itertools.pairwise(units):
+            module.set_modules_to_forward_prefetch([following])
+
+
+def _replicate(
+    model: nn.Module, state: DistributedState, world: DistributedWorld | None, asked: DDPConfig
+) -> nn.Module:
+    """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
+    device = _device(state)
+    with torch.no_grad():
+        for _, tensor in named_tensors(model):
+            if tensor.is_contiguous():
+                # Dimensions of size 1 may have any stride, but DDP refuses to copy between tensors of other strides.
+                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+    if world is not None and world.pp_enabled:
+        group: dist.ProcessGroup | None = world.get_group("dp_replicate")
+    else:
+        group = state.replica_group[0] if state.replica_group else dist.group.WORLD
+    ddp = nn.parallel.DistributedDataParallel(
+        model,
+        process_group=group,
+        device_ids=[device] if device.type == "cuda" else None,
+        init_sync=False,
+        find_unused_parameters=asked.find_unused_parameters,
+        gradient_as_bucket_view=asked.gradient_as_bucket_view,
+        static_graph=asked.static_graph,
+        bucket_cap_mb=asked.bucket_cap_mb,
+    )
+    _add_hook(ddp, group, asked)
+    return ddp
+
+
+def _add_hook(ddp: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup | None, asked: DDPConfig) -> None:
+    if asked.communication_hook == "none":
+        return
+    if asked.communication_hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group, asked.powersgd_rank, start_powerSGD_iter=asked.powersgd_start, use_error_feedback=True
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return
+    if asked.communication_hook == "fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    else:  # DDP reads annotations, which are texts in this file
+        ddp.register_comm_hook(group, lambda group, bucket: _average_in_bf16(group, bucket))
+
+
+def _average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in bfloat16; torch's own hook for that is for NCCL alone."""
+    gradients = bucket.buffer()
+    rounded = gradients.to(torch.bfloat16).div_(group.size())
+    work = dist.all_reduce(rounded, group=group, async_op=True)
+    assert work is not None, "this rank belongs to the group"
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+    return averaged

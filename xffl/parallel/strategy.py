@@ -1,4 +1,4 @@
-"""A strategy: what a training script calls, whether its model is on one device or spread over many."""
+"""Interface of the strategies: what a training script calls, whether its model is on one device or over many."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from xffl.checkpoint import load_checkpoint, save_checkpoint
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import StrategyConfig, check_name, read_config, with_precision
 
 __all__ = ["DistributedStrategy", "to_device"]
@@ -61,12 +61,13 @@ class DistributedStrategy(ABC):
 
     def __init__(self, config: object = None) -> None:
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
-        self.device_parameters = self._parameters()
         distributed = self.config.distributed
+        mesh = self._preset() if distributed.device_parameters is None else distributed.device_parameters
+        self.device_parameters = with_precision(mesh, self.config)
         self.world = DistributedWorld(
             self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
         )
-        self._window, self._is_last = 1, True
+        self._accumulator = Accumulator(self._synchronize)
         self.has_taken_over = False
         """Whether the last batches ended because another replica group's state was taken over"""
         self.is_step_lost = False
@@ -85,9 +86,10 @@ class DistributedStrategy(ABC):
         """
         from xffl.parallel import STRATEGIES
 
-        found = read_config(config)
-        check_name("strategy", found.distributed.strategy, STRATEGIES)
-        return STRATEGIES[found.distributed.strategy](found)
+        parsed = read_config(config)
+        strategies = STRATEGIES
+        check_name("strategy", parsed.distributed.strategy, strategies)
+        return strategies[parsed.distributed.strategy](parsed)
 
     # Who is where -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class DistributedStrategy(ABC):
     @property
     def is_accumulating_gradients(self) -> bool:
         """Whether more micro-batches follow before the optimizer steps."""
-        return not self._is_last
+        return not self._accumulator.is_last
 
     def micro_batches(self, loader: Iterable[T], *models: nn.Module) -> Generator[T, None, None]:
         r"""Yield a loader's batches on this rank's device, and let gradients add up over each window of them.
@@ -229,15 +231,11 @@ class DistributedStrategy(ABC):
                 window = list(itertools.islice(batches, self.config.training.gradient_accumulation))
                 if not window:
                     return
-                self._window = len(window)
                 for index, batch in enumerate(window):
-                    if self._is_last != (index + 1 == len(window)):
-                        self._synchronize_all(models, not self._is_last)
+                    self._accumulator.enter(index, len(window), models)
                     yield self.to_device(batch)
         finally:
-            self._window = 1
-            if not self._is_last:
-                self._synchronize_all(models, True)
+            self._accumulator.close(models)
 
     @contextmanager
     def no_gradient_sync(self, *models: nn.Module) -> Iterator[None]:
@@ -246,21 +244,15 @@ class DistributedStrategy(ABC):
         :param \*models: What :meth:`wrap_model` returned.
         :yield: Nothing.
         """
-        self._synchronize_all(models, False)
+        self._accumulator.set_last(False, models)
         try:
             yield
         finally:
-            self._synchronize_all(models, True)
+            self._accumulator.set_last(True, models)
 
-    def _synchronize_all(self, models: Iterable[nn.Module], is_last: bool) -> None:
-        self._is_last = is_last  # also where there is no model
-        for model in models:
-            self._synchronize(model, is_last)
-
+    @abstractmethod
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
-        """Say whether the next backward pass synchronizes gradients."""
-        del model
-        self._is_last = is_last
+        """Let the next backward pass of a model synchronize gradients, or only add them up; local."""
 
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
@@ -288,10 +280,13 @@ class DistributedStrategy(ABC):
         :raises StateError: if no loss was given.
         """
         with self.train_context():
-            loss = self._loss_of(model(*inputs, **named), target)
+            output = model(*inputs, **named)
+            if self._loss is None:
+                raise StateError("forward_backward needs a loss; give wrap_model(model, loss=...)")
+            loss = self._loss(output, target)
             self.backward(loss, share=share)
-        told = loss.detach()
-        return told.full_tensor() if isinstance(told, DTensor) else told
+        loss = loss.detach()
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
         """Compute gradients; collective over the cell where they are synchronized.
@@ -299,8 +294,8 @@ class DistributedStrategy(ABC):
         :param loss: This micro-batch's mean loss on this rank.
         :param share: What the micro-batch counts for in its window; by default all count alike.
         """
-        part = 1.0 / self._window if share is None else share
-        (loss if part == 1.0 else loss * part).backward()  # type: ignore[no-untyped-call]
+        factor = self._accumulator.factor(share)
+        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -319,20 +314,13 @@ class DistributedStrategy(ABC):
             lost on the way.
         :raises StateError: in the middle of a window, where gradients are not synchronized yet.
         """
-        self._check_window()
+        self._accumulator.check_complete()
         self.is_step_lost = not self.world.commit_step()
         for optimizer in optimizers:
             if not self.is_step_lost:
                 optimizer.step()
             optimizer.zero_grad()
         return not self.is_step_lost
-
-    def _check_window(self) -> None:
-        if self.is_accumulating_gradients:
-            raise StateError(
-                "step was called in the middle of a window, whose gradients are not synchronized; call it where "
-                "is_accumulating_gradients is False, and close() a generator of micro_batches that is left early"
-            )
 
     def to_device(self, batch: T) -> T:
         """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.strategy.to_device`.
@@ -404,7 +392,7 @@ class DistributedStrategy(ABC):
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
         if model is None:
-            model, optimizer = self._known(optimizer)
+            model, optimizer = self._only_model(optimizer)
         parts = self._all_parts(model, optimizer, others)
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
@@ -426,29 +414,24 @@ class DistributedStrategy(ABC):
 
     # What the strategies say ------------------------------------------------------------------------------------------
 
-    def _loss_of(self, output: Any, target: torch.Tensor) -> torch.Tensor:
-        if self._loss is None:
-            raise StateError("forward_backward needs a loss; give wrap_model(model, loss=...)")
-        return self._loss(output, target)
-
-    def _known(
+    def _only_model(
         self, optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
     ) -> tuple[nn.Module, torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None]:
         """Return the only model that was wrapped, and its optimizer where none is given; collective over the world."""
-        error: XfflError | None = None
-        gc.collect()  # what was thrown away lives until its cycles are found
-        wrapped = list(self._wrapped.items())
-        if not wrapped:
-            error = StateError("there is no model to load into; call wrap_model first, or give load_checkpoint a model")
-        elif len(wrapped) > 1 or (optimizer is None and len(wrapped[0][1]) > 1):
-            what = "models" if len(wrapped) > 1 else "optimizers"
-            error = ConfigError(
-                f"the strategy has wrapped several {what}; give load_checkpoint(path, model, optimizer), or mappings "
-                "of them by the names that were saved"
-            )
-        check_consistent(
-            "models to load a checkpoint into", str([len(optimizers) for _, optimizers in wrapped]), error=error
-        )
+        with run_on_all_ranks("models to load a checkpoint into") as share:
+            gc.collect()  # a model that was dropped stays in the dictionary until its reference cycles are collected
+            wrapped = list(self._wrapped.items())
+            if not wrapped:
+                raise StateError(
+                    "there is no model to load into; call wrap_model first, or give load_checkpoint a model"
+                )
+            if len(wrapped) > 1 or (optimizer is None and len(wrapped[0][1]) > 1):
+                what = "models" if len(wrapped) > 1 else "optimizers"
+                raise ConfigError(
+                    f"the strategy has wrapped several {what}; give load_checkpoint(path, model, optimizer), or "
+                    "mappings of them by the names that were saved"
+                )
+            share([len(optimizers) for _, optimizers in wrapped])
         model, optimizers = wrapped[0]
         return model, next(iter(optimizers), None) if optimizer is None else optimizer
 
@@ -459,8 +442,8 @@ class DistributedStrategy(ABC):
         others: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         models = {"model": model} if isinstance(model, nn.Module) else dict(model)
-        given = {} if optimizer is None else optimizer if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
-        parts = self._parts(models, dict(given))
+        optimizers = {"optimizer": optimizer} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer or {})
+        parts = self._parts(models, optimizers)
         if twice := sorted(parts.keys() & (others or {}).keys()):
             raise ConfigError(f"the checkpoint has two parts called {twice[0]!r}; give one another name")
         return {**parts, **(others or {})}
@@ -474,10 +457,47 @@ class DistributedStrategy(ABC):
     def _preset(cls) -> DeviceParameters:
         """Return the mesh where none is asked for."""
 
-    def _parameters(self) -> DeviceParameters:
-        """Return the mesh, with what the training says of precision."""
-        asked = self.config.distributed.device_parameters
-        return with_precision(self._preset() if asked is None else asked, self.config)
+
+class Accumulator:
+    """The window of micro-batches whose gradients add up before the optimizer steps.
+
+    Gradients are synchronized in the backward pass of the window's last micro-batch only.
+    """
+
+    def __init__(self, synchronize: Callable[[nn.Module, bool], None]) -> None:
+        self.size = 1
+        self.is_last = True
+        self._synchronize = synchronize
+
+    def enter(self, index: int, size: int, models: Iterable[nn.Module]) -> None:
+        """Go on to a micro-batch of a window."""
+        self.size = size
+        if self.is_last != (index + 1 == size):
+            self.set_last(not self.is_last, models)
+
+    def close(self, models: Iterable[nn.Module]) -> None:
+        """Leave the window, in its middle, too."""
+        self.size = 1
+        if not self.is_last:
+            self.set_last(True, models)
+
+    def set_last(self, is_last: bool, models: Iterable[nn.Module]) -> None:
+        """Say whether the next backward pass of the models synchronizes gradients."""
+        self.is_last = is_last  # also where there is no model
+        for model in models:
+            self._synchronize(model, is_last)
+
+    def factor(self, share: float | None) -> float:
+        """Return what a micro-batch's loss counts for in its window."""
+        return 1.0 / self.size if share is None else share
+
+    def check_complete(self) -> None:
+        """Raise in the middle of a window."""
+        if not self.is_last:
+            raise StateError(
+                "step was called in the middle of a window, whose gradients are not synchronized; call it where "
+                "is_accumulating_gradients is False, and close() a generator of micro_batches that is left early"
+            )
 
 
 def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T:
@@ -492,50 +512,29 @@ def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T
         do, since the CPU would read them before they are there.
     :return: An object of the same kind.
     """
+    is_async = non_blocking and device.type == "cuda"
     moved: Any = batch
     if isinstance(batch, torch.Tensor):
-        moved = batch.to(device, non_blocking=non_blocking and device.type == "cuda")
+        moved = batch.to(device, non_blocking=is_async)
     elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
-        is_behind = non_blocking and device.type == "cuda"
-        moved = batch.to(device=device, non_blocking=is_behind)  # type: ignore[call-arg]
-    elif isinstance(batch, dict):
-        moved = _with(batch, dict(batch), device, non_blocking, _put_items)
+        moved = batch.to(device=device, non_blocking=is_async)  # type: ignore[call-arg]
     elif isinstance(batch, (list, tuple)):
         items = [to_device(item, device, non_blocking=non_blocking) for item in batch]
         if any(new is not old for new, old in zip(items, batch, strict=True)):
             moved = type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    elif isinstance(batch, Mapping):
-        found = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
-        if any(found[key] is not batch[key] for key in found):
-            moved = type(batch)(found)  # type: ignore[call-arg]
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        moved = _with(batch, fields, device, non_blocking, _put_attributes)
+    elif isinstance(batch, Mapping) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
+        is_mapping = isinstance(batch, Mapping)
+        fields = dict(batch) if is_mapping else {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}  # type: ignore[arg-type]
+        values = {key: to_device(value, device, non_blocking=non_blocking) for key, value in fields.items()}
+        changed = {key: value for key, value in values.items() if value is not fields[key]}
+        if changed and isinstance(batch, dict):
+            moved = copy.copy(batch)  # keeps the class, and what a subclass holds beside its items
+            moved.update(changed)
+        elif changed and is_mapping:
+            moved = type(batch)(values)  # type: ignore[call-arg]
+        elif changed:
+            moved = copy.copy(batch)
+            for name, value in changed.items():
+                object.__setattr__(moved, name, value)  # a frozen dataclass, too
     result: T = moved
     return result
-
-
-def _with(
-    batch: Any,
-    held: dict[Any, Any],
-    device: torch.device,
-    non_blocking: bool,
-    put: Callable[[Any, dict[Any, Any]], None],
-) -> Any:
-    """Return a copy of an object in which what moved stands in its place; the object itself where nothing did."""
-    there = {key: to_device(value, device, non_blocking=non_blocking) for key, value in held.items()}
-    moved = {key: value for key, value in there.items() if value is not held[key]}
-    if not moved:
-        return batch
-    copied = copy.copy(batch)
-    put(copied, moved)
-    return copied
-
-
-def _put_items(batch: Any, items: dict[Any, Any]) -> None:
-    batch.update(items)
-
-
-def _put_attributes(batch: Any, values: dict[Any, Any]) -> None:
-    for name, value in values.items():
-        object.__setattr__(batch, name, value)  # a frozen dataclass, too

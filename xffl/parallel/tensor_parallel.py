@@ -397,9 +397,6 @@ class Replicated(ParallelStyle):
 
     Nothing moves in the forward pass. Unlike torch's ``SequenceParallel`` it takes weights of any values and leaves
     frozen ones frozen, and what goes in and comes out are plain tensors.
-
-    :param layout: How the first input lies over the mesh: ``Shard(1)`` for parts of a sequence.
-    :param output_layout: How the output shall lie; by default as it comes.
     """
 
     def __init__(self, *, layout: Placement | None = None, output_layout: Placement | None = None) -> None:
@@ -430,8 +427,6 @@ class GatheredInput(ParallelStyle):
     One all-gather forward and one reduce-scatter backward for ``Shard(1)``; one all-reduce backward for
     ``Replicate()``. The first input is the first floating-point tensor of the call, by position or by name (torch's
     ``PrepareModuleInput`` wants to know all arguments of the call).
-
-    :param layout: How the input lies over the mesh.
     """
 
     def __init__(self, *, layout: Placement) -> None:

@@ -24,15 +24,7 @@ _SCHEDULES: dict[str, type[ScheduleGPipe] | type[Schedule1F1B]] = {"1f1b": Sched
 
 
 class Stage(PipelineStage):
-    """Torch's stage with known sizes, arguments that are not cut, and a say in when gradients are reduced.
-
-    :param module: The stage's layers.
-    :param number: Which stage it is.
-    :param device: Where it computes.
-    :param flows: Stand-ins of what goes into each stage, and of what comes out of the last.
-    :param group: The stages' ranks, in order.
-    :param pick: Takes what the next stage gets out of what the module returns.
-    """
+    """Torch's stage with known sizes, arguments that are not cut, and a say in when gradients are reduced."""
 
     def __init__(
         self,
@@ -92,13 +84,6 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype
 
 
 def make_schedule(stage: Stage, mode: str, micro_batches: int, loss: Callable[..., torch.Tensor] | None) -> Schedule:
-    """Return a schedule of a stage; local.
-
-    :param stage: The stage.
-    :param mode: ``"1f1b"``, ``"gpipe"``, or anything else for a pass forward.
-    :param micro_batches: How many parts a batch is cut into.
-    :param loss: The loss of a micro-batch; ``None`` where there is none.
-    :return: The schedule.
-    """
+    """Return a schedule of a stage; local."""
     # Torch's scale_grads would divide the gradients of earlier calls once more; the loss is divided instead.
     return _SCHEDULES.get(mode, ScheduleGPipe)(stage, micro_batches, loss_fn=loss, scale_grads=False)

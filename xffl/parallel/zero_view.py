@@ -46,13 +46,7 @@ NO_ENGINE = (
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer holds of a parameter.
-
-    :param row: Which of the optimizer's rows it lies in.
-    :param offset: Where in the row it begins.
-    :param start: The parameter's element that it begins with.
-    :param numel: Its elements, without padding; 0 where the rank holds none.
-    """
+    """What this rank's optimizer holds of a parameter."""
 
     row: int
     offset: int
@@ -66,10 +60,6 @@ class Masters:
     The :attr:`view` is a model of the same structure whose parameters are rows cut over the ranks of the cell (a
     :class:`DTensor` of one dimension each), in memory of their own: 4 bytes for each element that the rank holds.
     Buffers are the model's own; so are parameters that are not trained.
-
-    :param engine: DeepSpeed's engine, of stage 1, 2 or 3.
-    :param model: The model in it.
-    :param mesh: The ranks of the cell.
     """
 
     def __init__(self, engine: Any, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -237,8 +227,6 @@ class Masters:
         """Return the optimizer's state by parameter, cut like the view, and its options.
 
         Collective over the cell with stages 1 and 2: an all-reduce of each tensor of the size of a parameter.
-
-        :return: Cut rows by parameter and entry, what else belongs to each row, and the options of each group.
         """
         inner = self._engine.optimizer.optimizer
         states: list[dict[str, Any]] = [dict(inner.state.get(row, {})) for row in self._rows]
@@ -261,10 +249,7 @@ class Masters:
         return {"rows": cut, "others": by_name, "options": options, "loss_scale": dict(vars(scale))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, of any number of ranks; collective like it.
-
-        :param state: The state.
-        """
+        """Take over what :meth:`state_dict` returned, of any number of ranks; collective like it."""
         inner = self._engine.optimizer.optimizer
         for name, fragment in self._fragment.items():
             kept = inner.state[self._rows[fragment.row]]
@@ -307,40 +292,23 @@ class Masters:
 
 
 def mark_unready(model: nn.Module) -> None:
-    """Mark a model that ZeRO is to cut, so that nobody uses it before; local.
-
-    :param model: The model, without wrappers.
-    """
+    """Mark a model that ZeRO is to cut, so that nobody uses it before; local."""
     object.__setattr__(model, MARK, UNREADY)
 
 
 def mark(model: nn.Module, masters: Masters | None) -> None:
-    """Mark a model with what ZeRO has cut it into; local.
-
-    :param model: The model, without wrappers.
-    :param masters: The masters; ``None`` where nothing is cut (stage 0).
-    """
+    """Mark a model with what ZeRO has cut it into; local."""
     object.__setattr__(model, MARK, masters)
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Tell whether an engine has cut a model, or a part of it; local.
-
-    :param model: The model, or a wrapper of it.
-    :return: Whether it has.
-    """
+    """Tell whether an engine has cut a model, or a part of it; local."""
     is_marked = any(isinstance(module.__dict__.get(MARK), Masters) for module in model.modules())
     return is_marked or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def find_masters(model: nn.Module) -> Masters | None:
-    """Return the masters of a model; local.
-
-    :param model: The model, or a wrapper of it: the engine, too.
-    :return: The masters; ``None`` where ZeRO has not cut it.
-    :raises StateError: if the engine is still to be made.
-    :raises ConfigError: if DeepSpeed has cut it without the strategy.
-    """
+    """Return the masters of a model; local."""
     for module in model.modules():
         found = module.__dict__.get(MARK)
         if found == UNREADY:
@@ -361,32 +329,20 @@ def find_masters(model: nn.Module) -> Masters | None:
 
 
 def round_view(model: nn.Module) -> nn.Module:
-    """Return the model whose tensors take part in rounds: the masters where ZeRO has cut it, else the model itself.
-
-    :param model: The model that trains.
-    :return: The same object for the same model.
-    """
+    """Return the model whose tensors take part in rounds: the masters where ZeRO has cut it, else the model itself."""
     masters = find_masters(model)
     return model if masters is None else masters.view
 
 
 def refresh_view(model: nn.Module, *, is_new: bool = True) -> None:
-    """Take the masters as they are into the view; collective over the cell where ZeRO has cut the model.
-
-    :param model: The model that trains.
-    :param is_new: Whether to do so even where no step was made since the last time.
-    :raises ConfigError: if the model holds other parameters than the engine.
-    """
+    """Take the masters as they are into the view; collective over the cell where ZeRO has cut the model."""
     if (masters := find_masters(model)) is not None:
         masters.read() if is_new else masters.read_again()
         masters.check()  # after what is collective
 
 
 def write_view(model: nn.Module) -> None:
-    """Write the view's values into masters and weights; collective over the cell where ZeRO has cut the model.
-
-    :param model: The model that trains.
-    """
+    """Write the view's values into masters and weights; collective over the cell where ZeRO has cut the model."""
     if (masters := find_masters(model)) is not None:
         masters.write()
 
