@@ -24,7 +24,7 @@ from xffl.aggregation.engine.status import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Entry, Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint import load_checkpoint, save_checkpoint
-from xffl.checkpoint.format import Record, check_path, read_record, settle
+from xffl.checkpoint.format import Record, check_path, locate_checkpoint, read_record
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
@@ -265,7 +265,7 @@ def digest_of_folder(path: Path) -> str:
     :param path: Its folder.
     :return: The SHA-256 of the index.
     """
-    return read_record(settle(check_path(path))).indexes[HOME]
+    return read_record(locate_checkpoint(check_path(path))).indexes[HOME]
 
 
 def is_exported(
@@ -307,7 +307,7 @@ def check_folder(path: Path) -> Record:
     :return: Its record.
     :raises CheckpointError: if one differs.
     """
-    folder = settle(check_path(path))
+    folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
     check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
     return record
@@ -381,7 +381,7 @@ def read_told(path: Path, kind: str) -> dict[str, Any]:
     :return: What it says.
     :raises CheckpointError: if it is no such folder.
     """
-    folder = settle(check_path(path))
+    folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
     told = record.values.get(kind)
     if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(told, dict):

@@ -20,10 +20,10 @@ from xffl.errors import ConfigError
 __all__ = [
     "Contents",
     "Part",
-    "buffers_of",
     "check_parts",
     "check_readable",
     "collect",
+    "find_buffers",
     "is_extra_state",
     "is_overlapping",
     "model_names",
@@ -183,7 +183,7 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
             ) from error
 
 
-def buffers_of(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:
+def find_buffers(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:
     """Return the models' buffers among what the parts hold, but for those that are spread over ranks; local.
 
     :param parts: Parts by name.

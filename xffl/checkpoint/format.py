@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -38,24 +38,24 @@ __all__ = [
     "Cell",
     "FileEntry",
     "Record",
-    "aside",
     "check_file",
     "check_path",
     "checksum",
     "delete",
-    "entry_of",
+    "file_entry",
     "find_record",
-    "gather",
+    "gather_in_cell",
+    "locate_checkpoint",
     "publish",
     "read_pointer",
     "read_record",
     "record_text",
     "remove_checkpoint",
-    "settle",
+    "run_collectively",
     "sync",
     "sync_all",
+    "temporary_path",
     "this_cell",
-    "together",
     "write_pointer",
     "write_text",
 ]
@@ -94,7 +94,7 @@ class Record:
     """SHA-256 of each cell's index by the cell's folder"""
 
 
-def aside(path: Path, kind: str) -> Path:
+def temporary_path(path: Path, kind: str) -> Path:
     """Return the hidden folder beside a checkpoint that holds its ``partial``, ``old`` or ``removed`` form.
 
     :param path: The checkpoint.
@@ -104,13 +104,13 @@ def aside(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}")
 
 
-def settle(path: Path) -> Path:
+def locate_checkpoint(path: Path) -> Path:
     """Return where a checkpoint lies: under its name, or still aside where a kill came between two renames.
 
     :param path: The checkpoint as the user names it.
     :return: A folder, which may not exist.
     """
-    old = aside(path, "old")
+    old = temporary_path(path, "old")
     return old if not path.exists() and (old / RECORD).is_file() else path
 
 
@@ -238,12 +238,12 @@ def publish(path: Path, record: Record) -> None:
     """Give the finished partial folder its name; one process calls it, when all ranks have written theirs.
 
     A kill at any moment leaves the checkpoint of before or the new one, under its name or, between two renames, where
-    :func:`settle` finds it.
+    :func:`locate_checkpoint` finds it.
 
     :param path: The checkpoint.
     :param record: What it says of itself.
     """
-    partial, old = aside(path, "partial"), aside(path, "old")
+    partial, old = temporary_path(path, "partial"), temporary_path(path, "old")
     write_text(partial / RECORD, record_text(record))
     sync(partial)
     if path.exists():
@@ -261,7 +261,7 @@ def remove_checkpoint(path: Path) -> None:
 
     :param path: The checkpoint.
     """
-    found, old, removed = settle(path), aside(path, "old"), aside(path, "removed")
+    found, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
     if found != old and old.exists():
         delete(old)  # while the newer one stands: it would show again afterwards
     if removed.exists():
@@ -314,7 +314,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def entry_of(path: Path) -> FileEntry:
+def file_entry(path: Path) -> FileEntry:
     """Return what an index says of a file, read back from where it was written.
 
     :param path: The file.
@@ -412,7 +412,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def together(
+def run_collectively(
     what: str,
     act: Callable[[], T],
     path: Path,
@@ -434,28 +434,27 @@ def together(
     :return: What ``act`` returned.
     :raises XfflError: the same on all ranks: what ``act`` raised somewhere, other errors as a CheckpointError.
     """
-    done: list[T] = []
     error: XfflError | None = None
-    text = ""
     try:
-        done.append(act())
-        text = show(done[0])
-    except XfflError as wrong:
-        error = wrong
-    except (Exception, CheckpointException) as wrong:  # noqa: BLE001 - whatever it is, the others must hear of it
-        error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
-        error.__cause__ = wrong
-    try:
-        check_consistent(f"{what} of a checkpoint", text, error=error, group=world)
+        with run_on_all_ranks(f"{what} of a checkpoint", group=world) as share:
+            try:
+                result = act()
+                share(show(result))
+            except XfflError as wrong:
+                error = wrong
+                raise
+            except (Exception, CheckpointException) as wrong:  # the latter, of DCP, is a BaseException
+                error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
+                raise error from wrong
     except XfflError:
         raise
     except RuntimeError as lost:  # a rank died: there is nobody to agree with
-        told = f"{error} Also, " if error is not None else f"checkpoint {path}: "
-        raise CheckpointError(f"{told}{what} was not confirmed by all ranks: {lost}; {advice}") from (error or lost)
-    return done[0]
+        before = f"{error} Also, " if error is not None else f"checkpoint {path}: "
+        raise CheckpointError(f"{before}{what} was not confirmed by all ranks: {lost}; {advice}") from (error or lost)
+    return result
 
 
-def gather(value: Any, cell: Cell) -> list[Any]:
+def gather_in_cell(value: Any, cell: Cell) -> list[Any]:
     """Return a small value of each rank of the cell; collective over the cell.
 
     :param value: This rank's value.

@@ -1,4 +1,4 @@
-"""Saving: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
+"""PreparedSave: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
 
 from __future__ import annotations
 
@@ -19,38 +19,47 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import __version__
-from xffl.checkpoint.contents import Contents, Part, buffers_of, check_parts, collect
+from xffl.checkpoint.contents import Contents, Part, check_parts, collect, find_buffers
 from xffl.checkpoint.format import (
     INDEX,
     Cell,
     FileEntry,
     Record,
-    aside,
     check_path,
     checksum,
     delete,
     find_record,
-    gather,
+    gather_in_cell,
+    locate_checkpoint,
     publish,
-    settle,
+    run_collectively,
+    temporary_path,
     this_cell,
-    together,
 )
-from xffl.checkpoint.rank_state import OwnState, check_own, collect_own, digests_of, unlike, write_own
+from xffl.checkpoint.rank_state import (
+    RankState,
+    check_rank_state,
+    collect_rank_state,
+    differing_names,
+    hash_buffers,
+    write_rank_state,
+)
 from xffl.checkpoint.storage import CellWriter
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
-__all__ = ["Kept", "Saving", "begin", "save_checkpoint", "write"]
+__all__ = ["PreparedSave", "SaveRequest", "begin", "save_checkpoint", "write"]
 
 
-KEPT = "what was saved before stays; see that there is space and that the folder can be written, then save again"
+PREVIOUS_STAYS = (
+    "what was saved before stays; see that there is space and that the folder can be written, then save again"
+)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SaveRequest:
     """What a caller gives to be kept; see :func:`save_checkpoint`."""
 
     parts: Mapping[str, Part]
@@ -60,7 +69,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Saving:
+class PreparedSave:
     """A checkpoint that is to be written."""
 
     target: Path
@@ -70,7 +79,7 @@ class Saving:
     values: dict[str, Plain]
     after_round: bool
     contents: Contents
-    own: OwnState
+    own: RankState
 
     def record(self) -> Record:
         """Return what the checkpoint says of itself, but for the indexes' checksums."""
@@ -125,17 +134,17 @@ def save_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
-    write(begin(path, Kept(parts, values, own, after_round), state))
+    write(begin(path, SaveRequest(parts, values, own, after_round), state))
 
 
 def begin(
     path: str | os.PathLike[str],
-    kept: Kept,
+    kept: SaveRequest,
     state: DistributedState,
     *,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
     is_copied: bool = False,
-) -> Saving:
+) -> PreparedSave:
     """Check what is to be kept and take it; collective over the world.
 
     :param path: The folder to make.
@@ -152,42 +161,50 @@ def begin(
         check_parts(kept.parts)
         if not isinstance(kept.after_round, bool):
             raise ConfigError(f"after_round is {kept.after_round!r}; give True or False")
-        own = check_own(kept.own)
+        own = check_rank_state(kept.own)
         return check_path(path), _plain_values(kept.values), this_cell(state, groups), own
 
     shown = Path(str(path))
-    target, plain, cell, own = together(
-        "arguments", given, shown, KEPT, lambda it: _text(it[0], kept, it[1], it[3]), world=world
+    target, plain, cell, own = run_collectively(
+        "arguments", given, shown, PREVIOUS_STAYS, lambda it: _text(it[0], kept, it[1], it[3]), world=world
     )
 
-    def take() -> tuple[Contents, OwnState, dict[str, torch.Tensor], dict[str, str]]:
+    def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
         found = collect(kept.parts)
-        buffers = buffers_of(kept.parts, found)
-        return found.on_host() if is_copied else found, collect_own(own), buffers, digests_of(buffers)
+        buffers = find_buffers(kept.parts, found)
+        return found.on_host() if is_copied else found, collect_rank_state(own), buffers, hash_buffers(buffers)
 
-    contents, own_state, buffers, digests = together("contents", take, target, KEPT, world=world)
+    contents, own_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 
-    def set_apart() -> OwnState:
-        apart = unlike(gather(digests, cell)) & buffers.keys()
+    def set_apart() -> RankState:
+        apart = differing_names(gather_in_cell(digests, cell)) & buffers.keys()
         return replace(own_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 
-    own_state = together("buffers", set_apart, target, KEPT, world=world)
+    own_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
     names = tuple(sorted(kept.parts))
-    return Saving(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
+    return PreparedSave(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
 
 
-def write(saving: Saving) -> None:
+def write(saving: PreparedSave) -> None:
     """Write a checkpoint and give it its name; collective over the world.
 
     :param saving: What :func:`begin` returned.
     :raises XfflError: the same on all ranks.
     """
     target, cell = saving.target, saving.cell
-    together("preparing", lambda: _prepare(target, cell), target, KEPT, world=cell.world)
-    partial = aside(target, "partial")
+    run_collectively("preparing", lambda: _prepare(target, cell), target, PREVIOUS_STAYS, world=cell.world)
+    partial = temporary_path(target, "partial")
     try:
-        together("writing", lambda: _write(partial / cell.name, saving), target, KEPT, world=cell.world)
-        together("publishing", lambda: _publish(target, saving.record(), cell), target, KEPT, world=cell.world)
+        run_collectively(
+            "writing", lambda: _write(partial / cell.name, saving), target, PREVIOUS_STAYS, world=cell.world
+        )
+        run_collectively(
+            "publishing",
+            lambda: _publish(target, saving.record(), cell),
+            target,
+            PREVIOUS_STAYS,
+            world=cell.world,
+        )
     except CheckpointError:
         if cell.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
@@ -206,7 +223,7 @@ def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
     return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
 
 
-def _text(path: Path, kept: Kept, values: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
+def _text(path: Path, kept: SaveRequest, values: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
     """Return what must be the same on all ranks."""
     told = f"path={path} parts={sorted(kept.parts)} values={json.dumps(values, sort_keys=True)}"
     return f"{told} own={sorted(own)} after_round={kept.after_round}"
@@ -216,25 +233,25 @@ def _prepare(path: Path, cell: Cell) -> None:
     """Clear the way and make the folders to write into; rank 0 does it."""
     if cell.rank != 0:
         return
-    if (before := settle(path)) != path:
+    if (before := locate_checkpoint(path)) != path:
         before.rename(path)
     if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in (aside(path, "partial"), aside(path, "removed")):
+    for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
         if left.exists():
             delete(left)
     for number in range(len(cell.sizes)):
-        (aside(path, "partial") / f"cell_{number}").mkdir(parents=True)
+        (temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
 
-def _write(folder: Path, saving: Saving) -> None:
+def _write(folder: Path, saving: PreparedSave) -> None:
     """Write this rank's tensors; collective over the cell."""
     contents, cell = saving.contents, saving.cell
-    values = _merged(contents.values, cell)
-    shapes = _merged(_shapes(contents.tensors), cell)
+    values = _merge_in_cell(contents.values, cell)
+    shapes = _merge_in_cell(_shapes(contents.tensors), cell)
     conflict = next((found for found in (values, shapes) if isinstance(found, str)), None)
     files: dict[str, FileEntry] = {}
     try:
@@ -243,11 +260,11 @@ def _write(folder: Path, saving: Saving) -> None:
                 f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
             )
         elif conflict is None:
-            files = write_own(folder, cell.place, saving.own)
+            files = write_rank_state(folder, cell.place, saving.own)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
     # Before torch's collectives, which a rank that raises alone would leave the others in.
-    told = gather((conflict, files, contents.ties), cell)
+    told = gather_in_cell((conflict, files, contents.ties), cell)
     conflicts = [text for text, _, _ in told if text is not None]
     if conflicts:
         raise CheckpointError(conflicts[0])
@@ -280,13 +297,13 @@ def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
-def _merged(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
+def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
     """Put the values of the cell's ranks together on its first one; a text tells that two ranks contradict each other.
 
     Collective over the cell. Stages of a pipeline name different parameters; all others have the same, which cross
     once.
     """
-    digests = gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
+    digests = gather_in_cell(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
     if len(set(digests)) == 1:
         return values
     place = dist.get_rank(cell.group)
@@ -309,7 +326,7 @@ def _publish(path: Path, record: Record, cell: Cell) -> None:
     """Give the checkpoint its name; rank 0 does it."""
     if cell.rank != 0:
         return
-    partial = aside(path, "partial")
+    partial = temporary_path(path, "partial")
     for number in range(len(record.cells)):
         index = partial / f"cell_{number}" / INDEX
         if not index.is_file():

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from xffl.checkpoint.format import ALGORITHM, INDEX, FileEntry, check_file, checksum, entry_of, sync, write_text
+from xffl.checkpoint.format import ALGORITHM, INDEX, FileEntry, check_file, checksum, file_entry, sync, write_text
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError
 
@@ -44,7 +44,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenPiece:
     """Where a rank has written a piece, and what its file is."""
 
     relative_path: str
@@ -54,7 +54,7 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
     chunks: tuple[_Chunk, ...]
@@ -64,7 +64,7 @@ class _Tensor:
 class CellIndex:
     """What a cell's folder holds: tensors and plain values by name."""
 
-    tensors: dict[str, _Tensor]
+    tensors: dict[str, _StoredTensor]
     values: dict[str, Plain]
     files: dict[str, FileEntry]
     """Bytes and checksum of each file"""
@@ -128,7 +128,7 @@ class CellWriter(FileSystemWriter):
         written: list[WriteResult] = super().write_data(plan, planner).wait()
         sync(self.folder)
         entries = {
-            name: entry_of(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
+            name: file_entry(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
         }
         told.set_result([replace(piece, storage_data=_placed(piece.storage_data, entries)) for piece in written])
         return told
@@ -208,7 +208,7 @@ def read_index(folder: Path, digest: str | None) -> CellIndex:
             dtype = getattr(torch, tensor["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name!r} is of no known dtype")
-            tensors[name] = _Tensor(dtype, torch.Size(tensor["shape"]), chunks)
+            tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
         if wrong := [name for name in files if os.path.basename(name) != name]:
             raise ValueError(f"{wrong[0]!r} lies outside the folder")
         return CellIndex(tensors, dict(told["values"]), files, dict(told["ties"]))
@@ -257,6 +257,6 @@ def read_tensor(folder: Path, index: CellIndex, name: str) -> torch.Tensor:
     return whole
 
 
-def _placed(found: Any, entries: Mapping[str, FileEntry]) -> _Written:
+def _placed(found: Any, entries: Mapping[str, FileEntry]) -> _WrittenPiece:
     """Return torch's place of a piece with what its file is."""
-    return _Written(found.relative_path, found.offset, found.length, entries[found.relative_path])
+    return _WrittenPiece(found.relative_path, found.offset, found.length, entries[found.relative_path])
