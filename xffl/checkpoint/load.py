@@ -164,6 +164,8 @@ def load_checkpoint(
 
     kept, buffers = run_collectively("own state", read_kept, target, NOTHING_LOADED)
     run_collectively("reading extra states", lambda: _read_values(plan, buffers), target, NOTHING_LOADED)
+    # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
+    # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
     undo: list[Callable[[], None]] = []
     try:
         run_collectively(
@@ -390,13 +392,6 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
     """Refuse a checkpoint whose cells hold different weights.
 
     Collective over the cell. All ranks of the world share the tensors out; each reads whole ones, two at a time.
-
-    :param folder: The checkpoint's folder.
-    :param record: What it says of itself.
-    :param names: What is trained in the models of this rank.
-    :param local: Names that may differ.
-    :param cell: The cell of this rank.
-    :raises CheckpointError: if a tensor is not the same in all cells, bit for bit.
     """
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
     mine = sorted(set().union(*gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]

@@ -107,11 +107,9 @@ class CheckpointManager:
         """Point to the new checkpoint and delete all but the newest; rank 0 does it, when all ranks have come here.
 
         Collective over the world, where it is initialized.
-
-        :param saved: The one that was just saved, which stays even where others have a higher step.
-        :param world: Group of all ranks; by default torch's own.
         """
         advice = "see who may write there; the new checkpoint is whole"
+        # Until all ranks are here some may still be saving, and the older checkpoints are all there is.
         run_collectively("saving", lambda: None, self.output_dir, advice, world=world)
 
         def rotate() -> None:
@@ -123,7 +121,7 @@ class CheckpointManager:
                         f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
                         "write it, or return what AsyncSaver.save returned"
                     )
-                write_pointer(saved)
+                write_pointer(saved)  # before anything is deleted, which the pointer may still name
             for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
                 delete(left)
             by_step = sorted(_steps(self.output_dir).items(), reverse=True)
@@ -165,9 +163,6 @@ def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
     """Raise where a run has a checkpoint that cannot be read. Reads files only; nothing moves.
 
     :func:`find_latest_checkpoint` passes over it, so that the run would silently lose what it holds.
-
-    :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
-    :raises CheckpointError: if ``final`` or one of a step is damaged, or of another version.
     """
     folder = Path(experiment_dir) / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

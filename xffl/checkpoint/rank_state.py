@@ -59,12 +59,7 @@ def own_file(place: int) -> str:
 
 
 def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
-    """Refuse what cannot be kept.
-
-    :param own: Objects by name.
-    :return: The same; nothing for ``None``.
-    :raises ConfigError: if a name or an object cannot be meant.
-    """
+    """Refuse what cannot be kept."""
     if own is None:
         return {}
     if not isinstance(own, Mapping):
@@ -81,12 +76,7 @@ def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Statefu
 
 
 def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
-    """Take a copy of what this rank keeps for itself. Nothing moves between ranks.
-
-    :param own: Objects by name.
-    :return: Their values, and copies of their tensors in the memory of the host.
-    :raises ConfigError: if something cannot be kept.
-    """
+    """Take a copy of what this rank keeps for itself. Nothing moves between ranks."""
     tensors: dict[str, torch.Tensor] = {}
     values = {name: to_plain(kept.state_dict(), name, tensors) for name, kept in own.items()}
     for name, tensor in tensors.items():
@@ -107,11 +97,7 @@ def hash_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names of what the ranks of a cell hold otherwise; pure.
-
-    :param digests: What each rank has, by name; a stage of a pipeline has a part of the names.
-    :return: Names.
-    """
+    """Return the names of what the ranks of a cell hold otherwise; pure."""
     found: dict[str, set[str]] = {}
     for of_rank in digests:
         for name, digest in of_rank.items():
@@ -120,13 +106,7 @@ def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
 
 
 def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, FileEntry]:
-    """Write this rank's file, where it keeps anything.
-
-    :param folder: The cell's folder.
-    :param place: This rank in its cell.
-    :param own: What it keeps.
-    :return: What the index says of the file, by its name.
-    """
+    """Write this rank's file, where it keeps anything."""
     if not own.values and not own.buffers:
         return {}
     file = folder / own_file(place)
@@ -141,16 +121,7 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
 def select_rank_state(
     folder: Path, record: Record, own: Collection[str], reset: Collection[str], topology: Topology
 ) -> set[str]:
-    """Return the names to load; local.
-
-    :param folder: The checkpoint, for messages.
-    :param record: What it says of itself.
-    :param own: Names that were asked for.
-    :param reset: Names to leave as they are; ``*`` for all.
-    :param topology: The layout of this run.
-    :return: Names.
-    :raises CheckpointError: if others were saved, or by another layout.
-    """
+    """Return the names to load; local."""
     if "*" in reset:
         return set()
     if unknown := sorted(set(reset) - set(own) - set(record.own)):
@@ -182,16 +153,7 @@ def is_same_layout(record: Record, topology: Topology) -> bool:
 def read_rank_state(
     folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run.
-
-    :param folder: The cell's folder.
-    :param place: This rank in its cell.
-    :param files: What the index says of the files.
-    :param wanted: Names of objects to return.
-    :param is_same: Whether the layout is that of the checkpoint, so that the rank's own buffers are its own.
-    :return: State dicts by name, and buffers by name, with tensors on the CPU.
-    :raises CheckpointError: if it cannot be read.
-    """
+    """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run."""
     file = folder / own_file(place)
     if not wanted and not (is_same and file.name in files):
         return {}, {}
@@ -210,11 +172,7 @@ def read_rank_state(
 
 
 def load_own(own: Mapping[str, Stateful], found: Mapping[str, Any]) -> None:
-    """Give the objects what was read; local.
-
-    :param own: Objects by name.
-    :param found: State dicts by name.
-    """
+    """Give the objects what was read; local."""
     for name, state in found.items():
         own[name].load_state_dict(state)
 

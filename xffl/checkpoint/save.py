@@ -50,7 +50,7 @@ from xffl.distributed.sharding import Plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
-__all__ = ["PreparedSave", "SaveRequest", "begin", "save_checkpoint", "write"]
+__all__ = ["PreparedSave", "SaveRequest", "prepare_save", "save_checkpoint", "write_checkpoint"]
 
 
 PREVIOUS_STAYS = (
@@ -63,8 +63,8 @@ class SaveRequest:
     """What a caller gives to be kept; see :func:`save_checkpoint`."""
 
     parts: Mapping[str, Part]
-    values: Mapping[str, Any] | None = None
-    own: Mapping[str, Stateful] | None = None
+    metadata: Mapping[str, Any] | None = None
+    rank_state: Mapping[str, Stateful] | None = None
     after_round: bool = False
 
 
@@ -76,10 +76,10 @@ class PreparedSave:
     topology: Topology
     cell: Cell
     parts: tuple[str, ...]
-    values: dict[str, Plain]
+    metadata: dict[str, Plain]
     after_round: bool
     contents: Contents
-    own: RankState
+    rank_state: RankState
 
     def record(self) -> Record:
         """Return what the checkpoint says of itself, but for the indexes' checksums."""
@@ -93,8 +93,8 @@ class PreparedSave:
             cell_shape=_shape(self.topology),
             after_round=self.after_round,
             parts=self.parts,
-            own=tuple(sorted(self.own.values)),
-            values=self.values,
+            own=tuple(sorted(self.rank_state.values)),
+            values=self.metadata,
             indexes={},
         )
 
@@ -134,12 +134,12 @@ def save_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
-    write(begin(path, SaveRequest(parts, values, own, after_round), state))
+    write_checkpoint(prepare_save(path, SaveRequest(parts, values, own, after_round), state))
 
 
-def begin(
+def prepare_save(
     path: str | os.PathLike[str],
-    kept: SaveRequest,
+    request: SaveRequest,
     state: DistributedState,
     *,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
@@ -147,50 +147,43 @@ def begin(
 ) -> PreparedSave:
     """Check what is to be kept and take it; collective over the world.
 
-    :param path: The folder to make.
-    :param kept: What is to be kept.
-    :param state: The state that says where this rank stands.
-    :param groups: Groups to communicate over in place of the state's, see :func:`xffl.checkpoint.format.this_cell`.
-    :param is_copied: Copy tensors to the memory of the host, so that they may change from here on.
-    :return: What :func:`write` writes.
-    :raises XfflError: the same on all ranks.
+    ``groups`` take the place of the state's, for a thread must not use those that the training uses; ``is_copied``
+    copies tensors to the memory of the host, so that they may change from here on.
     """
     world = None if groups is None else groups[0]
 
     def given() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
-        check_parts(kept.parts)
-        if not isinstance(kept.after_round, bool):
-            raise ConfigError(f"after_round is {kept.after_round!r}; give True or False")
-        own = check_rank_state(kept.own)
-        return check_path(path), _plain_values(kept.values), this_cell(state, groups), own
+        check_parts(request.parts)
+        if not isinstance(request.after_round, bool):
+            raise ConfigError(f"after_round is {request.after_round!r}; give True or False")
+        own = check_rank_state(request.rank_state)
+        return check_path(path), _plain_values(request.metadata), this_cell(state, groups), own
 
     shown = Path(str(path))
     target, plain, cell, own = run_collectively(
-        "arguments", given, shown, PREVIOUS_STAYS, lambda it: _text(it[0], kept, it[1], it[3]), world=world
+        "arguments", given, shown, PREVIOUS_STAYS, lambda it: _text(it[0], request, it[1], it[3]), world=world
     )
 
     def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
-        found = collect(kept.parts)
-        buffers = find_buffers(kept.parts, found)
+        found = collect(request.parts)
+        buffers = find_buffers(request.parts, found)
         return found.on_host() if is_copied else found, collect_rank_state(own), buffers, hash_buffers(buffers)
 
-    contents, own_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
+    contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 
     def set_apart() -> RankState:
         apart = differing_names(gather_in_cell(digests, cell)) & buffers.keys()
-        return replace(own_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
+        return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 
-    own_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
-    names = tuple(sorted(kept.parts))
-    return PreparedSave(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
+    rank_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
+    names = tuple(sorted(request.parts))
+    return PreparedSave(target, state.topology, cell, names, plain, request.after_round, contents, rank_state)
 
 
-def write(saving: PreparedSave) -> None:
-    """Write a checkpoint and give it its name; collective over the world.
-
-    :param saving: What :func:`begin` returned.
-    :raises XfflError: the same on all ranks.
-    """
+def write_checkpoint(saving: PreparedSave) -> None:
+    """Write a checkpoint and give it its name; collective over the world."""
+    # Each step ends with an all-reduce, since the next one needs it on all ranks: nobody writes before rank 0 has made
+    # the folders, and the checkpoint takes its name only when all files of all ranks are on the disk.
     target, cell = saving.target, saving.cell
     run_collectively("preparing", lambda: _prepare(target, cell), target, PREVIOUS_STAYS, world=cell.world)
     partial = temporary_path(target, "partial")
@@ -223,22 +216,25 @@ def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
     return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
 
 
-def _text(path: Path, kept: SaveRequest, values: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
+def _text(path: Path, request: SaveRequest, metadata: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
     """Return what must be the same on all ranks."""
-    told = f"path={path} parts={sorted(kept.parts)} values={json.dumps(values, sort_keys=True)}"
-    return f"{told} own={sorted(own)} after_round={kept.after_round}"
+    told = f"path={path} parts={sorted(request.parts)} values={json.dumps(metadata, sort_keys=True)}"
+    return f"{told} own={sorted(own)} after_round={request.after_round}"
 
 
 def _prepare(path: Path, cell: Cell) -> None:
     """Clear the way and make the folders to write into; rank 0 does it."""
     if cell.rank != 0:
         return
+    # A kill between the two renames of publish() left the checkpoint as .old only: it gets its name back before
+    # anything else, so that this save, too, has a whole one to replace.
     if (before := locate_checkpoint(path)) != path:
         before.rename(path)
     if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
         )
+    # Nothing is deleted before the check above: what is left here is of saves that were killed.
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
         if left.exists():
@@ -260,7 +256,7 @@ def _write(folder: Path, saving: PreparedSave) -> None:
                 f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
             )
         elif conflict is None:
-            files = write_rank_state(folder, cell.place, saving.own)
+            files = write_rank_state(folder, cell.place, saving.rank_state)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
     # Before torch's collectives, which a rank that raises alone would leave the others in.
