@@ -24,7 +24,7 @@ from xffl.aggregation.engine.status import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint import load_checkpoint, save_checkpoint
-from xffl.checkpoint.format import Record, check_path, read_record, settle
+from xffl.checkpoint.format import Record, check_path, locate_checkpoint, read_record
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
@@ -244,7 +244,7 @@ def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 def digest_of_folder(path: Path) -> str:
     """Return the digest of an export or a global model; local."""
-    return read_record(settle(check_path(path))).indexes[HOME]
+    return read_record(locate_checkpoint(check_path(path))).indexes[HOME]
 
 
 def is_exported(
@@ -272,7 +272,7 @@ def is_exported(
 
 def check_folder(path: Path) -> Record:
     """Compare the files of an export or of a global model with their checksums; local."""
-    folder = settle(check_path(path))
+    folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
     check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
     return record
@@ -327,7 +327,7 @@ class FileRound:
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:
     """Return what an export, or what was made of several, says of itself; local."""
-    folder = settle(check_path(path))
+    folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
     told = record.values.get(kind)
     if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(told, dict):

@@ -42,13 +42,13 @@ from xffl.checkpoint.format import (
     ALGORITHM,
     INDEX,
     Record,
-    aside,
     check_path,
     find_record,
+    locate_checkpoint,
     publish,
     read_record,
-    settle,
     sync,
+    temporary_path,
     write_text,
 )
 from xffl.checkpoint.storage import check_data, read_index
@@ -69,7 +69,7 @@ class PieceReader:
     """The tensors of a checkpoint of one cell, read in pieces."""
 
     def __init__(self, path: Path, part: str) -> None:
-        folder = settle(path)
+        folder = locate_checkpoint(path)
         self.path, self._part, self.home = path, part, folder / "cell_0"
         self.index = read_index(self.home, read_record(folder).indexes.get(self.home.name))
         self._maps: dict[str, mmap.mmap] = {}
@@ -141,8 +141,8 @@ class PieceWriter:
     """A checkpoint of one cell that is written in pieces, and takes its name when it is whole."""
 
     def __init__(self, target: Path) -> None:
-        self._target, self._partial = target, aside(target, "partial")
-        before = settle(target)
+        self._target, self._partial = target, temporary_path(target, "partial")
+        before = locate_checkpoint(target)
         if before != target:
             before.rename(target)
         if self._partial.exists():  # of a call that was killed
@@ -267,7 +267,7 @@ class OfflineServer:
         self._schedule = server.make_schedule(probe)
         self._asked, self._probe = asked_of(probe, self._schedule), probe
         before = folder / f"round_{told['round'] - 1}"
-        record = find_record(settle(before))
+        record = find_record(locate_checkpoint(before))
         if record is not None and record.parts == (STATE,):
             kept: dict[str, Any] = from_plain(record.values[STATE], {})
             compare(kept["tensors"], told["tensors"], str(before), "the exports")

@@ -1,11 +1,26 @@
-"""What is kept: sharded checkpoints that are atomic, checked, and load into any layout."""
+"""What is kept: sharded checkpoints that are atomic, checked, and load into any layout.
 
-from xffl.checkpoint.async_save import AsyncSaver, PendingSave
-from xffl.checkpoint.export import consolidate_checkpoint
-from xffl.checkpoint.load import load_checkpoint
-from xffl.checkpoint.manager import CheckpointManager, auto_resume, find_latest_checkpoint
-from xffl.checkpoint.rank_state import RandomState
-from xffl.checkpoint.save import save_checkpoint
+``save`` takes the tensors and values of models and optimizers by layout-free names (``contents``), what each rank has
+for itself (``rank_state``), and lets torch write them with an index in JSON (``storage``) into a folder that gets its
+name last (``format``). ``load`` goes the way back and compares everything before it changes anything. ``async_save``
+writes a copy on a thread, ``manager`` names checkpoints by step and deletes the oldest, and ``export`` makes
+safetensors files of one, without a process group.
+
+The names below are imported when they are first used, so that reading files starts light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xffl.checkpoint.async_save import AsyncSaver, PendingSave
+    from xffl.checkpoint.export import consolidate_checkpoint
+    from xffl.checkpoint.load import load_checkpoint
+    from xffl.checkpoint.manager import CheckpointManager, auto_resume, find_latest_checkpoint
+    from xffl.checkpoint.rank_state import RandomState
+    from xffl.checkpoint.save import save_checkpoint
 
 __all__ = [
     "AsyncSaver",
@@ -18,3 +33,26 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+_HOMES = {
+    "AsyncSaver": "xffl.checkpoint.async_save",
+    "CheckpointManager": "xffl.checkpoint.manager",
+    "PendingSave": "xffl.checkpoint.async_save",
+    "RandomState": "xffl.checkpoint.rank_state",
+    "auto_resume": "xffl.checkpoint.manager",
+    "consolidate_checkpoint": "xffl.checkpoint.export",
+    "find_latest_checkpoint": "xffl.checkpoint.manager",
+    "load_checkpoint": "xffl.checkpoint.load",
+    "save_checkpoint": "xffl.checkpoint.save",
+}
+"""Where the names live."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xffl.checkpoint' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

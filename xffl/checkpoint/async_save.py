@@ -1,4 +1,4 @@
-"""Saving while the training goes on: tensors are copied, and a thread writes them."""
+"""PreparedSave while the training goes on: tensors are copied, and a thread writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl.checkpoint.contents import Part
 from xffl.checkpoint.format import this_cell
-from xffl.checkpoint.save import Kept, begin, write
+from xffl.checkpoint.save import SaveRequest, prepare_save, write_checkpoint
 from xffl.distributed.consistency import barrier, check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
@@ -117,9 +117,9 @@ class AsyncSaver:
         :raises CheckpointError: if the save before this one failed; nothing of this one is begun then.
         """
         self.wait()
-        kept = Kept(parts, values, own, after_round)
-        saving = begin(path, kept, self._state, groups=self._groups, is_copied=True)
-        self._do(lambda _: write(saving))
+        request = SaveRequest(parts, values, own, after_round)
+        saving = prepare_save(path, request, self._state, groups=self._groups, is_copied=True)
+        self._do(lambda _: write_checkpoint(saving))
         return PendingSave(saving.target, self)
 
     save_checkpoint = save

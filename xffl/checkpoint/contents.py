@@ -20,10 +20,10 @@ from xffl.errors import ConfigError
 __all__ = [
     "Contents",
     "Part",
-    "buffers_of",
     "check_parts",
     "check_readable",
     "collect",
+    "find_buffers",
     "is_extra_state",
     "is_overlapping",
     "model_names",
@@ -69,11 +69,7 @@ class Contents:
 
 
 def check_parts(parts: Mapping[str, Part]) -> None:
-    """Refuse parts that cannot be kept.
-
-    :param parts: Parts by name.
-    :raises ConfigError: if a name or a part cannot be meant.
-    """
+    """Refuse parts that cannot be kept."""
     if not isinstance(parts, Mapping) or not parts:
         raise ConfigError(f"parts is {type(parts).__name__} of nothing; give a mapping such as {{'model': model}}")
     for name, part in parts.items():
@@ -91,10 +87,6 @@ def collect(parts: Mapping[str, Part]) -> Contents:
 
     A model's tensor is ``part/layers.0.weight``, whatever wraps the model; an optimizer's names its parameter by the
     model's part. An optimizer that has not stepped yet stays as it is.
-
-    :param parts: Parts by name.
-    :return: Their tensors, which the parts go on to use, and values.
-    :raises ConfigError: if something cannot be kept.
     """
     contents = Contents()
     for name, part in parts.items():
@@ -158,9 +150,6 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that torch would write to a file and not read again without running code of it; local.
 
     Of other classes than torch's own, one of each and of each dtype is written to memory and read.
-
-    :param tensors: Tensors by name.
-    :raises ConfigError: if one cannot be read.
     """
     seen: set[tuple[type, torch.dtype]] = set()
     for name, tensor in tensors.items():
@@ -183,13 +172,8 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
             ) from error
 
 
-def buffers_of(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:
-    """Return the models' buffers among what the parts hold, but for those that are spread over ranks; local.
-
-    :param parts: Parts by name.
-    :param contents: What :func:`collect` found in them.
-    :return: Buffers, by name.
-    """
+def find_buffers(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:
+    """Return the models' buffers among what the parts hold, but for those that are spread over ranks; local."""
     buffers: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -203,14 +187,7 @@ def buffers_of(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch
 
 
 def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> list[list[str]]:
-    """Name an optimizer's parameters by the models that hold them, group by group.
-
-    :param name: The optimizer's part, for messages.
-    :param optimizer: The optimizer.
-    :param parts: All parts.
-    :return: Names such as ``model/layers.0.weight`` for each parameter group.
-    :raises ConfigError: if a parameter is of no model among the parts.
-    """
+    """Name an optimizer's parameters by the models that hold them, group by group."""
     names: dict[int, str] = {}
     for home, model in parts.items():
         if not isinstance(model, nn.Module):
@@ -237,12 +214,7 @@ def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[
 
 
 def saved_options(name: str, values: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the options of an optimizer's parameters.
-
-    :param name: The optimizer's part.
-    :param values: The values of a checkpoint, or of :func:`collect`.
-    :return: Options, as :func:`xffl.distributed.sharding.to_plain` wrote them, by parameter.
-    """
+    """Return the options of an optimizer's parameters."""
     options: dict[str, Plain] = {}
     for key, group in values.items():
         if key.startswith(f"{name}/group/") and isinstance(group, dict):
@@ -251,11 +223,7 @@ def saved_options(name: str, values: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def trained_names(parts: Mapping[str, Part]) -> list[str]:
-    """Return the names of what is trained in the models among the parts.
-
-    :param parts: Parts by name.
-    :return: Names such as ``model/layers.0.weight``.
-    """
+    """Return the names of what is trained in the models among the parts."""
     models = [part for part in parts.values() if isinstance(part, nn.Module)]
     trained = {id(p): p for model in models for p in sharded_parameters(model).values() if p.requires_grad}
     if not trained:

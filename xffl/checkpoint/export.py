@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checkpoint.contents import model_names
-from xffl.checkpoint.format import Record, aside, check_path, read_record, settle, sync, sync_all, write_text
+from xffl.checkpoint.format import (
+    Record,
+    check_path,
+    locate_checkpoint,
+    read_record,
+    sync,
+    sync_all,
+    temporary_path,
+    write_text,
+)
 from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
@@ -75,7 +84,7 @@ def consolidate_checkpoint(
     """
     save_file = _safetensors()
     target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
-    folder = settle(check_path(path))
+    folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
     if part is None:
         part = record.parts[0] if _GLOBAL in record.values else "model"
@@ -88,7 +97,7 @@ def consolidate_checkpoint(
     ties = {
         _short(tied, part): _short(first, part) for tied, first in index.ties.items() if tied.startswith(f"{part}/")
     }
-    partial = aside(target, "partial")
+    partial = temporary_path(target, "partial")
     if partial.exists():  # of a call that was killed
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -38,24 +38,24 @@ __all__ = [
     "Cell",
     "FileEntry",
     "Record",
-    "aside",
     "check_file",
     "check_path",
     "checksum",
     "delete",
-    "entry_of",
+    "file_entry",
     "find_record",
-    "gather",
+    "gather_in_cell",
+    "locate_checkpoint",
     "publish",
     "read_pointer",
     "read_record",
     "record_text",
     "remove_checkpoint",
-    "settle",
+    "run_collectively",
     "sync",
     "sync_all",
+    "temporary_path",
     "this_cell",
-    "together",
     "write_pointer",
     "write_text",
 ]
@@ -94,31 +94,19 @@ class Record:
     """SHA-256 of each cell's index by the cell's folder"""
 
 
-def aside(path: Path, kind: str) -> Path:
-    """Return the hidden folder beside a checkpoint that holds its ``partial``, ``old`` or ``removed`` form.
-
-    :param path: The checkpoint.
-    :param kind: Which form.
-    :return: Where it lies.
-    """
+def temporary_path(path: Path, kind: str) -> Path:
+    """Return the hidden folder beside a checkpoint that holds its ``partial``, ``old`` or ``removed`` form."""
     return path.with_name(f".{path.name}.{kind}")
 
 
-def settle(path: Path) -> Path:
-    """Return where a checkpoint lies: under its name, or still aside where a kill came between two renames.
-
-    :param path: The checkpoint as the user names it.
-    :return: A folder, which may not exist.
-    """
-    old = aside(path, "old")
+def locate_checkpoint(path: Path) -> Path:
+    """Return where a checkpoint lies: under its name, or still aside where a kill came between two renames."""
+    old = temporary_path(path, "old")
     return old if not path.exists() and (old / RECORD).is_file() else path
 
 
 def delete(path: Path) -> None:
-    """Delete a folder; of a link to one, such as to an archive, the link alone.
-
-    :param path: The folder or the link.
-    """
+    """Delete a folder; of a link to one, such as to an archive, the link alone."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -126,11 +114,7 @@ def delete(path: Path) -> None:
 
 
 def find_record(folder: Path) -> Record | None:
-    """Read the record of a folder that may be no checkpoint.
-
-    :param folder: Any path.
-    :return: The record, or ``None`` where there is no whole checkpoint that this version can read.
-    """
+    """Read the record of a folder that may be no checkpoint."""
     try:
         return read_record(folder)
     except CheckpointError:
@@ -138,12 +122,7 @@ def find_record(folder: Path) -> Record | None:
 
 
 def read_record(folder: Path) -> Record:
-    """Read the record of a checkpoint.
-
-    :param folder: The checkpoint's folder.
-    :return: The record.
-    :raises CheckpointError: if the folder is no whole checkpoint of this version.
-    """
+    """Read the record of a checkpoint."""
     file = folder / RECORD
     try:
         raw = file.read_bytes().decode("utf-8")
@@ -175,11 +154,7 @@ def read_record(folder: Path) -> Record:
 
 
 def record_text(record: Record) -> str:
-    """Return what the record's file holds: JSON, and the checksum of all of it but the checksum.
-
-    :param record: The record.
-    :return: The text, which is the only one of this record.
-    """
+    """Return what the record's file holds: JSON, and the checksum of all of it but the checksum."""
     return _sealed({"format": FORMAT, "version": VERSION, **asdict(record)})
 
 
@@ -200,11 +175,7 @@ def _record_of(told: dict[str, Any], file: Path) -> Record:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it survives a power cut.
-
-    :param path: The file.
-    :param text: What it holds.
-    """
+    """Write a file so that it survives a power cut."""
     with path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -212,10 +183,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a power cut.
-
-    :param path: The file or folder.
-    """
+    """Make what a file holds, or the names in a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -224,10 +192,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Make all files of a folder and of those in it survive a power cut, with their names.
-
-    :param folder: The folder, without links.
-    """
+    """Make all files of a folder and of those in it survive a power cut, with their names."""
     for parent, _, files in os.walk(folder):
         for name in files:
             sync(Path(parent, name))
@@ -238,55 +203,48 @@ def publish(path: Path, record: Record) -> None:
     """Give the finished partial folder its name; one process calls it, when all ranks have written theirs.
 
     A kill at any moment leaves the checkpoint of before or the new one, under its name or, between two renames, where
-    :func:`settle` finds it.
-
-    :param path: The checkpoint.
-    :param record: What it says of itself.
+    :func:`locate_checkpoint` finds it.
     """
-    partial, old = aside(path, "partial"), aside(path, "old")
+    partial, old = temporary_path(path, "partial"), temporary_path(path, "old")
+    # The record comes last: a folder without it is no checkpoint. It must be on the disk before the folder is renamed,
+    # or a power cut could leave the name without the record.
     write_text(partial / RECORD, record_text(record))
     sync(partial)
     if path.exists():
         if old.exists():  # of a save that was killed while it deleted this
             delete(old)
+        # Renamed, not deleted: until the next rename it is the only whole checkpoint, found by locate_checkpoint().
         path.rename(old)
     partial.rename(path)
+    # Both renames must be on the disk before the old checkpoint goes.
     sync(path.parent)
     if old.exists():
         delete(old)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; what a kill leaves of it is not taken for one.
-
-    :param path: The checkpoint.
-    """
-    found, old, removed = settle(path), aside(path, "old"), aside(path, "removed")
+    """Delete a checkpoint; what a kill leaves of it is not taken for one."""
+    found, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
     if found != old and old.exists():
         delete(old)  # while the newer one stands: it would show again afterwards
     if removed.exists():
         delete(removed)
+    # Out of the way first: a kill in the middle of a deletion must leave nothing under a checkpoint's name.
     found.rename(removed)
     delete(removed)
 
 
 def write_pointer(path: Path) -> None:
-    """Let the file ``latest`` beside a checkpoint name it, at once; one process calls it.
-
-    :param path: The checkpoint.
-    """
+    """Let the file ``latest`` beside a checkpoint name it, at once; one process calls it."""
     new = path.with_name(f".{LATEST}.new")
+    # A rename replaces the file at once, so that readers see the old name or the new one.
     write_text(new, path.name + "\n")
     new.replace(path.with_name(LATEST))
     sync(path.parent)
 
 
 def read_pointer(folder: Path) -> str | None:
-    """Return the name in the file ``latest``, which may be of nothing that is there.
-
-    :param folder: The folder of checkpoints.
-    :return: The name, or ``None`` where there is no such file.
-    """
+    """Return the name in the file ``latest``, which may be of nothing that is there."""
     try:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -302,11 +260,7 @@ FileEntry = tuple[int, str]
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file.
-
-    :param path: The file.
-    :return: The digest in hexadecimal.
-    """
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -314,22 +268,13 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def entry_of(path: Path) -> FileEntry:
-    """Return what an index says of a file, read back from where it was written.
-
-    :param path: The file.
-    :return: Bytes and checksum.
-    """
+def file_entry(path: Path) -> FileEntry:
+    """Return what an index says of a file, read back from where it was written."""
     return path.stat().st_size, checksum(path)
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
-    """Read a file and compare it with what its index says.
-
-    :param path: The file.
-    :param entry: Bytes and checksum.
-    :raises CheckpointError: if it is another one.
-    """
+    """Read a file and compare it with what its index says."""
     size, digest = entry
     found = path.stat().st_size if path.is_file() else None
     if found != size:
@@ -371,14 +316,7 @@ class Cell:
 def this_cell(
     state: DistributedState, groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None
 ) -> Cell:
-    """Return the cell of this rank. Nothing moves.
-
-    :param state: The state that says where this rank stands.
-    :param groups: Groups of the world and of the cell to use in place of the state's; ``None`` for the cell where it is
-        the world.
-    :return: The cell; all ranks where there is no federation.
-    :raises StateError: if the state and torch.distributed do not fit each other.
-    """
+    """Return the cell of this rank. Nothing moves."""
     rank, world_size = state.rank, state.world_size
     if rank is None or world_size is None:
         raise StateError("the state does not know its rank and world yet; call set_global first")
@@ -398,12 +336,7 @@ def this_cell(
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a checkpoint.
-
-    :param path: Where the checkpoint lies, or shall lie.
-    :return: The path.
-    :raises ConfigError: if it can be none.
-    """
+    """Return the absolute path of a checkpoint."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ConfigError(f"path {path!r} is no path; give the checkpoint's folder")
     found = Path(os.path.abspath(path))
@@ -412,7 +345,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def together(
+def run_collectively(
     what: str,
     act: Callable[[], T],
     path: Path,
@@ -424,44 +357,29 @@ def together(
     """Do this rank's share of something; it counts only where it worked on all ranks.
 
     Collective over the world, where it is initialized: one small all-reduce.
-
-    :param what: What is done, for messages.
-    :param act: Does it, and may itself communicate inside the cell.
-    :param path: The checkpoint, for messages.
-    :param advice: What to do where it fails.
-    :param show: Writes what the ranks must have in common.
-    :param world: Group of all ranks; by default torch's own.
-    :return: What ``act`` returned.
-    :raises XfflError: the same on all ranks: what ``act`` raised somewhere, other errors as a CheckpointError.
     """
-    done: list[T] = []
     error: XfflError | None = None
-    text = ""
     try:
-        done.append(act())
-        text = show(done[0])
-    except XfflError as wrong:
-        error = wrong
-    except (Exception, CheckpointException) as wrong:  # noqa: BLE001 - whatever it is, the others must hear of it
-        error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
-        error.__cause__ = wrong
-    try:
-        check_consistent(f"{what} of a checkpoint", text, error=error, group=world)
+        with run_on_all_ranks(f"{what} of a checkpoint", group=world) as share:
+            try:
+                result = act()
+                share(show(result))
+            except XfflError as wrong:
+                error = wrong
+                raise
+            except (Exception, CheckpointException) as wrong:  # the latter, of DCP, is a BaseException
+                error = CheckpointError(f"checkpoint {path}: {what} failed: {_reason(wrong)}; {advice}")
+                raise error from wrong
     except XfflError:
         raise
     except RuntimeError as lost:  # a rank died: there is nobody to agree with
-        told = f"{error} Also, " if error is not None else f"checkpoint {path}: "
-        raise CheckpointError(f"{told}{what} was not confirmed by all ranks: {lost}; {advice}") from (error or lost)
-    return done[0]
+        before = f"{error} Also, " if error is not None else f"checkpoint {path}: "
+        raise CheckpointError(f"{before}{what} was not confirmed by all ranks: {lost}; {advice}") from (error or lost)
+    return result
 
 
-def gather(value: Any, cell: Cell) -> list[Any]:
-    """Return a small value of each rank of the cell; collective over the cell.
-
-    :param value: This rank's value.
-    :param cell: The cell.
-    :return: The values in the order of the ranks.
-    """
+def gather_in_cell(value: Any, cell: Cell) -> list[Any]:
+    """Return a small value of each rank of the cell; collective over the cell."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * cell.sizes[cell.number]

@@ -32,8 +32,17 @@ from xffl.checkpoint.contents import (
     saved_options,
     trained_names,
 )
-from xffl.checkpoint.format import Cell, Record, check_path, gather, read_record, settle, this_cell, together
-from xffl.checkpoint.rank_state import check_own, is_same_layout, load_own, read_own, wanted_own
+from xffl.checkpoint.format import (
+    Cell,
+    Record,
+    check_path,
+    gather_in_cell,
+    locate_checkpoint,
+    read_record,
+    run_collectively,
+    this_cell,
+)
+from xffl.checkpoint.rank_state import check_rank_state, is_same_layout, load_own, read_rank_state, select_rank_state
 from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
 from xffl.distributed.collectives import bytes_of
 from xffl.distributed.distributed_state import DistributedState
@@ -46,12 +55,12 @@ __all__ = ["compare_cells", "load_checkpoint"]
 
 SHOWN = 4
 """Names that a message writes out."""
-UNTOUCHED = "nothing was loaded; give what was saved, or another checkpoint"
-TORN = "models and optimizers may be loaded in part: load another checkpoint before they are used"
+NOTHING_LOADED = "nothing was loaded; give what was saved, or another checkpoint"
+PARTLY_LOADED = "models and optimizers may be loaded in part: load another checkpoint before they are used"
 
 
 @dataclass
-class _Plan:
+class _LoadPlan:
     """What is to be loaded: tensors to fill, what stands in the way, and what of the checkpoint nobody here wants."""
 
     folder: Path
@@ -69,7 +78,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _LoadRequest:
     """What a caller wants to load."""
 
     parts: Mapping[str, Part]
@@ -125,46 +134,60 @@ def load_checkpoint(
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
 
-    def given() -> _Asked:
+    def given() -> _LoadRequest:
         check_parts(parts)
         for knob, names in (("reset", reset), ("local", local)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(f"{knob} is {names!r}; give a list of names")
-        checked = check_own(own)
+        checked = check_rank_state(own)
         asked = check_path(path), state.topology, this_cell(state)
-        return _Asked(parts, checked, frozenset(reset), frozenset(local), *asked)
+        return _LoadRequest(parts, checked, frozenset(reset), frozenset(local), *asked)
 
-    asked = together("arguments", given, Path(str(path)), UNTOUCHED, str)
+    asked = run_collectively("arguments", given, Path(str(path)), NOTHING_LOADED, str)
     target, cell = asked.path, asked.cell
-    folder, record, wanted = together("record", lambda: _record(asked), target, UNTOUCHED, str)
-    current = together("contents", lambda: collect(parts), target, UNTOUCHED)
+    folder, record, wanted = run_collectively("record", lambda: _record(asked), target, NOTHING_LOADED, str)
+    current = run_collectively("contents", lambda: collect(parts), target, NOTHING_LOADED)
     if len(record.cells) != len(cell.sizes):
-        names = together("contents", lambda: trained_names(parts), target, UNTOUCHED)
-        together("comparing cells", lambda: compare_cells(folder, record, names, asked.local, cell), target, UNTOUCHED)
-    plan = together("comparing", lambda: _plan(folder, record, asked, current), target, UNTOUCHED)
-    together("comparing", lambda: _check_unused(plan, cell), target, UNTOUCHED)
+        names = run_collectively("contents", lambda: trained_names(parts), target, NOTHING_LOADED)
+        run_collectively(
+            "comparing cells",
+            lambda: compare_cells(folder, record, names, asked.local, cell),
+            target,
+            NOTHING_LOADED,
+        )
+    plan = run_collectively("comparing", lambda: _plan(folder, record, asked, current), target, NOTHING_LOADED)
+    run_collectively("comparing", lambda: _check_unused(plan, cell), target, NOTHING_LOADED)
 
     def read_kept() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         is_same = is_same_layout(record, state.topology)
-        return read_own(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same)
+        return read_rank_state(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same)
 
-    kept, buffers = together("own state", read_kept, target, UNTOUCHED)
-    together("reading extra states", lambda: _read_values(plan, buffers), target, UNTOUCHED)
+    kept, buffers = run_collectively("own state", read_kept, target, NOTHING_LOADED)
+    run_collectively("reading extra states", lambda: _read_values(plan, buffers), target, NOTHING_LOADED)
+    # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
+    # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
     undo: list[Callable[[], None]] = []
     try:
-        together("giving extra states", lambda: _try_extra_states(plan, parts, current, undo), target, UNTOUCHED)
+        run_collectively(
+            "giving extra states", lambda: _try_extra_states(plan, parts, current, undo), target, NOTHING_LOADED
+        )
     except XfflError:
-        together("taking extra states back", lambda: [call() for call in reversed(undo)], target, TORN)
+        run_collectively("taking extra states back", lambda: [call() for call in reversed(undo)], target, PARTLY_LOADED)
         raise
-    together("reading", lambda: _read(plan, cell, buffers), target, TORN)
-    together("applying", lambda: _torn(lambda: _apply(plan, parts)), target, TORN)
-    together("applying own state", lambda: _torn(lambda: load_own(asked.own, kept)), target, TORN)
+    run_collectively("reading", lambda: _read(plan, cell, buffers), target, PARTLY_LOADED)
+    run_collectively("applying", lambda: _name_partial_load(lambda: _apply(plan, parts)), target, PARTLY_LOADED)
+    run_collectively(
+        "applying own state",
+        lambda: _name_partial_load(lambda: load_own(asked.own, kept)),
+        target,
+        PARTLY_LOADED,
+    )
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
-def _record(asked: _Asked) -> tuple[Path, Record, list[str]]:
+def _record(asked: _LoadRequest) -> tuple[Path, Record, list[str]]:
     """Find the folder, read its record and see whether it fits the cells and parts; also tell the own state to load."""
-    folder = settle(asked.path)
+    folder = locate_checkpoint(asked.path)
     record, parts, sizes = read_record(folder), asked.parts, asked.cell.sizes
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
@@ -179,16 +202,16 @@ def _record(asked: _Asked) -> tuple[Path, Record, list[str]]:
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {' and '.join(told)}; give the parts that were "
             "saved"
         )
-    return folder, record, sorted(wanted_own(folder, record, asked.own, asked.reset, asked.topology))
+    return folder, record, sorted(select_rank_state(folder, record, asked.own, asked.reset, asked.topology))
 
 
-def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Plan:
+def _plan(folder: Path, record: Record, asked: _LoadRequest, current: Contents) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
     parts, cell = asked.parts, asked.cell
     home = folder / f"cell_{cell.number % len(record.cells)}"
     index = read_index(home, record.indexes.get(home.name))
     check_data(home, index, cell.place, cell.sizes[cell.number])
-    plan = _Plan(home, index)
+    plan = _LoadPlan(home, index)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _want_model(name, current, plan)
@@ -202,11 +225,11 @@ def _plan(folder: Path, record: Record, asked: _Asked, current: Contents) -> _Pl
     for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys():
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
-        raise CheckpointError(f"checkpoint {home} does not fit: {_first(plan.problems)}; {UNTOUCHED}")
+        raise CheckpointError(f"checkpoint {home} does not fit: {_first(plan.problems)}; {NOTHING_LOADED}")
     return plan
 
 
-def _want_model(name: str, current: Contents, plan: _Plan) -> None:
+def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
     """Compare a model's tensors and values with those saved; an extra state is taken as it was, whatever is here."""
     index = plan.index
     there = set(model_names(name, index.tensors, index.values))
@@ -231,7 +254,7 @@ def _want_model(name: str, current: Contents, plan: _Plan) -> None:
 
 
 def _want_optimizer(
-    name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], current: Contents, plan: _Plan
+    name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], current: Contents, plan: _LoadPlan
 ) -> None:
     """Compare an optimizer's parameters with those saved, and find a place for the state of each."""
     index = plan.index
@@ -268,23 +291,23 @@ def _device_of(tensor: torch.Tensor | None) -> torch.device:
     return torch.device("cpu") if tensor is None else tensor.device
 
 
-def _check_unused(plan: _Plan, cell: Cell) -> None:
+def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
-    nobodys = set.intersection(*gather(plan.unused, cell))
+    nobodys = set.intersection(*gather_in_cell(plan.unused, cell))
     if nobodys:
         told = _first([f"{key!r} has no place here" for key in sorted(nobodys)])
-        raise CheckpointError(f"checkpoint {plan.folder} does not fit: {told}; {UNTOUCHED}")
+        raise CheckpointError(f"checkpoint {plan.folder} does not fit: {told}; {NOTHING_LOADED}")
 
 
-def _torn(act: Callable[[], None]) -> None:
+def _name_partial_load(act: Callable[[], None]) -> None:
     """Do something, and tell of its own errors, too, that tensors have been written before."""
     try:
         act()
     except XfflError as error:
-        raise type(error)(f"{error}; {TORN}") from error
+        raise type(error)(f"{error}; {PARTLY_LOADED}") from error
 
 
-def _read_values(plan: _Plan, buffers: Mapping[str, torch.Tensor]) -> None:
+def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
     """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
     tensors = {
         name: (buffers[name] if name in buffers else read_tensor(plan.folder, plan.index, name)).to(device)
@@ -296,7 +319,7 @@ def _read_values(plan: _Plan, buffers: Mapping[str, torch.Tensor]) -> None:
 
 
 def _try_extra_states(
-    plan: _Plan, parts: Mapping[str, Part], current: Contents, undo: list[Callable[[], None]]
+    plan: _LoadPlan, parts: Mapping[str, Part], current: Contents, undo: list[Callable[[], None]]
 ) -> None:
     """Give modules their extra states before any weight is written, since a module may refuse one; local.
 
@@ -315,7 +338,7 @@ def _try_extra_states(
                 module.set_extra_state(plan.values[key])
 
 
-def _read(plan: _Plan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
+def _read(plan: _LoadPlan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
     """Fill the tensors, and those that each rank has kept for itself; collective over the cell."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
@@ -331,7 +354,7 @@ def _read(plan: _Plan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> None:
             plan.targets[name].copy_(kept)
 
 
-def _apply(plan: _Plan, parts: Mapping[str, Part]) -> None:
+def _apply(plan: _LoadPlan, parts: Mapping[str, Part]) -> None:
     """Give the parts what was read. Nothing moves."""
     values = plan.index.values
     for name, part in parts.items():
@@ -344,7 +367,7 @@ def _apply(plan: _Plan, parts: Mapping[str, Part]) -> None:
             part.load_state_dict(from_plain(values[name], plan.targets))
 
 
-def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _Plan) -> None:
+def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _LoadPlan) -> None:
     """Give an optimizer its state and options; an empty group keeps its options."""
     values = plan.index.values
     options = saved_options(name, values)
@@ -369,16 +392,9 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
     """Refuse a checkpoint whose cells hold different weights.
 
     Collective over the cell. All ranks of the world share the tensors out; each reads whole ones, two at a time.
-
-    :param folder: The checkpoint's folder.
-    :param record: What it says of itself.
-    :param names: What is trained in the models of this rank.
-    :param local: Names that may differ.
-    :param cell: The cell of this rank.
-    :raises CheckpointError: if a tensor is not the same in all cells, bit for bit.
     """
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
-    mine = sorted(set().union(*gather(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
+    mine = sorted(set().union(*gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
     first = folder / "cell_0"
     head = read_index(first, record.indexes.get(first.name))
     for number in range(1, len(record.cells)):

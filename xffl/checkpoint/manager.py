@@ -15,13 +15,13 @@ from xffl.checkpoint.async_save import PendingSave
 from xffl.checkpoint.format import (
     RECORD,
     Record,
-    aside,
     delete,
     find_record,
     read_pointer,
     read_record,
     remove_checkpoint,
-    together,
+    run_collectively,
+    temporary_path,
     write_pointer,
 )
 from xffl.checks import integer
@@ -83,7 +83,9 @@ class CheckpointManager:
         def given() -> Path:
             return self.output_dir / f"step_{integer('step', step, 0)}"
 
-        self._save(strategy, together("step", given, self.output_dir, "give all ranks the same step", str), kwargs)
+        self._save(
+            strategy, run_collectively("step", given, self.output_dir, "give all ranks the same step", str), kwargs
+        )
 
     def save_final(self, strategy: Saver, **kwargs: Any) -> None:
         r"""Save the checkpoint ``final``, which is never deleted; otherwise as :meth:`save`.
@@ -105,12 +107,10 @@ class CheckpointManager:
         """Point to the new checkpoint and delete all but the newest; rank 0 does it, when all ranks have come here.
 
         Collective over the world, where it is initialized.
-
-        :param saved: The one that was just saved, which stays even where others have a higher step.
-        :param world: Group of all ranks; by default torch's own.
         """
         advice = "see who may write there; the new checkpoint is whole"
-        together("saving", lambda: None, self.output_dir, advice, world=world)
+        # Until all ranks are here some may still be saving, and the older checkpoints are all there is.
+        run_collectively("saving", lambda: None, self.output_dir, advice, world=world)
 
         def rotate() -> None:
             if dist.is_initialized() and dist.get_rank() != 0:
@@ -121,7 +121,7 @@ class CheckpointManager:
                         f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
                         "write it, or return what AsyncSaver.save returned"
                     )
-                write_pointer(saved)
+                write_pointer(saved)  # before anything is deleted, which the pointer may still name
             for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
                 delete(left)
             by_step = sorted(_steps(self.output_dir).items(), reverse=True)
@@ -130,7 +130,7 @@ class CheckpointManager:
                 if not is_kept and (saved is None or folder.name != saved.name):
                     remove_checkpoint(folder)
 
-        together("deleting old ones", rotate, self.output_dir, advice, world=world)
+        run_collectively("deleting old ones", rotate, self.output_dir, advice, world=world)
 
 
 def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:
@@ -163,9 +163,6 @@ def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
     """Raise where a run has a checkpoint that cannot be read. Reads files only; nothing moves.
 
     :func:`find_latest_checkpoint` passes over it, so that the run would silently lose what it holds.
-
-    :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
-    :raises CheckpointError: if ``final`` or one of a step is damaged, or of another version.
     """
     folder = Path(experiment_dir) / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -196,7 +193,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
         check_checkpoints(output_dir)
         return find_latest_checkpoint(output_dir)
 
-    latest = together("latest one", find, output_dir, advice, str)
+    latest = run_collectively("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
     LOG.info("going on from %s", latest)
@@ -224,7 +221,7 @@ def _steps(folder: Path) -> dict[int, tuple[Path, Record]]:
 
 
 def _whole(path: Path) -> Record | None:
-    return find_record(path) or (None if path.exists() else find_record(aside(path, "old")))
+    return find_record(path) or (None if path.exists() else find_record(temporary_path(path, "old")))
 
 
 def _is_newer(final: Record, step: int, record: Record) -> bool:

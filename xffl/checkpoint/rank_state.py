@@ -22,30 +22,30 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.contents import check_readable
-from xffl.checkpoint.format import FileEntry, Record, check_file, entry_of
+from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry
 from xffl.distributed.collectives import bytes_of
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
 __all__ = [
-    "OwnState",
     "RandomState",
-    "check_own",
-    "collect_own",
-    "digests_of",
+    "RankState",
+    "check_rank_state",
+    "collect_rank_state",
+    "differing_names",
+    "hash_buffers",
     "is_same_layout",
     "load_own",
     "own_file",
-    "read_own",
-    "unlike",
-    "wanted_own",
-    "write_own",
+    "read_rank_state",
+    "select_rank_state",
+    "write_rank_state",
 ]
 
 
 @dataclass(frozen=True)
-class OwnState:
+class RankState:
     """Values and tensors of this rank, by name, and buffers of models that other ranks of its cell hold otherwise."""
 
     values: dict[str, Plain]
@@ -58,13 +58,8 @@ def own_file(place: int) -> str:
     return f"own_{place}.pt"
 
 
-def check_own(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
-    """Refuse what cannot be kept.
-
-    :param own: Objects by name.
-    :return: The same; nothing for ``None``.
-    :raises ConfigError: if a name or an object cannot be meant.
-    """
+def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
+    """Refuse what cannot be kept."""
     if own is None:
         return {}
     if not isinstance(own, Mapping):
@@ -80,13 +75,8 @@ def check_own(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
     return own
 
 
-def collect_own(own: Mapping[str, Stateful]) -> OwnState:
-    """Take a copy of what this rank keeps for itself. Nothing moves between ranks.
-
-    :param own: Objects by name.
-    :return: Their values, and copies of their tensors in the memory of the host.
-    :raises ConfigError: if something cannot be kept.
-    """
+def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
+    """Take a copy of what this rank keeps for itself. Nothing moves between ranks."""
     tensors: dict[str, torch.Tensor] = {}
     values = {name: to_plain(kept.state_dict(), name, tensors) for name, kept in own.items()}
     for name, tensor in tensors.items():
@@ -98,20 +88,16 @@ def collect_own(own: Mapping[str, Stateful]) -> OwnState:
             )
     check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return OwnState(values, copies)
+    return RankState(values, copies)
 
 
-def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def hash_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a digest of each buffer's bytes; local."""
     return {name: hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest() for name, tensor in buffers.items()}
 
 
-def unlike(digests: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names of what the ranks of a cell hold otherwise; pure.
-
-    :param digests: What each rank has, by name; a stage of a pipeline has a part of the names.
-    :return: Names.
-    """
+def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the names of what the ranks of a cell hold otherwise; pure."""
     found: dict[str, set[str]] = {}
     for of_rank in digests:
         for name, digest in of_rank.items():
@@ -119,14 +105,8 @@ def unlike(digests: Sequence[Mapping[str, str]]) -> set[str]:
     return {name for name, kinds in found.items() if len(kinds) > 1}
 
 
-def write_own(folder: Path, place: int, own: OwnState) -> dict[str, FileEntry]:
-    """Write this rank's file, where it keeps anything.
-
-    :param folder: The cell's folder.
-    :param place: This rank in its cell.
-    :param own: What it keeps.
-    :return: What the index says of the file, by its name.
-    """
+def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, FileEntry]:
+    """Write this rank's file, where it keeps anything."""
     if not own.values and not own.buffers:
         return {}
     file = folder / own_file(place)
@@ -135,22 +115,13 @@ def write_own(folder: Path, place: int, own: OwnState) -> dict[str, FileEntry]:
         torch.save(told, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    return {file.name: entry_of(file)}
+    return {file.name: file_entry(file)}
 
 
-def wanted_own(
+def select_rank_state(
     folder: Path, record: Record, own: Collection[str], reset: Collection[str], topology: Topology
 ) -> set[str]:
-    """Return the names to load; local.
-
-    :param folder: The checkpoint, for messages.
-    :param record: What it says of itself.
-    :param own: Names that were asked for.
-    :param reset: Names to leave as they are; ``*`` for all.
-    :param topology: The layout of this run.
-    :return: Names.
-    :raises CheckpointError: if others were saved, or by another layout.
-    """
+    """Return the names to load; local."""
     if "*" in reset:
         return set()
     if unknown := sorted(set(reset) - set(own) - set(record.own)):
@@ -179,19 +150,10 @@ def is_same_layout(record: Record, topology: Topology) -> bool:
     return saved == here
 
 
-def read_own(
+def read_rank_state(
     folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run.
-
-    :param folder: The cell's folder.
-    :param place: This rank in its cell.
-    :param files: What the index says of the files.
-    :param wanted: Names of objects to return.
-    :param is_same: Whether the layout is that of the checkpoint, so that the rank's own buffers are its own.
-    :return: State dicts by name, and buffers by name, with tensors on the CPU.
-    :raises CheckpointError: if it cannot be read.
-    """
+    """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run."""
     file = folder / own_file(place)
     if not wanted and not (is_same and file.name in files):
         return {}, {}
@@ -210,11 +172,7 @@ def read_own(
 
 
 def load_own(own: Mapping[str, Stateful], found: Mapping[str, Any]) -> None:
-    """Give the objects what was read; local.
-
-    :param own: Objects by name.
-    :param found: State dicts by name.
-    """
+    """Give the objects what was read; local."""
     for name, state in found.items():
         own[name].load_state_dict(state)
 

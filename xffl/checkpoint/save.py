@@ -1,4 +1,4 @@
-"""Saving: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
+"""PreparedSave: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
 
 from __future__ import annotations
 
@@ -19,58 +19,67 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import __version__
-from xffl.checkpoint.contents import Contents, Part, buffers_of, check_parts, collect
+from xffl.checkpoint.contents import Contents, Part, check_parts, collect, find_buffers
 from xffl.checkpoint.format import (
     INDEX,
     Cell,
     FileEntry,
     Record,
-    aside,
     check_path,
     checksum,
     delete,
     find_record,
-    gather,
+    gather_in_cell,
+    locate_checkpoint,
     publish,
-    settle,
+    run_collectively,
+    temporary_path,
     this_cell,
-    together,
 )
-from xffl.checkpoint.rank_state import OwnState, check_own, collect_own, digests_of, unlike, write_own
+from xffl.checkpoint.rank_state import (
+    RankState,
+    check_rank_state,
+    collect_rank_state,
+    differing_names,
+    hash_buffers,
+    write_rank_state,
+)
 from xffl.checkpoint.storage import CellWriter
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
-__all__ = ["Kept", "Saving", "begin", "save_checkpoint", "write"]
+__all__ = ["PreparedSave", "SaveRequest", "prepare_save", "save_checkpoint", "write_checkpoint"]
 
 
-KEPT = "what was saved before stays; see that there is space and that the folder can be written, then save again"
+PREVIOUS_STAYS = (
+    "what was saved before stays; see that there is space and that the folder can be written, then save again"
+)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SaveRequest:
     """What a caller gives to be kept; see :func:`save_checkpoint`."""
 
     parts: Mapping[str, Part]
-    values: Mapping[str, Any] | None = None
-    own: Mapping[str, Stateful] | None = None
+    metadata: Mapping[str, Any] | None = None
+    rank_state: Mapping[str, Stateful] | None = None
     after_round: bool = False
 
 
 @dataclass(frozen=True)
-class Saving:
+class PreparedSave:
     """A checkpoint that is to be written."""
 
     target: Path
     topology: Topology
     cell: Cell
     parts: tuple[str, ...]
-    values: dict[str, Plain]
+    metadata: dict[str, Plain]
     after_round: bool
     contents: Contents
-    own: OwnState
+    rank_state: RankState
 
     def record(self) -> Record:
         """Return what the checkpoint says of itself, but for the indexes' checksums."""
@@ -84,8 +93,8 @@ class Saving:
             cell_shape=_shape(self.topology),
             after_round=self.after_round,
             parts=self.parts,
-            own=tuple(sorted(self.own.values)),
-            values=self.values,
+            own=tuple(sorted(self.rank_state.values)),
+            values=self.metadata,
             indexes={},
         )
 
@@ -125,69 +134,70 @@ def save_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
-    write(begin(path, Kept(parts, values, own, after_round), state))
+    write_checkpoint(prepare_save(path, SaveRequest(parts, values, own, after_round), state))
 
 
-def begin(
+def prepare_save(
     path: str | os.PathLike[str],
-    kept: Kept,
+    request: SaveRequest,
     state: DistributedState,
     *,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
     is_copied: bool = False,
-) -> Saving:
+) -> PreparedSave:
     """Check what is to be kept and take it; collective over the world.
 
-    :param path: The folder to make.
-    :param kept: What is to be kept.
-    :param state: The state that says where this rank stands.
-    :param groups: Groups to communicate over in place of the state's, see :func:`xffl.checkpoint.format.this_cell`.
-    :param is_copied: Copy tensors to the memory of the host, so that they may change from here on.
-    :return: What :func:`write` writes.
-    :raises XfflError: the same on all ranks.
+    ``groups`` take the place of the state's, for a thread must not use those that the training uses; ``is_copied``
+    copies tensors to the memory of the host, so that they may change from here on.
     """
     world = None if groups is None else groups[0]
 
     def given() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
-        check_parts(kept.parts)
-        if not isinstance(kept.after_round, bool):
-            raise ConfigError(f"after_round is {kept.after_round!r}; give True or False")
-        own = check_own(kept.own)
-        return check_path(path), _plain_values(kept.values), this_cell(state, groups), own
+        check_parts(request.parts)
+        if not isinstance(request.after_round, bool):
+            raise ConfigError(f"after_round is {request.after_round!r}; give True or False")
+        own = check_rank_state(request.rank_state)
+        return check_path(path), _plain_values(request.metadata), this_cell(state, groups), own
 
     shown = Path(str(path))
-    target, plain, cell, own = together(
-        "arguments", given, shown, KEPT, lambda it: _text(it[0], kept, it[1], it[3]), world=world
+    target, plain, cell, own = run_collectively(
+        "arguments", given, shown, PREVIOUS_STAYS, lambda it: _text(it[0], request, it[1], it[3]), world=world
     )
 
-    def take() -> tuple[Contents, OwnState, dict[str, torch.Tensor], dict[str, str]]:
-        found = collect(kept.parts)
-        buffers = buffers_of(kept.parts, found)
-        return found.on_host() if is_copied else found, collect_own(own), buffers, digests_of(buffers)
+    def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
+        found = collect(request.parts)
+        buffers = find_buffers(request.parts, found)
+        return found.on_host() if is_copied else found, collect_rank_state(own), buffers, hash_buffers(buffers)
 
-    contents, own_state, buffers, digests = together("contents", take, target, KEPT, world=world)
+    contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 
-    def set_apart() -> OwnState:
-        apart = unlike(gather(digests, cell)) & buffers.keys()
-        return replace(own_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
+    def set_apart() -> RankState:
+        apart = differing_names(gather_in_cell(digests, cell)) & buffers.keys()
+        return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 
-    own_state = together("buffers", set_apart, target, KEPT, world=world)
-    names = tuple(sorted(kept.parts))
-    return Saving(target, state.topology, cell, names, plain, kept.after_round, contents, own_state)
+    rank_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
+    names = tuple(sorted(request.parts))
+    return PreparedSave(target, state.topology, cell, names, plain, request.after_round, contents, rank_state)
 
 
-def write(saving: Saving) -> None:
-    """Write a checkpoint and give it its name; collective over the world.
-
-    :param saving: What :func:`begin` returned.
-    :raises XfflError: the same on all ranks.
-    """
+def write_checkpoint(saving: PreparedSave) -> None:
+    """Write a checkpoint and give it its name; collective over the world."""
+    # Each step ends with an all-reduce, since the next one needs it on all ranks: nobody writes before rank 0 has made
+    # the folders, and the checkpoint takes its name only when all files of all ranks are on the disk.
     target, cell = saving.target, saving.cell
-    together("preparing", lambda: _prepare(target, cell), target, KEPT, world=cell.world)
-    partial = aside(target, "partial")
+    run_collectively("preparing", lambda: _prepare(target, cell), target, PREVIOUS_STAYS, world=cell.world)
+    partial = temporary_path(target, "partial")
     try:
-        together("writing", lambda: _write(partial / cell.name, saving), target, KEPT, world=cell.world)
-        together("publishing", lambda: _publish(target, saving.record(), cell), target, KEPT, world=cell.world)
+        run_collectively(
+            "writing", lambda: _write(partial / cell.name, saving), target, PREVIOUS_STAYS, world=cell.world
+        )
+        run_collectively(
+            "publishing",
+            lambda: _publish(target, saving.record(), cell),
+            target,
+            PREVIOUS_STAYS,
+            world=cell.world,
+        )
     except CheckpointError:
         if cell.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
@@ -206,35 +216,38 @@ def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
     return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
 
 
-def _text(path: Path, kept: Kept, values: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
+def _text(path: Path, request: SaveRequest, metadata: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
     """Return what must be the same on all ranks."""
-    told = f"path={path} parts={sorted(kept.parts)} values={json.dumps(values, sort_keys=True)}"
-    return f"{told} own={sorted(own)} after_round={kept.after_round}"
+    told = f"path={path} parts={sorted(request.parts)} values={json.dumps(metadata, sort_keys=True)}"
+    return f"{told} own={sorted(own)} after_round={request.after_round}"
 
 
 def _prepare(path: Path, cell: Cell) -> None:
     """Clear the way and make the folders to write into; rank 0 does it."""
     if cell.rank != 0:
         return
-    if (before := settle(path)) != path:
+    # A kill between the two renames of publish() left the checkpoint as .old only: it gets its name back before
+    # anything else, so that this save, too, has a whole one to replace.
+    if (before := locate_checkpoint(path)) != path:
         before.rename(path)
     if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
         )
+    # Nothing is deleted before the check above: what is left here is of saves that were killed.
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in (aside(path, "partial"), aside(path, "removed")):
+    for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
         if left.exists():
             delete(left)
     for number in range(len(cell.sizes)):
-        (aside(path, "partial") / f"cell_{number}").mkdir(parents=True)
+        (temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
 
-def _write(folder: Path, saving: Saving) -> None:
+def _write(folder: Path, saving: PreparedSave) -> None:
     """Write this rank's tensors; collective over the cell."""
     contents, cell = saving.contents, saving.cell
-    values = _merged(contents.values, cell)
-    shapes = _merged(_shapes(contents.tensors), cell)
+    values = _merge_in_cell(contents.values, cell)
+    shapes = _merge_in_cell(_shapes(contents.tensors), cell)
     conflict = next((found for found in (values, shapes) if isinstance(found, str)), None)
     files: dict[str, FileEntry] = {}
     try:
@@ -243,11 +256,11 @@ def _write(folder: Path, saving: Saving) -> None:
                 f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
             )
         elif conflict is None:
-            files = write_own(folder, cell.place, saving.own)
+            files = write_rank_state(folder, cell.place, saving.rank_state)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
     # Before torch's collectives, which a rank that raises alone would leave the others in.
-    told = gather((conflict, files, contents.ties), cell)
+    told = gather_in_cell((conflict, files, contents.ties), cell)
     conflicts = [text for text, _, _ in told if text is not None]
     if conflicts:
         raise CheckpointError(conflicts[0])
@@ -280,13 +293,13 @@ def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
-def _merged(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
+def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
     """Put the values of the cell's ranks together on its first one; a text tells that two ranks contradict each other.
 
     Collective over the cell. Stages of a pipeline name different parameters; all others have the same, which cross
     once.
     """
-    digests = gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
+    digests = gather_in_cell(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
     if len(set(digests)) == 1:
         return values
     place = dist.get_rank(cell.group)
@@ -309,7 +322,7 @@ def _publish(path: Path, record: Record, cell: Cell) -> None:
     """Give the checkpoint its name; rank 0 does it."""
     if cell.rank != 0:
         return
-    partial = aside(path, "partial")
+    partial = temporary_path(path, "partial")
     for number in range(len(record.cells)):
         index = partial / f"cell_{number}" / INDEX
         if not index.is_file():

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from xffl.checkpoint.format import ALGORITHM, INDEX, FileEntry, check_file, checksum, entry_of, sync, write_text
+from xffl.checkpoint.format import ALGORITHM, INDEX, FileEntry, check_file, checksum, file_entry, sync, write_text
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError
 
@@ -44,7 +44,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenPiece:
     """Where a rank has written a piece, and what its file is."""
 
     relative_path: str
@@ -54,7 +54,7 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
     chunks: tuple[_Chunk, ...]
@@ -64,7 +64,7 @@ class _Tensor:
 class CellIndex:
     """What a cell's folder holds: tensors and plain values by name."""
 
-    tensors: dict[str, _Tensor]
+    tensors: dict[str, _StoredTensor]
     values: dict[str, Plain]
     files: dict[str, FileEntry]
     """Bytes and checksum of each file"""
@@ -77,10 +77,7 @@ class CellIndex:
         return sorted(names, key=lambda name: (-self.files[name][0], name))
 
     def metadata(self) -> Metadata:
-        """Return what torch's planners and reader want to know.
-
-        :return: The index in torch's form.
-        """
+        """Return what torch's planners and reader want to know."""
         told = Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in self.tensors.items():
             boxes = [
@@ -93,13 +90,7 @@ class CellIndex:
 
 
 class CellWriter(FileSystemWriter):
-    """Write a cell's tensors, each rank a file, and the index by the cell's first rank.
-
-    :param folder: The cell's folder.
-    :param values: Plain values for the index; like what follows they count on the cell's first rank.
-    :param ties: Tensors that are another one.
-    :param files: Further files of the folder.
-    """
+    """Write a cell's tensors, each rank a file, and the index by the cell's first rank."""
 
     def __init__(
         self,
@@ -115,12 +106,7 @@ class CellWriter(FileSystemWriter):
         self.files = dict(files or {})
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file and read it back for its checksum; ranks whose tensors another one writes make none.
-
-        :param plan: What this rank writes.
-        :param planner: Where it gets the data.
-        :return: Where each piece lies.
-        """
+        """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""
         told: Future[list[WriteResult]] = Future()
         if not plan.items:
             told.set_result([])
@@ -128,17 +114,13 @@ class CellWriter(FileSystemWriter):
         written: list[WriteResult] = super().write_data(plan, planner).wait()
         sync(self.folder)
         entries = {
-            name: entry_of(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
+            name: file_entry(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
         }
         told.set_result([replace(piece, storage_data=_placed(piece.storage_data, entries)) for piece in written])
         return told
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index; called on the cell's first rank when all have written.
-
-        :param metadata: The tensors and how they are cut.
-        :param results: Where each piece lies, by rank.
-        """
+        """Write the index; called on the cell's first rank when all have written."""
         places = {written.index: written.storage_data for by_rank in results for written in by_rank}
         files = self.files | {place.relative_path: place.file for place in places.values()}
         tensors = {}
@@ -162,34 +144,19 @@ class CellWriter(FileSystemWriter):
 
 
 class CellReader(FileSystemReader):
-    """Read a cell's tensors from where the index says; torch opens each with ``weights_only``.
-
-    :param folder: The cell's folder.
-    :param index: Its index.
-    """
+    """Read a cell's tensors from where the index says; torch opens each with ``weights_only``."""
 
     def __init__(self, folder: Path, index: CellIndex) -> None:
         super().__init__(folder)
         self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        r"""Return the index in torch's form.
-
-        :param \*args: None is used.
-        :param \**kwargs: None is used.
-        :return: The tensors and where they lie.
-        """
+        r"""Return the index in torch's form."""
         return self.index.metadata()
 
 
 def read_index(folder: Path, digest: str | None) -> CellIndex:
-    """Read the index of a cell's folder.
-
-    :param folder: The cell's folder.
-    :param digest: Its checksum.
-    :return: What it holds.
-    :raises CheckpointError: if it cannot be read, or is another one.
-    """
+    """Read the index of a cell's folder."""
     path = folder / INDEX
     try:
         if checksum(path) != digest:
@@ -208,7 +175,7 @@ def read_index(folder: Path, digest: str | None) -> CellIndex:
             dtype = getattr(torch, tensor["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name!r} is of no known dtype")
-            tensors[name] = _Tensor(dtype, torch.Size(tensor["shape"]), chunks)
+            tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
         if wrong := [name for name in files if os.path.basename(name) != name]:
             raise ValueError(f"{wrong[0]!r} lies outside the folder")
         return CellIndex(tensors, dict(told["values"]), files, dict(told["ties"]))
@@ -217,27 +184,13 @@ def read_index(folder: Path, digest: str | None) -> CellIndex:
 
 
 def check_data(folder: Path, index: CellIndex, place: int = 0, places: int = 1) -> None:
-    """Read this rank's share of a cell's files and compare them with their checksums.
-
-    :param folder: The cell's folder.
-    :param index: Its index.
-    :param place: Rank among those that share the files out.
-    :param places: How many these are.
-    :raises CheckpointError: if a file is missing or not as it was written.
-    """
+    """Read this rank's share of a cell's files and compare them with their checksums."""
     for name in index.data_files()[place::places]:
         check_file(folder / name, index.files[name])
 
 
 def read_tensor(folder: Path, index: CellIndex, name: str) -> torch.Tensor:
-    """Read a whole tensor on the CPU, with no process group.
-
-    :param folder: The cell's folder.
-    :param index: Its index.
-    :param name: The tensor.
-    :return: The tensor.
-    :raises CheckpointError: if a file does not hold it.
-    """
+    """Read a whole tensor on the CPU, with no process group."""
     tensor = index.tensors[name]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for chunk in tensor.chunks:
@@ -257,6 +210,6 @@ def read_tensor(folder: Path, index: CellIndex, name: str) -> torch.Tensor:
     return whole
 
 
-def _placed(found: Any, entries: Mapping[str, FileEntry]) -> _Written:
+def _placed(found: Any, entries: Mapping[str, FileEntry]) -> _WrittenPiece:
     """Return torch's place of a piece with what its file is."""
-    return _Written(found.relative_path, found.offset, found.length, entries[found.relative_path])
+    return _WrittenPiece(found.relative_path, found.offset, found.length, entries[found.relative_path])

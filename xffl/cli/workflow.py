@@ -141,7 +141,7 @@ def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] |
 def _begin(options: Namespace) -> None:
     """Write the step's results for CWL into this folder, and print the folder that it is to give as ``start``."""
     from xffl.aggregation.exports import check_folder, read_told
-    from xffl.checkpoint.format import settle
+    from xffl.checkpoint.format import locate_checkpoint
 
     first = integer("--first", options.first, 0, 1)
     results, last = Path(options.results), None
@@ -157,7 +157,7 @@ def _begin(options: Namespace) -> None:
             continue
     told: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
     if last is not None:
-        print(settle(results / f"round_{last}"))
+        print(locate_checkpoint(results / f"round_{last}"))
         told["start"] = {"class": "Directory", "location": "start"}
     told["more"] = told["round"] <= options.rounds
     Path("cwl.output.json").write_text(json.dumps(told) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from xffl.training.callbacks.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
-    from xffl.checkpoint import PendingSave
     from xffl.training.trainer import BaseTrainer
 
 __all__ = ["CheckpointCallback"]
@@ -220,7 +219,7 @@ class CheckpointCallback(Callback):
 
     def _save(self, trainer: BaseTrainer, *, step: int, **place: int) -> None:
         self._saved |= {"step": step, **place}
-        self._manager.save(self._saving(trainer), step)
+        self._manager.save(trainer, step, **self._saver_options())
 
     def _save_best(self, trainer: BaseTrainer) -> None:
         """Save, where the metric is better than ever; collective over the world."""
@@ -228,31 +227,11 @@ class CheckpointCallback(Callback):
             return
         value = self.watched.take() if _is_alone(trainer) else self.watched.agree(trainer)
         if value is not None and self.watched.judge(value):
-            self._saving(trainer).save_checkpoint(self.folder / BEST)
+            trainer.save_checkpoint(self.folder / BEST, **self._saver_options())
 
-    def _saving(self, trainer: BaseTrainer) -> BaseTrainer | _InBackground:
-        return trainer if self._saver is None else _InBackground(trainer, self._saver)
-
-
-class _InBackground:
-    """Save a trainer through an asynchronous saver."""
-
-    def __init__(self, trainer: BaseTrainer, saver: AsyncSaver) -> None:
-        self._trainer, self._saver = trainer, saver
-
-    @property
-    def save_checkpoint(self) -> Callable[..., PendingSave]:
-        return self._save
-
-    def _save(self, path: Path, **values: Any) -> PendingSave:
-        pending: list[PendingSave] = []
-
-        def save(*args: Any, **kwargs: Any) -> PendingSave:
-            pending.append(self._saver.save(*args, **kwargs))
-            return pending[-1]
-
-        self._trainer.save_checkpoint(path, saver=save, **values)
-        return pending[-1]
+    def _saver_options(self) -> dict[str, Any]:
+        """Let a save go through the saver that writes in the background, where there is one."""
+        return {} if self._saver is None else {"saver": self._saver.save}
 
 
 def _is_alone(trainer: BaseTrainer) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from xffl.aggregation.engine.tensors import tensors_of
-from xffl.checkpoint.format import check_path, this_cell, together
+from xffl.checkpoint.format import check_path, run_collectively, this_cell
 from xffl.checks import integer
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
@@ -124,7 +124,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
         _adapted(model)
         return check_path(folder), this_cell(state).number
 
-    path, number = together("comparing adapters", look, Path(str(folder)), ADVICE, lambda found: str(found[0]))
+    path, number = run_collectively("comparing adapters", look, Path(str(folder)), ADVICE, lambda found: str(found[0]))
 
     def write() -> None:
         tensors = adapter_state(model) if number == 0 else {}
@@ -135,7 +135,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
             config.save_pretrained(target.partial)
 
     with NewFolder(path, WRITTEN, is_writer=state.rank == 0) as target:
-        together("writing adapters", write, path, ADVICE)
+        run_collectively("writing adapters", write, path, ADVICE)
 
 
 def _adapted(model: nn.Module) -> Any:

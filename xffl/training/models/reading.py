@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xffl.checkpoint.format import together
+from xffl.checkpoint.format import run_collectively
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError
@@ -54,8 +54,10 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str], state: Distri
 
     path = Path(str(folder))
     try:
-        together("comparing weights", look, path, "nothing was loaded", str)
-        together("reading weights", lambda: _fill(model, files[0]), path, "the model is filled in part; load it again")
+        run_collectively("comparing weights", look, path, "nothing was loaded", str)
+        run_collectively(
+            "reading weights", lambda: _fill(model, files[0]), path, "the model is filled in part; load it again"
+        )
     finally:
         for opened in files:
             opened.__exit__()

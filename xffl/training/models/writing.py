@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint.format import aside, check_path, delete, sync, sync_all, this_cell, together
+from xffl.checkpoint.format import check_path, delete, run_collectively, sync, sync_all, temporary_path, this_cell
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
@@ -63,12 +63,12 @@ def save_pretrained(
         return check_path(folder), this_cell(state).number, _base_of(model), _plan(model, max_shard_size)
 
     path = Path(str(folder))
-    path, number, base, plan = together(
+    path, number, base, plan = run_collectively(
         "comparing the model", look, path, ADVICE, lambda found: f"{found[0]}: {found[3].files}"
     )
 
     with NewFolder(path, WRITTEN, is_writer=state.rank == 0) as target:
-        together(
+        run_collectively(
             "writing the model",
             lambda: _write(model, base, plan, target.partial) if number == 0 else None,
             path,
@@ -88,16 +88,16 @@ class NewFolder:
 
     def __init__(self, path: Path, files: Sequence[str], *, is_writer: bool) -> None:
         self._path, self._files = path, files
-        self.partial = aside(path, "partial") if is_writer else None
+        self.partial = temporary_path(path, "partial") if is_writer else None
         """Where to write, ``None`` on the ranks that do not"""
 
     def __enter__(self) -> NewFolder:
-        together("making a folder", self._begin, self._path, ADVICE)
+        run_collectively("making a folder", self._begin, self._path, ADVICE)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
-            together("naming the folder", self._publish, self._path, ADVICE)
+            run_collectively("naming the folder", self._publish, self._path, ADVICE)
         elif self.partial is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
 
@@ -117,7 +117,7 @@ class NewFolder:
     def _publish(self) -> None:
         if self.partial is None:
             return
-        old = aside(self._path, "old")
+        old = temporary_path(self._path, "old")
         sync_all(self.partial)
         if self._path.exists():
             if old.exists():
