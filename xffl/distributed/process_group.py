@@ -233,7 +233,7 @@ def cleanup_distributed_process_group(
         destroys = is_together or not waits_when_destroyed(state)
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
-        state._forget(destroys=destroys)
+        state._rollback_all(destroys=destroys)
 
 
 def _checked_timeout(timeout_s: float) -> float:

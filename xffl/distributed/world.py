@@ -132,7 +132,7 @@ class DistributedWorld(Collectives):
             destroy_group(group)
         if self._is_laid_here:
             self._is_laid_here = False
-            state._forget(destroys=destroys)
+            state._rollback_all(destroys=destroys)
 
     def __enter__(self) -> DistributedWorld:
         if self._state is None:
