@@ -123,10 +123,6 @@ def total_norm(
     dims: ParallelDims,
     cell: dist.ProcessGroup,
     device: torch.device,
-    norm_type: float,
-    dims: ParallelDims,
-    cell: dist.ProcessGroup,
-    device: torch.device,
 ) -> torch.Tensor:
     """Return the norm of the gradients of all ranks of a cell.
 
