@@ -199,7 +199,7 @@ def global_setups(rank: int, world_size: int) -> None:
 
     half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
     state.set_fsdp(half)  # replaces the world's mesh, and its group is gone
-    assert state.fsdp_mesh is half and len(state._layers) == 1
+    assert state.fsdp_mesh is half and len(state._setups) == 1
 
 
 def test_global_setups_replace_and_restore() -> None:
@@ -345,8 +345,8 @@ def partial_steps(rank: int, world_size: int) -> None:
     by_hand = snapshot(state)
     state.unset_hsdp()
     state._partial_hsdp_setup(2)
-    assert {k: v for k, v in snapshot(state).items() if k != "_layers"} == {
-        k: v for k, v in by_hand.items() if k != "_layers"
+    assert {k: v for k, v in snapshot(state).items() if k != "_setups"} == {
+        k: v for k, v in by_hand.items() if k != "_setups"
     }
     state.unset_hsdp()
     check_mesh(state._get_global_fsdp_mesh(), [0, 1, 2, 3], ("shard",))

@@ -302,7 +302,7 @@ def try_all(rank: int, world_size: int) -> list[tuple[str, str, float, bool]]:
             what = (type(error).__name__, str(error))
         told.append((*what, time.monotonic() - start, snapshot(state) == before))
         dist.barrier()
-        state._forget()
+        state._rollback_all()
     # After all this the world is as good as new.
     state = new_state(rank, world_size)
     state.set_federated_scaling((world_size // 2,), 1)

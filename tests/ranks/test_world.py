@@ -69,7 +69,7 @@ def walk(rank: int, world_size: int, layout: str) -> None:
             expected = neighbours(cell, sizes, JOINED.get(name, (name,)), rank)
             assert world.get_mesh(name).mesh.tolist() == expected, name
             assert dist.get_process_group_ranks(world.get_mesh(name).get_group()) == expected, name
-            assert world.place.size(name) == len(expected) and world.place.rank(name) == expected.index(rank)
+            assert world.dims.size(name) == len(expected) and world.dims.rank(name) == expected.index(rank)
         dp = neighbours(cell, sizes, JOINED["dp"], rank)
         assert (world.dp_size, world.dp_rank) == (len(dp), dp.index(rank))
         assert (world.tp_enabled, world.pp_enabled) == (mesh.get("tp", 1) > 1, mesh.get("pp", 1) > 1)
@@ -128,7 +128,7 @@ def communicate(world: DistributedWorld, cell: list[int], cells: list[list[int]]
 
 def places_of(world: DistributedWorld, ranks: list[int]) -> list[tuple[int, int]]:
     """Where each rank of a cell stands along ``dp_replicate`` and ``dp_shard``."""
-    sizes = [world.place.sizes[axis] for axis in AXES]
+    sizes = [world.dims.sizes[axis] for axis in AXES]
     known = math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis != "dp_replicate")
     sizes[AXES.index("dp_replicate")] = len(ranks) // known
     if math.prod(sizes) != len(ranks):  # dp_shard is what varies
@@ -187,7 +187,7 @@ def norms(rank: int, world_size: int) -> list[tuple[str, float, float, float, fl
         assert parameters[3].grad is not None
         parameters[3].grad[0, 0] = torch.nan
     # Of what all ranks hold the first one's counts; a value that is not finite there reaches all.
-    if world.place.at["tp"] == 0 and world.place.at["dp_shard"] == 0 and world.pp_rank == 1:
+    if world.dims.at["tp"] == 0 and world.dims.at["dp_shard"] == 0 and world.pp_rank == 1:
         assert parameters[3].grad is not None
         parameters[3].grad[0, 0] = torch.inf
     with pytest.raises(StateError, match="norm is inf"):
@@ -302,7 +302,7 @@ def test_one_rank_of_thousands() -> None:
         )
         state = joined(1234, 4096)
         world.setup(state)
-        assert world.place.sizes == {"pp": 4, "cp": 2, "dp_replicate": 6, "dp_shard": 16, "tp": 4}
-        assert world.place.at == {"pp": 0, "cp": 0, "dp_replicate": 3, "dp_shard": 4, "tp": 2}
+        assert world.dims.sizes == {"pp": 4, "cp": 2, "dp_replicate": 6, "dp_shard": 16, "tp": 4}
+        assert world.dims.at == {"pp": 0, "cp": 0, "dp_replicate": 3, "dp_shard": 4, "tp": 2}
         assert world.get_mesh("tp").mesh.tolist() == [1232, 1233, 1234, 1235]
         assert len(world._groups) < 12

@@ -75,7 +75,7 @@ def test_a_rank_of_16384_joins_as_few_groups_and_is_set_up_in_time(cells: int, h
         state = DistributedState()
         state.set_global("fake", CPU, "", 0, 5000, world)
         state.set_federated_scaling((size,) * cells, hsdp)
-        assert len(state._layers[-1].groups) == 4
+        assert len(state._setups[-1].groups) == 4
         assert time.monotonic() - begin < 5.0
 
 
@@ -85,7 +85,7 @@ def test_every_rank_makes_as_many_groups() -> None:
         with fake_world(WORLD, rank):
             state = big_state(rank)
             state.set_federated_scaling(CELLS, HSDP)
-            counts.add(len(state._layers[-1].groups))
+            counts.add(len(state._setups[-1].groups))
     assert counts == {4}
 
 
@@ -98,7 +98,7 @@ def test_one_handle_for_each_stream() -> None:
         assert state.replica_group is not None and state.federated_group is None
         assert len(state.replica_group) == 3 and len(set(state.replica_group)) == 3
         assert "ranks (5, 7), 3 handles\n" in str(state)
-        assert len(state._layers[-1].groups) == 1 + 1 + 3 + 3  # the placeholders of a rank that sends nothing, too
+        assert len(state._setups[-1].groups) == 1 + 1 + 3 + 3  # the placeholders of a rank that sends nothing, too
         with pytest.raises(StateError, match="made groups for 3"):
             state.set_exec_device(CPU)
 
@@ -128,7 +128,7 @@ def test_without_a_process_group() -> None:
     state._partial_hsdp_setup(HSDP)
     assert state.is_hsdp_setup() and state.replica_world_size == (64,) and state._set_global_hsdp_mesh() is None
     state.unset_hsdp()
-    assert not state.is_hsdp_setup() and not state._layers
+    assert not state.is_hsdp_setup() and not state._setups
 
 
 def test_steps_of_a_federation_are_no_calls_of_their_own() -> None:

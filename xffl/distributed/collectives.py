@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.distributed.consistency import barrier
-from xffl.distributed.parallel_dims import JOINED, Place, Standing
+from xffl.distributed.parallel_dims import JOINED, ParallelDims, WorldDims
 from xffl.distributed.parameters import AXES
 from xffl.errors import ConfigError
 
@@ -40,11 +40,8 @@ def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
     return data.clone().view(dtype).view(shape)
 
 
-class Collectives(Standing):
-    """What ranks tell each other; every call is collective over the ranks of its mesh.
-
-    :param device_parameters: What is asked of the ranks inside a cell.
-    """
+class Collectives(WorldDims):
+    """What ranks tell each other; every call is collective over the ranks of its mesh."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
         """Combine a tensor of each rank, element by element.
@@ -121,19 +118,16 @@ HELD = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replic
 
 
 def total_norm(
-    parameters: Iterable[torch.Tensor], norm_type: float, place: Place, cell: dist.ProcessGroup, device: torch.device
+    parameters: Iterable[torch.Tensor],
+    norm_type: float,
+    dims: ParallelDims,
+    cell: dist.ProcessGroup,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return the norm of the gradients of all ranks of a cell.
 
     Collective over the cell: one all-reduce of one number. What several ranks hold is counted on one of them: the one
     whose coordinate is 0 along every axis that does not cut the tensor; stages of a pipeline hold different tensors.
-
-    :param parameters: This rank's parameters.
-    :param norm_type: Order of the norm, above 0.
-    :param place: Where this rank stands in its cell.
-    :param cell: The ranks of the cell.
-    :param device: Where this rank computes.
-    :return: One fp32 number.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [_whole(gradient) for gradient in gradients]
@@ -145,20 +139,14 @@ def total_norm(
         both = torch.stack([found.isnan().to(found), found.nan_to_num(0.0, posinf=torch.inf)])
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell)
         return both[1].where(both[0] == 0, torch.nan).float()
-    counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, place)]
+    counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, dims)]
     total = (norms_of(counted, norm_type, device) ** norm_type).sum()
     dist.all_reduce(total, group=cell)
     return (total ** (1.0 / norm_type)).float()
 
 
 def norms_of(parts: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of each tensor by itself; local.
-
-    :param parts: Plain tensors, not empty where the order is infinite.
-    :param norm_type: Order of the norm.
-    :param device: Where the numbers are to be.
-    :return: Numbers in fp64, those of tensors that are alike together. A GPU takes a few kernels for all of them.
-    """
+    """Return the norm of each tensor by itself; local."""
     found = [torch.stack(torch._foreach_norm(same, norm_type, dtype=_wide(same[0]))) for same in alike(parts)]
     return torch.cat(
         [norms.to(device, torch.float64) for norms in found] or [torch.zeros(0, dtype=torch.float64, device=device)]
@@ -166,11 +154,7 @@ def norms_of(parts: Sequence[torch.Tensor], norm_type: float, device: torch.devi
 
 
 def alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors of each device and data type, which one kernel can work on; local.
-
-    :param parts: Plain tensors.
-    :yield: Lists, none of them empty.
-    """
+    """Yield the tensors of each device and data type, which one kernel can work on; local."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for part in parts:
         found.setdefault((part.device, part.dtype), []).append(part)
@@ -190,7 +174,7 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
 
 
-def _counts_here(gradient: torch.Tensor, place: Place) -> bool:
+def _counts_here(gradient: torch.Tensor, dims: ParallelDims) -> bool:
     cut = {"pp"}
     if isinstance(gradient, DTensor):
         names = gradient.device_mesh.mesh_dim_names or ()
@@ -201,7 +185,7 @@ def _counts_here(gradient: torch.Tensor, place: Place) -> bool:
             raise ConfigError(
                 f"a gradient lies on {gradient.device_mesh}, whose dimensions have no names; shard over world.get_mesh"
             )
-    return all(axis in cut or place.at[axis] == 0 for axis in AXES)
+    return all(axis in cut or dims.at[axis] == 0 for axis in AXES)
 
 
 def _axes(name: str) -> tuple[str, ...]:

@@ -31,22 +31,14 @@ __all__ = [
 
 
 def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where small messages lie (votes, agreements): on the CPU, unless the group has NCCL alone.
-
-    :param group: The group that carries them; by default the world.
-    :return: The CPU, or this rank's current GPU.
-    """
+    """Return where small messages lie (votes, agreements): on the CPU, unless the group has NCCL alone."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def transfer_device(state: DistributedState) -> torch.device:
-    """Return where weights lie while they move: on the GPU over NCCL, else on the CPU, since gloo sends from there.
-
-    :param state: The state that describes the world.
-    :return: The device, a GPU with its index.
-    """
+    """Return where weights lie while they move: on the GPU over NCCL, else on the CPU, since gloo sends from there."""
     if "nccl" not in str(state.backend):
         return torch.device("cpu")
     device = state.current_device if state.current_device is not None else torch.cuda.current_device()
@@ -58,8 +50,6 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 
     Collective over the group. NCCL is told this rank's GPU; by itself it counts GPUs by the rank, which is another one
     where nodes have unlike numbers of them.
-
-    :param group: The group; by default the world.
     """
     device = control_device(group)
     dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])
@@ -71,9 +61,6 @@ def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) ->
     Collective over each group. NCCL connects a group in its first call, in which all its ranks must take part: where
     some send and others do not, that call would wait for ever. All ranks name kinds of groups in the same order, so
     that none waits for another in a circle.
-
-    :param groups: The groups, of which one may be named again; ``None`` stands for one that this rank is not in.
-    :param device: What :func:`transfer_device` gives.
     """
     for group in dict.fromkeys(groups) if device.type != "cpu" else ():
         if group is not None:
@@ -96,14 +83,6 @@ def check_consistent(
 
     Collective over the world: one all-reduce of 16 bytes, and only where ranks differ an all-gather of their values.
     Where torch.distributed is not initialized nothing moves, and this rank's own error is raised.
-
-    :param what: What is compared, for the message: "ranks were given different WHAT".
-    :param value: This rank's value, as a person would write it; it counts only where there is no error.
-    :param error: What this rank found wrong.
-    :param describe: Makes the error from the values by rank where they differ; by default one that lists them.
-    :param group: A group of all ranks; by default the world.
-    :raises XfflError: the ranks' common error, or that of the lowest rank that has one with the ranks named, or the
-        one that tells how the values differ.
     """
     if not dist.is_initialized():
         if error is not None:
@@ -135,13 +114,6 @@ def run_on_all_ranks(
 
     Collective over the world, as :func:`check_consistent`, which ends the block: the block itself may not use a group
     that a rank with an error has left. It is given a function that takes what the ranks must have in common.
-
-    :param what: What is compared, for the message.
-    :param convert: Makes the error that all ranks raise of one that is not xffl's; without it such an error is this
-        rank's alone.
-    :param describe: As for :func:`check_consistent`.
-    :param group: A group of all ranks; by default the world.
-    :raises XfflError: as :func:`check_consistent` does.
     """
     values = [""]
     error: XfflError | None = None
@@ -163,15 +135,6 @@ def check_consistent_on_store(
     """Do what :func:`check_consistent` does before there is a process group, over the store that ranks meet at.
 
     Collective over the world: a handful of small requests to the store from each rank.
-
-    :param store: A store that no rank has used for this before.
-    :param rank: Rank of this process.
-    :param world_size: Number of processes.
-    :param value: What the ranks must have in common, as a person would write it.
-    :param error: What this rank found wrong.
-    :param timeout_s: How long to wait for the others, in seconds.
-    :raises XfflError: the same on all ranks: the first rank's error, or one that tells how the values differ.
-    :raises LaunchError: if not all ranks come in time.
     """
     if error is not None:  # this rank has no value then, and must not be taken for one that was given another
         store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))

@@ -1,4 +1,10 @@
-"""The fields of the state, and what its setters share."""
+"""State of the distributed run: who this process is, which groups it has, and the setters that make them.
+
+:class:`DistributedState` is the one source of ranks. Its setters check what they are given, let the ranks compare it,
+and only then fill the fields. Those that make process groups (:meth:`~DistributedState.set_fsdp`,
+:meth:`~DistributedState.set_hsdp`, :meth:`~DistributedState.set_federated_scaling`) are transactions: all ranks have
+the new set-up, or all are as they were. Set-ups form a stack, so that ``unset_*`` brings back the one before.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
 from xffl.cluster.network import Timeouts
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import ALL_KINDS, cell_mesh, destroy_group, make_groups
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -24,44 +30,62 @@ from xffl.topology import Topology
 __all__ = [
     "DEFAULT_STREAMS",
     "DEFAULT_TIMEOUT_S",
-    "SETUP_FIELDS",
     "DistributedState",
-    "Layer",
-    "ProcessState",
-    "StateFields",
     "check_backend",
     "check_device",
-    "check_init_device",
-    "check_mesh",
-    "check_node",
-    "check_place",
-    "check_ranks",
-    "check_rendezvous",
-    "check_replicas",
     "check_streams",
-    "check_world",
     "create_device_mesh",
-    "laid",
     "logger",
-    "state_table",
-    "take_off",
 ]
 
+logger: logging.Logger = logging.getLogger("xffl")
+"""Default xFFL logger"""
 
 DEFAULT_TIMEOUT_S = 600.0
 """Seconds after which a collective over the world gives up."""
 
-_ACROSS = ("xffl_federated",)
+DEFAULT_STREAMS = 4
+"""CUDA streams of a rank, if not asked for otherwise."""
+
+_CROSS_CELL = ("xffl_federated",)
 """How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
 _RELAYING = ("xffl_replica", "xffl_federation", "xffl_holders", "xffl_part")
-"""Those of groups over which what has crossed is handed round at home: they wait for senders who wait for others."""
+"""Those of intra-cell groups that hand on what has crossed: they wait for senders, who wait for other cells."""
+
+_SETUP_FIELDS = (
+    "_topology",
+    "replica_local_rank",
+    "replica_local_size",
+    "replica_rank",
+    "replica_world_size",
+    "federated_local_rank",
+    "federated_local_size",
+    "federated_rank",
+    "federated_world_size",
+    "fsdp_mesh",
+    "hsdp_mesh",
+    "is_sender",
+    "receive_from",
+    "federated_group",
+    "replica_group",
+    "federation",
+)
+"""The fields that a set-up fills; each set-up says all of them."""
+
+_MEMBERS_SHOWN = 8
+"""Members of a tuple that are written out before the rest is counted."""
 
 T = TypeVar("T")
 
 
 @dataclass
-class StateFields:
-    """Everything that a process knows about its place; ``None`` where a feature is off."""
+class DistributedState:
+    """This dataclass traces all the distributed environment parameters; ``None`` where a feature is off.
+
+    Every setter raises on wrong input and leaves the state as it was. On an initialized world every rank must call it:
+    the ranks first compare their arguments (one all-reduce of 16 bytes), so that all raise the same error. A setter
+    that makes process groups returns once all ranks have made theirs.
+    """
 
     backend: dist.Backend | None = None
     """Communication backend"""
@@ -126,14 +150,14 @@ class StateFields:
     _topology: Topology | None = field(default=None, init=False, repr=False)
     """What stands behind the fields of the set-up."""
     _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
-    _layers: list[Layer] = field(default_factory=list, init=False, repr=False, compare=False)
+    _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
     """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
-        return state_table({f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")})
+        return _state_table({f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")})
 
     @property
     def topology(self) -> Topology:
@@ -168,32 +192,20 @@ class StateFields:
         return dealt, dealt.offsets[cell] + rank
 
     def is_node_setup(self) -> bool:
-        """Check if the local compute node information is set up.
-
-        :return: True if the local compute node information is set up, False otherwise.
-        """
+        """Return whether the local compute node information is set up."""
         return None not in (self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size)
 
     def is_fsdp_setup(self) -> bool:
-        """Check if FSDP is set up.
-
-        :return: True if FSDP is set up, False otherwise.
-        """
+        """Return whether FSDP is set up."""
         return self.fsdp_mesh is not None
 
     def is_hsdp_setup(self) -> bool:
-        """Check if HSDP is set up. Does not check the HSDP device mesh.
-
-        :return: True if HSDP is set up, False otherwise.
-        """
+        """Return whether HSDP is set up; the device mesh is not looked at."""
         replica = (self.replica_local_rank, self.replica_local_size, self.replica_rank, self.replica_world_size)
         return None not in replica
 
     def is_federated_scaling_setup(self) -> bool:
-        """Check if Federated Scaling is set up.
-
-        :return: True if Federated Scaling is set up, False otherwise.
-        """
+        """Return whether Federated Scaling is set up."""
         own = (self.federated_local_rank, self.federated_rank)
         return None not in (*own, self.federated_local_size, self.federated_world_size)
 
@@ -211,72 +223,22 @@ class StateFields:
         :raises TopologyError: if the ranks are none of this world, or this rank is not among them.
         :raises StateError: if torch.distributed is not initialized.
         """
-        rank, world_size = self._joined_place("create_process_group")
+        rank, world_size = self._initialized_place("create_process_group")
         levels, name = self._timeouts, group_desc or ""
         timeout_s = levels.home_s
-        if name.startswith(_ACROSS):
+        if name.startswith(_CROSS_CELL):
             timeout_s = levels.across_s
         elif name.startswith(_RELAYING):
             timeout_s = (levels.across_s + levels.session_s) / 2
         group: dist.ProcessGroup = dist.new_group(
-            list(check_ranks(ranks, rank, world_size)),
+            list(_check_ranks(ranks, rank, world_size)),
             timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=True,
             group_desc=group_desc,
         )
         return group
 
-    def _agreed(self, what: str, check: Callable[[], T], show: Callable[[T], str] = str) -> T:
-        """Check arguments, let the ranks compare what they found, and return it.
-
-        Collective over the world, where it is initialized.
-        """
-        try:
-            found = check()
-        except XfflError as error:
-            check_consistent(what, "", error=error)
-            raise
-        except (TypeError, ValueError) as error:  # an argument of a kind that nobody thought of
-            check_consistent(what, "", error=ConfigError(f"{what} cannot be read: {error}"))
-            raise
-        check_consistent(what, show(found))
-        return found
-
-    def _place(self) -> tuple[int, int]:
-        """Return the rank and the world's size."""
-        if self.rank is None or self.world_size is None:
-            raise StateError("the state does not know its rank and world yet; call set_global first")
-        return self.rank, self.world_size
-
-    def _joined_place(self, call: str) -> tuple[int, int]:
-        """Return the rank and the world's size, of a world that is initialized."""
-        place = self._place()
-        if not dist.is_initialized():
-            raise StateError(
-                f"{call} makes process groups, but torch.distributed is not initialized; open xffl.session(), or call "
-                "init_process_group first"
-            )
-        check_world(place)
-        return place
-
-    def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
-        """Make a group that goes with the newest set-up."""
-        group = self.create_process_group(ranks, group_desc)
-        if self._layers:
-            self._layers[-1].groups.append(group)
-        return group
-
-    def _device_kind(self) -> str:
-        return "cpu" if self.device_type is None else self.device_type.type
-
-    def _handles(self) -> int:
-        """Count the handles of groups that carry a round: one for each stream."""
-        return 1 if self.streams is None else len(self.streams)
-
-
-@dataclass
-class ProcessState(StateFields):
-    """The setters of what does not depend on how the model is spread."""
+    # The process, its node and its device ----------------------------------------------------------------------------
 
     def set_global(
         self,
@@ -303,17 +265,17 @@ class ProcessState(StateFields):
         """
 
         def check() -> tuple[dist.Backend, torch.device, tuple[str | None, int | None], tuple[int, int]]:
-            if self._layers:
-                raise StateError(f"set_global comes before {self._layers[-1].call}; undo that first")
-            place = check_place("rank", rank, "world_size", world_size)
-            check_world(place)
+            if self._setups:
+                raise StateError(f"set_global comes before {self._setups[-1].call}; undo that first")
+            place = _check_place("rank", rank, "world_size", world_size)
+            _check_world(place)
             node = (self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size)
-            check_node(node, place[1])
+            _check_node(node, place[1])
             device = check_device("device_type", device_type)
-            meeting = check_rendezvous(master_addr, master_port)
+            meeting = _check_rendezvous(master_addr, master_port)
             return check_backend(backend), torch.device(device.type), meeting, place
 
-        backend_, device, meeting, place = self._agreed(
+        backend_, device, meeting, place = self._compare(
             "arguments of set_global", check, lambda it: f"{it[0]}, {it[1]}, {it[2]}, {it[3][1]} ranks"
         )
         self.backend, self.device_type = backend_, device
@@ -333,12 +295,12 @@ class ProcessState(StateFields):
         """
 
         def check() -> tuple[int, int, int, int]:
-            local = check_place("node_local_rank", node_local_rank, "node_local_size", node_local_size)
-            node = check_place("node_rank", node_rank, "node_world_size", node_world_size)
-            check_node((*local, *node), self.world_size)
+            local = _check_place("node_local_rank", node_local_rank, "node_local_size", node_local_size)
+            node = _check_place("node_rank", node_rank, "node_world_size", node_world_size)
+            _check_node((*local, *node), self.world_size)
             return (*local, *node)
 
-        found = self._agreed("arguments of set_node", check, lambda it: f"{it[3]} nodes")
+        found = self._compare("arguments of set_node", check, lambda it: f"{it[3]} nodes")
         self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = found
 
     def set_exec_device(self, current_device: torch.device | int, streams: int | None = None) -> None:
@@ -358,14 +320,16 @@ class ProcessState(StateFields):
             if device == torch.device("cuda"):  # without an index
                 device = torch.device("cuda", torch.cuda.current_device())
             count = check_streams(streams, device)
-            if self._layers and (count or 1) != self._handles():
+            if self._setups and (count or 1) != self._handles():
                 raise StateError(
-                    f"{count} streams were asked for, but {self._layers[-1].call} made groups for {self._handles()}; "
+                    f"{count} streams were asked for, but {self._setups[-1].call} made groups for {self._handles()}; "
                     "call set_exec_device before it"
                 )
             return device, count
 
-        device, count = self._agreed("arguments of set_exec_device", check, lambda it: f"{it[0].type}, streams={it[1]}")
+        device, count = self._compare(
+            "arguments of set_exec_device", check, lambda it: f"{it[0].type}, streams={it[1]}"
+        )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.current_device = device
@@ -384,343 +348,10 @@ class ProcessState(StateFields):
         """
 
         def check() -> tuple[torch.device | None, bool]:
-            return check_init_device(init_device, meta_initialization)
+            return _check_init_device(init_device, meta_initialization)
 
-        found = self._agreed("arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}")
+        found = self._compare("arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}")
         self.init_device, self.meta_initialization = found
-
-
-SETUP_FIELDS = (
-    "_topology",
-    "replica_local_rank",
-    "replica_local_size",
-    "replica_rank",
-    "replica_world_size",
-    "federated_local_rank",
-    "federated_local_size",
-    "federated_rank",
-    "federated_world_size",
-    "fsdp_mesh",
-    "hsdp_mesh",
-    "is_sender",
-    "receive_from",
-    "federated_group",
-    "replica_group",
-    "federation",
-)
-"""The fields that a set-up fills; each set-up says all of them."""
-
-
-@dataclass(eq=False)
-class Layer:
-    """One set-up: the call that made it, the fields to put back and the groups to destroy with it."""
-
-    call: str
-    before: dict[str, Any]
-    world: dist.ProcessGroup | None
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
-    is_open: bool = True
-    """Whether the set-up is still being made; its steps belong to it."""
-
-    def destroy(self) -> None:
-        """Destroy the groups, newest first. Nothing moves; groups of a world that is gone went with it."""
-        if self.world is not None and self.world is _world():
-            while self.groups:
-                destroy_group(self.groups.pop())
-
-
-class Layered(Protocol):
-    """What has layers, the newest last."""
-
-    _layers: list[Layer]
-
-
-@contextmanager
-def laid(state: Layered, call: str) -> Iterator[None]:
-    """Lay a set-up over a state while the block fills its fields; within another set-up, be a step of that.
-
-    Collective over the world: at the end the ranks tell each other whether it worked, so that either all have it, or
-    all raise the same error and are as they were. No rank goes on before all have made their groups. Where making a
-    group failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
-
-    :param state: The state whose fields are filled.
-    :param call: Name of the setter, for messages.
-    :raises XfflError: if the set-up failed on any rank.
-    """
-    layers = state._layers
-    if layers and layers[-1].is_open:
-        yield
-        return
-    layer = Layer(call, {name: getattr(state, name) for name in SETUP_FIELDS}, _world())
-    for name in SETUP_FIELDS:
-        setattr(state, name, None)
-    layers.append(layer)
-    error: XfflError | None = None
-    try:
-        try:
-            yield
-        except XfflError as wrong:
-            error = wrong
-        except Exception as wrong:  # noqa: BLE001 - whatever it is, the others must hear of it
-            error = StateError(f"{call} could not make its process groups: {wrong}")
-            error.__cause__ = wrong
-        check_consistent(f"outcomes of {call}", "done", error=error)
-        layer.is_open = False
-    except BaseException:
-        take_off(state)
-        raise
-
-
-def take_off(state: Layered, *, destroys: bool = True) -> None:
-    """Take the newest set-up off: put back the fields of before, and destroy the groups. Nothing moves.
-
-    :param state: A state with at least one set-up.
-    :param destroys: Whether the groups are destroyed, for which NCCL waits until all that they carry has ended. Those
-        of a rank that leaves by itself go with its process.
-    """
-    layer = state._layers.pop()
-    for name, value in layer.before.items():
-        setattr(state, name, value)
-    if destroys:
-        layer.destroy()
-
-
-def _world() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-DEFAULT_STREAMS = 4
-"""CUDA streams of a rank, if not asked for otherwise."""
-
-
-def check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
-    """Return a place counted from 0 and the number of places."""
-    whole = integer(size_name, size, error=TopologyError)
-    part = integer(what, place, None, hint=f"give 0 to {whole - 1}", error=TopologyError)
-    if not 0 <= part < whole:
-        raise TopologyError(f"{what} {part} is outside {size_name} {whole}; give 0 to {whole - 1}")
-    return part, whole
-
-
-def check_world(place: tuple[int, int]) -> None:
-    """Raise where torch.distributed is initialized for another rank or world than the state."""
-    if dist.is_initialized() and place != (dist.get_rank(), dist.get_world_size()):
-        raise TopologyError(
-            f"rank {place[0]} of {place[1]} is not what torch.distributed was initialized with, rank {dist.get_rank()} "
-            f"of {dist.get_world_size()}; give set_global the same"
-        )
-
-
-def check_node(node: tuple[int | None, int | None, int | None, int | None], world_size: int | None) -> None:
-    """Raise where nodes of at least one rank each cannot make up the world.
-
-    :param node: Local rank, local size, node's rank and number of nodes; unknown ones are ``None``.
-    :param world_size: Ranks of the world, if known.
-    """
-    _, local_size, _, nodes = node
-    if local_size is None or nodes is None or world_size is None:
-        return
-    if local_size > world_size - (nodes - 1) or (nodes == 1 and local_size != world_size):
-        raise TopologyError(
-            f"a node of {local_size} ranks among {nodes} nodes does not fit the world of {world_size} ranks; give "
-            "sizes where every node holds at least one rank and all together hold the world"
-        )
-
-
-def check_backend(backend: object) -> dist.Backend:
-    """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
-    if not isinstance(backend, str):
-        raise ConfigError(f"backend {backend!r} is no name; give 'gloo' or 'nccl'")
-    for part in backend.lower().split(","):
-        name = part.rpartition(":")[2]
-        known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
-        if name not in known:
-            raise ConfigError(f"backend {backend!r} is unknown; torch has {', '.join(known)}")
-        if not dist.is_backend_available(name):
-            raise ConfigError(f"backend {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
-    return dist.Backend(backend)
-
-
-def check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
-    """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
-    if master_addr is not None and not isinstance(master_addr, str):
-        raise ConfigError(f"master_addr {master_addr!r} is no host name or address; give rank 0's")
-    if master_port is None:
-        port = None
-    else:
-        port = integer("master_port", master_port, None, hint="give 1 to 65535")
-        if not 0 <= port < 65536:
-            raise ConfigError(f"master_port {port} is no port; give 1 to 65535")
-    if bool(master_addr) != bool(port):
-        raise ConfigError(f"master_addr {master_addr!r} and master_port {port} belong together; give both or neither")
-    return master_addr, port
-
-
-def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
-    """Return a device that this process can use.
-
-    :param what: Name of the argument, for the message.
-    :param device: A device, its name, or the index of a CUDA device.
-    :param kind: The kind of device that the state is set up for, if any.
-    :param may_be_meta: Whether the meta device will do.
-    :return: The device.
-    :raises ConfigError: if there is no such device, or it is of another kind.
-    """
-    shown = str(device)
-    number = index_of(device)
-    if number is not None:
-        if number < 0:
-            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
-        device = f"cuda:{number}"
-    if isinstance(device, str):
-        try:
-            device = torch.device(device)
-        except RuntimeError:
-            raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from None
-    if not isinstance(device, torch.device):
-        raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'")
-    if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
-        raise ConfigError(f"{what} {str(device)!r} computes nothing here; give 'cpu' or 'cuda'")
-    if kind is not None and device.type != kind:
-        raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
-            raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
-    return device
-
-
-def check_init_device(device: object, is_meta: object) -> tuple[torch.device | None, bool]:
-    """Return where models are initialized: on the meta device where that is asked for and no device is given."""
-    if not isinstance(is_meta, bool):
-        raise ConfigError(f"meta_initialization {is_meta!r} is no truth value; give True or False")
-    if device is None:
-        return (torch.device("meta") if is_meta else None), is_meta
-    found = check_device("init_device", device, may_be_meta=True)
-    if found.type == "meta" and not is_meta:
-        raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
-    return found, is_meta
-
-
-def check_streams(streams: object, device: torch.device) -> int | None:
-    """Return how many CUDA streams to make: none on CPU."""
-    if streams is None:
-        return DEFAULT_STREAMS if device.type == "cuda" else None
-    count = integer("streams", streams, hint=f"give at least 1, or None for {DEFAULT_STREAMS}")
-    if device.type != "cuda":
-        raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
-    return count
-
-
-def check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
-    """Return the ranks of a group that holds this rank."""
-    if isinstance(ranks, torch.Tensor):
-        ranks = ranks.flatten().tolist()
-    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
-        raise TopologyError(f"ranks {ranks!r} name no group; give a tuple of ranks")
-    members = tuple(
-        integer("rank", member, None, hint=f"give 0 to {world_size - 1}", error=TopologyError) for member in ranks
-    )
-    for member in members:
-        if not 0 <= member < world_size:
-            raise TopologyError(f"rank {member} is outside the world of {world_size}; give 0 to {world_size - 1}")
-    if len(set(members)) != len(members):
-        raise TopologyError(f"ranks {members} name a rank twice; give each once")
-    if rank not in members:
-        raise TopologyError(f"rank {rank} is none of the group's ranks {members}; only members make a group")
-    return members
-
-
-def check_replicas(
-    shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
-) -> Topology:
-    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told.
-
-    The order of the ranks in a cell is that of ``inside``, if any: its shape.
-    """
-    rank, world_size = place
-    knob = "give the replicas of each federated group, (n,) without federation"
-    if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
-        raise TopologyError(f"replica_world_size {counts!r} counts no replicas; {knob}")
-    numbers = [check_place("replica 0", 0, "replica_world_size", count)[1] for count in counts]
-    shard, ranks = check_place("replica_local_rank", shard, "replica_local_size", size)
-    if sum(numbers) * ranks != world_size:
-        raise TopologyError(
-            f"{tuple(numbers)} replicas of {ranks} ranks need {sum(numbers) * ranks} ranks, but the world has "
-            f"{world_size}; {knob}"
-        )
-    shape = None if inside is None else inside.cell_shape
-    topology = Topology(world_size, tuple(number * ranks for number in numbers), ranks, shape)
-    at = topology.coordinates(rank)
-    if (at.shard, at.replica) != (shard, replica):
-        raise TopologyError(
-            f"replica_local_rank {shard} and replica_rank {replica!r} are not those of rank {rank}, which are "
-            f"{at.shard} and {at.replica}; give those, or call set_hsdp({ranks})"
-        )
-    return topology
-
-
-def check_mesh(mesh: object, kind: str) -> DeviceMesh:
-    """Return a mesh that FSDP can shard over."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh {mesh!r} is no DeviceMesh; give a one-dimensional one, or None for all ranks")
-    if mesh.ndim != 1:
-        raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
-    if mesh.device_type != kind:
-        raise ConfigError(f"mesh {mesh!r} is on {mesh.device_type}, the state on {kind}; give a mesh on {kind}")
-    if mesh.get_coordinate() is None:
-        raise TopologyError(f"mesh {mesh!r} does not hold rank {mesh.get_rank()}; give each rank its own mesh")
-    return mesh
-
-
-SHOWN = 8
-"""Members of a tuple that are written out before the rest is counted."""
-
-
-def state_table(values: Mapping[str, Any]) -> str:
-    """Write the values that are set as a table of two columns.
-
-    :param values: Values by name; those that are ``None`` are left out.
-    :return: One line for each value, or a line that says that nothing is set.
-    """
-    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
-    if not rows:
-        return "DistributedState: nothing is set"
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in rows)])
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dist.ProcessGroup):
-        return _group(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], dist.ProcessGroup):
-        return f"{_group(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
-    if isinstance(value, tuple):
-        return _elided(value)
-    return str(value)
-
-
-def _group(group: dist.ProcessGroup) -> str:
-    return f"ranks {_elided(dist.get_process_group_ranks(group))}" if dist.is_initialized() else "destroyed"
-
-
-def _elided(values: Any) -> str:
-    shown = ", ".join(str(value) for value in values[:SHOWN])
-    return f"({shown}, ... {len(values)} in all)" if len(values) > SHOWN else f"({shown})"
-
-
-logger: logging.Logger = logging.getLogger("xffl")
-"""Default xFFL logger"""
-
-
-@dataclass
-class DistributedState(ProcessState):
-    """This dataclass traces all the distributed environment parameters.
-
-    Every setter raises on wrong input and leaves the state as it was. On an initialized world every rank must call it:
-    the ranks first compare their arguments (one all-reduce of 16 bytes), so that all raise the same error. A setter
-    that makes process groups returns once all ranks have made theirs.
-    """
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
@@ -728,14 +359,12 @@ class DistributedState(ProcessState):
         """Return a standard global FSDP device mesh.
 
         Collective over the world, where it is initialized: one group of all ranks is made.
-
-        :return: A global FSDP device mesh if the distributed PyTorch environment is initialized, None otherwise.
         """
         if not dist.is_initialized():
             return None
-        rank, world_size = self._joined_place("_get_global_fsdp_mesh")
+        rank, world_size = self._initialized_place("_get_global_fsdp_mesh")
         topology = Topology(world_size)
-        groups = make_groups(self._create, topology, rank, {"federation"}, handles=1)
+        groups = make_groups(self._create_group, topology, rank, {"federation"}, handles=1)
         return cell_mesh(topology, rank, groups, self._device_kind())
 
     def set_fsdp(self, mesh: DeviceMesh | None = None) -> None:
@@ -750,31 +379,28 @@ class DistributedState(ProcessState):
 
         def check() -> DeviceMesh | None:
             self._check_order("set_fsdp")
-            return None if mesh is None else check_mesh(mesh, self._device_kind())
+            return None if mesh is None else _check_mesh(mesh, self._device_kind())
 
-        given = self._agreed("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
-        replaced = self._layers[-1] if self._layers else None
-        with laid(self, "set_fsdp"):
+        given = self._compare("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
+        replaced = self._setups[-1] if self._setups else None
+        with setup_transaction(self, "set_fsdp"):
             self.fsdp_mesh = self._get_global_fsdp_mesh() if given is None else given
         if replaced is not None:
-            self._layers[-1].before = replaced.before
-            self._layers.remove(replaced)
+            self._setups[-1].before = replaced.before
+            self._setups.remove(replaced)
             replaced.destroy()
 
     def _set_global_hsdp_mesh(self) -> DeviceMesh | None:
         """Make the groups of this rank's shard and replica, and return the HSDP device mesh over them.
 
         Collective over the world, where it is initialized.
-
-        :return: A global HSDP device mesh if the distributed PyTorch environment is initialized, None otherwise.
-        :raises StateError: if the replicas are not set up.
         """
         if not dist.is_initialized():
             return None
-        rank, _ = self._joined_place("_set_global_hsdp_mesh")
+        rank, _ = self._initialized_place("_set_global_hsdp_mesh")
         if not self.is_hsdp_setup():
             raise StateError("an HSDP mesh needs replicas; call set_hsdp(n), which sets them up")
-        groups = make_groups(self._create, self.topology, rank, {"shard", "replica"}, self._handles())
+        groups = make_groups(self._create_group, self.topology, rank, {"shard", "replica"}, self._handles())
         self.replica_group = groups["replica"]
         self.hsdp_mesh = cell_mesh(self.topology, rank, groups, self._device_kind())
         return self.hsdp_mesh
@@ -795,8 +421,8 @@ class DistributedState(ProcessState):
             size = _replica_size(hsdp)
             return Topology(self._place()[1], None, size, cell_shape)
 
-        topology = self._agreed("arguments of set_hsdp", check, lambda it: f"{it.replica_size}{_shape_text(it)}")
-        with laid(self, "set_hsdp"):
+        topology = self._compare("arguments of set_hsdp", check, lambda it: f"{it.replica_size}{_shape_text(it)}")
+        with setup_transaction(self, "set_hsdp"):
             self._topology = topology
             assert topology.replica_size is not None
             self._partial_hsdp_setup(topology.replica_size)
@@ -806,10 +432,6 @@ class DistributedState(ProcessState):
         """Initialize PyTorch's HSDP parameters without creating the device mesh.
 
         Collective over the world, where it is initialized.
-
-        :param hsdp: Size of an HSDP replica; it divides the world, or every cell of the federation being set up.
-        :raises TopologyError: if it does not.
-        :raises StateError: if HSDP is set up.
         """
         rank, world_size = self._place()
         sizes, shape = (None, None) if self._topology is None else (self._topology.sizes, self._topology.cell_shape)
@@ -824,19 +446,12 @@ class DistributedState(ProcessState):
         """Partial set up of PyTorch's HSDP functionality, to be completed by instantiating the HSDP device mesh.
 
         Collective over the world, where it is initialized.
-
-        :param replica_local_rank: Rank of the current process within its model replica.
-        :param replica_local_size: Local world size of a model replica.
-        :param replica_rank: Rank of the current model replica among those of its federated group.
-        :param replica_world_size: Number of replicas available for each federated group.
-        :raises TopologyError: if the numbers do not describe this rank of this world.
-        :raises StateError: if HSDP is set up.
         """
         if self.is_hsdp_setup():
             raise StateError(f"HSDP with replicas of {self.replica_local_size} is set up; call unset_hsdp() first")
         shard, size, replica = replica_local_rank, replica_local_size, replica_rank
-        topology = check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
-        with laid(self, "set_hsdp"):
+        topology = _check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
+        with setup_transaction(self, "set_hsdp"):
             self._topology = topology
             self.replica_local_rank, self.replica_local_size = shard, size
             self.replica_rank, self.replica_world_size = replica, topology.replica_counts
@@ -854,8 +469,8 @@ class DistributedState(ProcessState):
                 raise StateError("HSDP belongs to the federation; call unset_federated_scaling() instead")
             return "HSDP" if self.is_hsdp_setup() else "no HSDP"
 
-        if self._agreed("states at unset_hsdp", check) == "HSDP":
-            take_off(self)
+        if self._compare("states at unset_hsdp", check) == "HSDP":
+            rollback(self)
 
     # Federated scaling ------------------------------------------------------------------------------------------------
 
@@ -890,14 +505,14 @@ class DistributedState(ProcessState):
                 raise TopologyError("federated sizes None name no cell; give the ranks of each, or call set_fsdp()")
             return Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
 
-        topology = self._agreed(
+        topology = self._compare(
             "arguments of set_federated_scaling",
             check,
             lambda it: (
                 f"federated sizes {it.sizes}, hsdp={it.replica_size}{_shape_text(it)}, {self._handles()} streams"
             ),
         )
-        with laid(self, "set_federated_scaling"):
+        with setup_transaction(self, "set_federated_scaling"):
             self._topology = topology
             if topology.replica_size is not None:
                 self._partial_hsdp_setup(topology.replica_size)
@@ -907,12 +522,7 @@ class DistributedState(ProcessState):
                 self._set_asymmetric_federated_scaling(topology.sizes)
 
     def _set_symmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
-        """Create the process groups of federated groups of one size: a step of :meth:`set_federated_scaling`.
-
-        :param federated_group_size: Number of processes making up one federated group, or of each of them.
-        :raises TopologyError: if the sizes differ.
-        :raises StateError: if it is called by itself.
-        """
+        """Create the process groups of federated groups of one size: a step of :meth:`set_federated_scaling`."""
         topology = self._federated_topology(federated_group_size)
         if min(topology.sizes) != max(topology.sizes):
             raise TopologyError(f"federated sizes {topology.sizes} differ; call set_federated_scaling for any sizes")
@@ -924,29 +534,25 @@ class DistributedState(ProcessState):
         The groups bring together all the ranks handling corresponding shards of the model. E.g.: if a model is sharded
         among four processes and replicated across two process groups (i.e., device_mesh=[[0,1,2,3],[4,5,6,7]]), then
         they are the processes having the same local rank (i.e., [[0,4][1,5][2,6][3,7]]).
-
-        :param federated_group_size: Number of processes making up each federated group.
-        :raises TopologyError: if the sizes do not fill the world.
-        :raises StateError: if it is called by itself.
         """
         self._federate(self._federated_topology(federated_group_size))
 
     def _federated_topology(self, sizes: tuple[int, ...] | int) -> Topology:
         """Return the topology of a federation that is being set up; the replicas' size stands in the state."""
-        if not self._layers or not self._layers[-1].is_open:
+        if not self._setups or not self._setups[-1].is_open:
             raise StateError("this is a step of set_federated_scaling; call that instead")
         shape = None if self._topology is None else self._topology.cell_shape
         return Topology(self._place()[1], sizes, self.replica_local_size, shape)
 
     def _federate(self, topology: Topology) -> None:
         """Fill the fields of a federation, and make its groups and the cell's mesh."""
-        rank, _ = self._joined_place("set_federated_scaling")
+        rank, _ = self._initialized_place("set_federated_scaling")
         at = topology.coordinates(rank)
         self._topology = topology
         self.federated_rank, self.federated_world_size = at.cell, topology.cells
         self.federated_local_rank, self.federated_local_size = at.local_rank, topology.sizes
         self._set_rank_role()
-        groups = make_groups(self._create, topology, rank, ALL_KINDS, self._handles())
+        groups = make_groups(self._create_group, topology, rank, ALL_KINDS, self._handles())
         (self.federation,) = groups["federation"] or (None,)
         self.replica_group = groups.get("replica")
         self.federated_group = groups["federated"]
@@ -954,23 +560,14 @@ class DistributedState(ProcessState):
         self.fsdp_mesh, self.hsdp_mesh = (None, mesh) if topology.is_hsdp else (mesh, None)
 
     def _set_rank_role(self) -> None:
-        """Set whether this rank sends its shard to other cells, or else from whom it receives the average.
-
-        :raises StateError: if no federation is set up.
-        """
+        """Set whether this rank sends its shard to other cells, or else from whom it receives the average."""
         if not self.is_federated_scaling_setup():
             raise StateError("senders are between federated groups only; call set_federated_scaling first")
         at = self.topology.coordinates(self._place()[0])
         self.is_sender, self.receive_from = at.is_sender, at.receive_from
 
     def _get_communicating_processes(self, federated_rank: int) -> tuple[int, ...]:
-        """Return the senders of a federated group, by shard.
-
-        :param federated_rank: The federated group, counted from 0.
-        :return: One rank for each shard of the model.
-        :raises TopologyError: if there is no such group.
-        :raises StateError: before :meth:`set_global`.
-        """
+        """Return the senders of a federated group, by shard."""
         return self.topology.senders(federated_rank)
 
     def unset_federated_scaling(self) -> None:
@@ -982,22 +579,62 @@ class DistributedState(ProcessState):
         def check() -> str:
             return "a federation" if self.is_federated_scaling_setup() else "no federation"
 
-        if self._agreed("states at unset_federated_scaling", check) == "a federation":
-            take_off(self)
+        if self._compare("states at unset_federated_scaling", check) == "a federation":
+            rollback(self)
 
-    def _forget(self, *, destroys: bool = True) -> None:
-        """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more.
+    def _rollback_all(self, *, destroys: bool = True) -> None:
+        """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more."""
+        while self._setups:
+            rollback(self, destroys=destroys)
 
-        :param destroys: As for :func:`xffl.distributed.distributed_state.take_off`.
-        """
-        while self._layers:
-            take_off(self, destroys=destroys)
+    # Internals -------------------------------------------------------------------------------------------------------
 
-    # What the parts share ---------------------------------------------------------------------------------------------
+    def _compare(self, what: str, check: Callable[[], T], show: Callable[[T], str] = str) -> T:
+        """Check arguments, let the ranks compare them, and return them; collective over an initialized world."""
+        with run_on_all_ranks(what) as share:
+            try:
+                value = check()
+            except XfflError:  # which may be a ValueError, too
+                raise
+            except (TypeError, ValueError) as error:  # an argument of a kind that no check expects
+                raise ConfigError(f"{what} cannot be read: {error}") from error
+            share(show(value))
+        return value
+
+    def _place(self) -> tuple[int, int]:
+        """Return the rank and the world's size."""
+        if self.rank is None or self.world_size is None:
+            raise StateError("the state does not know its rank and world yet; call set_global first")
+        return self.rank, self.world_size
+
+    def _initialized_place(self, call: str) -> tuple[int, int]:
+        """Return the rank and the world's size, of a world that is initialized."""
+        place = self._place()
+        if not dist.is_initialized():
+            raise StateError(
+                f"{call} makes process groups, but torch.distributed is not initialized; open xffl.session(), or call "
+                "init_process_group first"
+            )
+        _check_world(place)
+        return place
+
+    def _create_group(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
+        """Make a group that goes with the newest set-up."""
+        group = self.create_process_group(ranks, group_desc)
+        if self._setups:
+            self._setups[-1].groups.append(group)
+        return group
+
+    def _device_kind(self) -> str:
+        return "cpu" if self.device_type is None else self.device_type.type
+
+    def _handles(self) -> int:
+        """Count the handles of groups that carry a round: one for each stream."""
+        return 1 if self.streams is None else len(self.streams)
 
     def _check_order(self, call: str, replaces_hsdp: bool = False) -> None:
         """Raise where a set-up that makes groups cannot follow those that stand."""
-        self._joined_place(call)
+        self._initialized_place(call)
         if self.is_federated_scaling_setup():
             raise StateError(
                 f"{call} cannot follow set_federated_scaling({self.federated_local_size}); call "
@@ -1005,6 +642,267 @@ class DistributedState(ProcessState):
             )
         if self.is_hsdp_setup() and not replaces_hsdp:
             raise StateError(f"{call} cannot follow set_hsdp({self.replica_local_size}); call unset_hsdp() first")
+
+
+@dataclass(eq=False)
+class Setup:
+    """One set-up: the call that made it, the fields to put back and the groups to destroy with it."""
+
+    call: str
+    before: dict[str, Any]
+    world: dist.ProcessGroup | None
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    is_open: bool = True
+    """Whether the set-up is still being made; its steps belong to it."""
+
+    def destroy(self) -> None:
+        """Destroy the groups, newest first. Nothing moves; groups of a world that is gone went with it."""
+        if self.world is not None and self.world is _world():
+            while self.groups:
+                destroy_group(self.groups.pop())
+
+
+@contextmanager
+def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
+    """Put a set-up on top of a state while the block fills its fields; within another set-up, be a step of that.
+
+    Collective over the world: at the end the ranks tell each other whether it worked, so that either all have it, or
+    all raise the same error and are as they were. No rank goes on before all have made their groups. Where making a
+    group failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
+    """
+    setups = state._setups
+    if setups and setups[-1].is_open:
+        yield
+        return
+    setup = Setup(call, {name: getattr(state, name) for name in _SETUP_FIELDS}, _world())
+    for name in _SETUP_FIELDS:
+        setattr(state, name, None)
+    setups.append(setup)
+    try:
+        # The comparison comes after the last group is made, so that no rank uses one that another has not made yet.
+        with run_on_all_ranks(
+            f"outcomes of {call}",
+            convert=lambda wrong: StateError(f"{call} could not make its process groups: {wrong}"),
+        ) as share:
+            yield
+            share("done")
+        setup.is_open = False
+    except BaseException:
+        rollback(state)
+        raise
+
+
+def rollback(state: DistributedState, *, destroys: bool = True) -> None:
+    """Put back the fields of before the newest set-up, and destroy its groups. Nothing moves.
+
+    Destroying a group of NCCL waits until all that it carries has ended. A rank that leaves by itself does not
+    (``destroys=False``): its groups go with its process.
+    """
+    setup = state._setups.pop()
+    for name, value in setup.before.items():
+        setattr(state, name, value)
+    if destroys:
+        setup.destroy()
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
+    """Return a place counted from 0 and the number of places."""
+    whole = integer(size_name, size, error=TopologyError)
+    part = integer(what, place, None, hint=f"give 0 to {whole - 1}", error=TopologyError)
+    if not 0 <= part < whole:
+        raise TopologyError(f"{what} {part} is outside {size_name} {whole}; give 0 to {whole - 1}")
+    return part, whole
+
+
+def _check_world(place: tuple[int, int]) -> None:
+    """Raise where torch.distributed is initialized for another rank or world than the state."""
+    if dist.is_initialized() and place != (dist.get_rank(), dist.get_world_size()):
+        raise TopologyError(
+            f"rank {place[0]} of {place[1]} is not what torch.distributed was initialized with, rank {dist.get_rank()} "
+            f"of {dist.get_world_size()}; give set_global the same"
+        )
+
+
+def _check_node(node: tuple[int | None, int | None, int | None, int | None], world_size: int | None) -> None:
+    """Raise where nodes of at least one rank each cannot make up the world."""
+    _, local_size, _, nodes = node
+    if local_size is None or nodes is None or world_size is None:
+        return
+    if local_size > world_size - (nodes - 1) or (nodes == 1 and local_size != world_size):
+        raise TopologyError(
+            f"a node of {local_size} ranks among {nodes} nodes does not fit the world of {world_size} ranks; give "
+            "sizes where every node holds at least one rank and all together hold the world"
+        )
+
+
+def check_backend(backend: object) -> dist.Backend:
+    """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
+    if not isinstance(backend, str):
+        raise ConfigError(f"backend {backend!r} is no name; give 'gloo' or 'nccl'")
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
+        if name not in known:
+            raise ConfigError(f"backend {backend!r} is unknown; torch has {', '.join(known)}")
+        if not dist.is_backend_available(name):
+            raise ConfigError(f"backend {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
+    return dist.Backend(backend)
+
+
+def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
+    """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
+    if master_addr is not None and not isinstance(master_addr, str):
+        raise ConfigError(f"master_addr {master_addr!r} is no host name or address; give rank 0's")
+    if master_port is None:
+        port = None
+    else:
+        port = integer("master_port", master_port, None, hint="give 1 to 65535")
+        if not 0 <= port < 65536:
+            raise ConfigError(f"master_port {port} is no port; give 1 to 65535")
+    if bool(master_addr) != bool(port):
+        raise ConfigError(f"master_addr {master_addr!r} and master_port {port} belong together; give both or neither")
+    return master_addr, port
+
+
+def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
+    """Return a device that this process can use."""
+    shown = str(device)
+    number = index_of(device)
+    if number is not None:
+        if number < 0:
+            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
+        device = f"cuda:{number}"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from None
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'")
+    if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
+        raise ConfigError(f"{what} {str(device)!r} computes nothing here; give 'cpu' or 'cuda'")
+    if kind is not None and device.type != kind:
+        raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
+            raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
+    return device
+
+
+def _check_init_device(device: object, is_meta: object) -> tuple[torch.device | None, bool]:
+    """Return where models are initialized: on the meta device where that is asked for and no device is given."""
+    if not isinstance(is_meta, bool):
+        raise ConfigError(f"meta_initialization {is_meta!r} is no truth value; give True or False")
+    if device is None:
+        return (torch.device("meta") if is_meta else None), is_meta
+    found = check_device("init_device", device, may_be_meta=True)
+    if found.type == "meta" and not is_meta:
+        raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
+    return found, is_meta
+
+
+def check_streams(streams: object, device: torch.device) -> int | None:
+    """Return how many CUDA streams to make: none on CPU."""
+    if streams is None:
+        return DEFAULT_STREAMS if device.type == "cuda" else None
+    count = integer("streams", streams, hint=f"give at least 1, or None for {DEFAULT_STREAMS}")
+    if device.type != "cuda":
+        raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
+    return count
+
+
+def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the ranks of a group that holds this rank."""
+    if isinstance(ranks, torch.Tensor):
+        ranks = ranks.flatten().tolist()
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+        raise TopologyError(f"ranks {ranks!r} name no group; give a tuple of ranks")
+    members = tuple(
+        integer("rank", member, None, hint=f"give 0 to {world_size - 1}", error=TopologyError) for member in ranks
+    )
+    for member in members:
+        if not 0 <= member < world_size:
+            raise TopologyError(f"rank {member} is outside the world of {world_size}; give 0 to {world_size - 1}")
+    if len(set(members)) != len(members):
+        raise TopologyError(f"ranks {members} name a rank twice; give each once")
+    if rank not in members:
+        raise TopologyError(f"rank {rank} is none of the group's ranks {members}; only members make a group")
+    return members
+
+
+def _check_replicas(
+    shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
+) -> Topology:
+    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told.
+
+    The order of the ranks in a cell is that of ``inside``, if any: its shape.
+    """
+    rank, world_size = place
+    knob = "give the replicas of each federated group, (n,) without federation"
+    if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
+        raise TopologyError(f"replica_world_size {counts!r} counts no replicas; {knob}")
+    numbers = [_check_place("replica 0", 0, "replica_world_size", count)[1] for count in counts]
+    shard, ranks = _check_place("replica_local_rank", shard, "replica_local_size", size)
+    if sum(numbers) * ranks != world_size:
+        raise TopologyError(
+            f"{tuple(numbers)} replicas of {ranks} ranks need {sum(numbers) * ranks} ranks, but the world has "
+            f"{world_size}; {knob}"
+        )
+    shape = None if inside is None else inside.cell_shape
+    topology = Topology(world_size, tuple(number * ranks for number in numbers), ranks, shape)
+    at = topology.coordinates(rank)
+    if (at.shard, at.replica) != (shard, replica):
+        raise TopologyError(
+            f"replica_local_rank {shard} and replica_rank {replica!r} are not those of rank {rank}, which are "
+            f"{at.shard} and {at.replica}; give those, or call set_hsdp({ranks})"
+        )
+    return topology
+
+
+def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
+    """Return a mesh that FSDP can shard over."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh {mesh!r} is no DeviceMesh; give a one-dimensional one, or None for all ranks")
+    if mesh.ndim != 1:
+        raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
+    if mesh.device_type != kind:
+        raise ConfigError(f"mesh {mesh!r} is on {mesh.device_type}, the state on {kind}; give a mesh on {kind}")
+    if mesh.get_coordinate() is None:
+        raise TopologyError(f"mesh {mesh!r} does not hold rank {mesh.get_rank()}; give each rank its own mesh")
+    return mesh
+
+
+def _state_table(values: Mapping[str, Any]) -> str:
+    """Write the values that are set as a table of two columns."""
+    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
+    if not rows:
+        return "DistributedState: nothing is set"
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dist.ProcessGroup):
+        return _group(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], dist.ProcessGroup):
+        return f"{_group(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
+    if isinstance(value, tuple):
+        return _elided(value)
+    return str(value)
+
+
+def _group(group: dist.ProcessGroup) -> str:
+    return f"ranks {_elided(dist.get_process_group_ranks(group))}" if dist.is_initialized() else "destroyed"
+
+
+def _elided(values: Any) -> str:
+    shown = ", ".join(str(value) for value in values[:_MEMBERS_SHOWN])
+    return f"({shown}, ... {len(values)} in all)" if len(values) > _MEMBERS_SHOWN else f"({shown})"
 
 
 def _shape_text(topology: Topology) -> str:

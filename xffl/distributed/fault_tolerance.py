@@ -483,7 +483,7 @@ class FaultTolerantWorld(DistributedWorld):
             )
 
     def _check(self) -> None:
-        replicas, cells = self.place.size("dp_replicate"), self.state.topology.cells
+        replicas, cells = self.dims.size("dp_replicate"), self.state.topology.cells
         if replicas > 1:
             raise ConfigError(
                 f"dp_replicate is {replicas} inside this replica group, but replicas are groups of their own; give "

@@ -57,13 +57,6 @@ def make_groups(
 
     Collective over the world: every rank makes the same number of groups in the same order, a placeholder of itself
     where it is no member, since torch derives a group's name from how many groups the rank has.
-
-    :param create: Makes one group of ranks with a description.
-    :param topology: The topology that all ranks agreed on.
-    :param rank: Rank of this process.
-    :param kinds: Kinds of groups to make.
-    :param handles: Groups to make for each group that carries a round.
-    :return: The handles by kind.
     """
     made: Groups = {}
     for group in topology.groups_of(rank):
@@ -86,13 +79,6 @@ def make_round_groups(
     """Make groups for rounds that run while the caller trains, whose own collectives must not meet theirs.
 
     Collective over the world.
-
-    :param create: As for :func:`make_groups`.
-    :param topology: The topology that all ranks agreed on.
-    :param rank: Rank of this process.
-    :param timeout_s: Seconds that a vote may wait.
-    :param handles: As for :func:`make_groups`.
-    :return: The handles by kind, as :func:`make_groups` gives them, and the ranks of the ``world``.
     """
     world = dist.new_group(
         list(range(topology.world_size)),
@@ -109,11 +95,6 @@ def make_host_groups(
     """Make groups over gloo for what goes on beside the training, in the memory of the host.
 
     Collective over the world.
-
-    :param topology: The topology that all ranks agreed on.
-    :param rank: Rank of this process.
-    :param timeout_s: Seconds that a rank may wait for another.
-    :return: The group of all ranks and that of the rank's cell, ``None`` where the cell is the world.
     """
 
     def make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
@@ -137,12 +118,6 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
 
     The dimensions are ``replica`` and ``shard``, or ``shard`` alone without HSDP. Where this process made a mesh of the
     same ranks before, they get a number (``shard_2``).
-
-    :param topology: The topology that the groups were made for.
-    :param rank: Rank of this process.
-    :param groups: Handles by kind: ``replica`` and ``shard`` with HSDP, else ``federation``.
-    :param device_type: Kind of device, ``cpu`` or ``cuda``.
-    :return: The mesh, ``[replicas, shards]`` with HSDP, else ``[shards]``.
     """
     cell = topology.cell_of(rank)
     ranks = torch.tensor([topology.shard_group(cell, one) for one in range(topology.replicas(cell))], device="cpu")
@@ -168,11 +143,7 @@ def _draw_locally(mesh: DeviceMesh) -> None:
 
 
 def fresh_suffix(*key: object) -> str:
-    r"""Return what to end the names of a mesh's dimensions with, so that this process has not used them before.
-
-    :param \*key: What tells meshes apart that may have the same names.
-    :return: Nothing the first time, then ``_2`` and so on.
-    """
+    r"""Return what to end the names of a mesh's dimensions with, so that this process has not used them before."""
     _meshes_made[key] += 1
     return "" if _meshes_made[key] == 1 else f"_{_meshes_made[key]}"
 
@@ -181,8 +152,6 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group and what it left in the store, so that a group of the same name can be made again.
 
     Nothing moves between ranks. Every member must have finished making the group before one of them destroys it.
-
-    :param group: A group of the current world that this rank belongs to.
     """
     store = group.get_group_store()
     dist.destroy_process_group(group)

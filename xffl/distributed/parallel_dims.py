@@ -20,7 +20,7 @@ from xffl.distributed.parameters import AXES, DeviceParameters, MeshSizes
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
-__all__ = ["JOINED", "CellMeshes", "Place", "Standing", "dtype_of", "make_cell_meshes"]
+__all__ = ["JOINED", "CellMeshes", "ParallelDims", "WorldDims", "dtype_of", "make_cell_meshes"]
 
 
 JOINED = {
@@ -35,25 +35,15 @@ MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands in the mesh of its cell.
-
-    :param sizes: Ranks along each axis.
-    :param at: The rank's coordinate along each axis.
-    """
+class ParallelDims:
+    """Where a rank stands in the mesh of its cell."""
 
     sizes: dict[str, int]
     at: dict[str, int]
 
     @classmethod
-    def of(cls, mesh: MeshSizes, topology: Topology, rank: int) -> Place:
-        """Return a rank's place; pure.
-
-        :param mesh: The axes; the one of varying size takes what the rank's cell has.
-        :param topology: The federation.
-        :param rank: The rank.
-        :return: Its place.
-        """
+    def of(cls, mesh: MeshSizes, topology: Topology, rank: int) -> ParallelDims:
+        """Return a rank's place; pure."""
         cell = topology.cell_of(rank)
         ranks = topology.sizes[cell]
         known = prod(size for size in mesh.axes.values() if size != -1)
@@ -76,12 +66,7 @@ class Place:
         return rank
 
     def peers(self, axes: Sequence[str], first: int) -> tuple[int, ...]:
-        """Return the ranks that differ from this one along some axes only, in order.
-
-        :param axes: The axes, outermost first.
-        :param first: The first rank of the cell.
-        :return: Global ranks.
-        """
+        """Return the ranks that differ from this one along some axes only, in order."""
         steps = {axis: prod(self.sizes[inner] for inner in AXES[AXES.index(axis) + 1 :]) for axis in AXES}
         own = first + sum(self.at[axis] * steps[axis] for axis in AXES if axis not in axes)
         ranges = [range(0, self.sizes[axis] * steps[axis], steps[axis]) for axis in axes]
@@ -90,30 +75,17 @@ class Place:
 
 @dataclass(frozen=True)
 class CellMeshes:
-    """The meshes and groups of a rank, complete once made.
-
-    :param mesh: The axes, as the device parameters ask for them.
-    :param place: Where the rank stands.
-    :param world_mesh: The mesh of :data:`xffl.distributed.parameters.AXES` over the cell.
-    :param model_mesh: The mesh of :data:`MODEL_AXES` over the ranks of one pipeline stage.
-    :param by_name: A mesh of one dimension for each name.
-    :param groups: The group of each name.
-    """
+    """The meshes and groups of a rank, complete once made."""
 
     mesh: MeshSizes
-    place: Place
+    dims: ParallelDims
     world_mesh: DeviceMesh
     model_mesh: DeviceMesh
     by_name: dict[str, DeviceMesh]
     groups: dict[str, dist.ProcessGroup]
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Return the group of a name.
-
-        :param name: An axis, joined axes, ``cell``, ``world`` or ``federated``.
-        :return: The group.
-        :raises ConfigError: if there is none of that name.
-        """
+        """Return the group of a name."""
         if name not in self.groups:
             raise ConfigError(f"mesh {name!r} is none of {', '.join(self.groups)}{_why_not(name)}")
         return self.groups[name]
@@ -136,17 +108,11 @@ def make_cell_meshes(
 
     Collective over the world: every rank makes a group for each set of axes of which one has more than one rank
     anywhere, one of itself, and with cells of equal size one of the ranks at the same place in all cells.
-
-    :param create: Makes one group of ranks with a description; the same number of times on every rank.
-    :param mesh: The axes.
-    :param state: The state of this rank, joined and set up.
-    :param device_type: Kind of device.
-    :return: The meshes.
     """
     topology, rank = state.topology, dist.get_rank()
     cell = state.federation if state.federation is not None else dist.group.WORLD
     assert cell is not None and dist.group.WORLD is not None, "the state has joined the world"
-    place = Place.of(mesh, topology, rank)
+    dims = ParallelDims.of(mesh, topology, rank)
     first = topology.offsets[topology.cell_of(rank)]
     is_wide = {axis: size != 1 for axis, size in mesh.axes.items()}
     wide = tuple(axis for axis in AXES if is_wide[axis])
@@ -158,7 +124,7 @@ def make_cell_meshes(
     for name, axes in named.items():
         key = tuple(axis for axis in axes if is_wide[axis])
         if key not in made:
-            made[key] = create(place.peers(key, first), f"xffl_{name}")
+            made[key] = create(dims.peers(key, first), f"xffl_{name}")
         groups[name] = made[key]
     groups |= {"cell": cell, "world": dist.group.WORLD}
     if min(topology.sizes) == max(topology.sizes):
@@ -170,21 +136,21 @@ def make_cell_meshes(
     world_mesh = DeviceMesh.from_group(
         [groups[axis] for axis in AXES],
         device_type,
-        mesh=torch.tensor(cell_ranks, device="cpu").view([place.sizes[axis] for axis in AXES]),
+        mesh=torch.tensor(cell_ranks, device="cpu").view([dims.sizes[axis] for axis in AXES]),
         mesh_dim_names=tuple(f"{axis}{suffix}" for axis in AXES),
     )
-    stage = place.peers(("dp_replicate", "cp", "dp_shard", "tp"), first)
+    stage = dims.peers(("dp_replicate", "cp", "dp_shard", "tp"), first)
     model_mesh = DeviceMesh.from_group(
         [groups[axis] for axis in MODEL_AXES],
         device_type,
-        mesh=torch.tensor(stage, device="cpu").view([place.size(axis) for axis in MODEL_AXES]),
+        mesh=torch.tensor(stage, device="cpu").view([dims.size(axis) for axis in MODEL_AXES]),
         mesh_dim_names=tuple(f"{axis}{suffix}" for axis in MODEL_AXES),
     )
     by_name = _by_name(world_mesh, model_mesh)
     for name in ("dp", "dp_cp", "federated"):
         if name in groups:
             by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(f"{name}{suffix}",))
-    return CellMeshes(mesh, place, world_mesh, model_mesh, by_name, groups)
+    return CellMeshes(mesh, dims, world_mesh, model_mesh, by_name, groups)
 
 
 def _by_name(world_mesh: DeviceMesh, model_mesh: DeviceMesh) -> dict[str, DeviceMesh]:
@@ -201,11 +167,8 @@ def _why_not(name: str) -> str:
     return ": it needs cells of equal size" if name == "federated" else ""
 
 
-class Standing:
-    """What can be asked of a world that is set up; nothing moves.
-
-    :param device_parameters: What is asked of the ranks inside a cell.
-    """
+class WorldDims:
+    """What can be asked of a world that is set up; nothing moves."""
 
     def __init__(self, device_parameters: DeviceParameters) -> None:
         self.device_parameters = device_parameters
@@ -263,112 +226,108 @@ class Standing:
         return self.rank == 0
 
     @property
-    def place(self) -> Place:
+    def dims(self) -> ParallelDims:
         """Sizes of the mesh inside this rank's cell and the rank's coordinates in it."""
-        return self._made.place
+        return self._made.dims
 
-    def place_in(self, cell: int) -> Place:
-        """Return the sizes of the mesh inside any cell, with the place of its first rank.
-
-        :param cell: The cell, from 0.
-        :return: The place.
-        """
-        return Place.of(self._made.mesh, self.state.topology, self.state.topology.offsets[cell])
+    def dims_of_cell(self, cell: int) -> ParallelDims:
+        """Return the sizes of the mesh inside any cell, with the place of its first rank."""
+        return ParallelDims.of(self._made.mesh, self.state.topology, self.state.topology.offsets[cell])
 
     @property
     def dp_size(self) -> int:
         """Ranks of the cell with data of their own."""
-        return self.place.size("dp")
+        return self.dims.size("dp")
 
     @property
     def dp_rank(self) -> int:
         """This rank's number among those with data of their own."""
-        return self.place.rank("dp")
+        return self.dims.rank("dp")
 
     @property
     def dp_replicate_size(self) -> int:
         """Replicas in the cell."""
-        return self.place.size("dp_replicate")
+        return self.dims.size("dp_replicate")
 
     @property
     def dp_replicate_rank(self) -> int:
         """The replica that this rank belongs to."""
-        return self.place.rank("dp_replicate")
+        return self.dims.rank("dp_replicate")
 
     @property
     def dp_shard_size(self) -> int:
         """Ranks with data of their own that FSDP cuts a replica over."""
-        return self.place.size("dp_shard")
+        return self.dims.size("dp_shard")
 
     @property
     def dp_shard_rank(self) -> int:
         """This rank's place along ``dp_shard``."""
-        return self.place.rank("dp_shard")
+        return self.dims.rank("dp_shard")
 
     @property
     def cp_size(self) -> int:
         """Ranks that share a sequence."""
-        return self.place.size("cp")
+        return self.dims.size("cp")
 
     @property
     def cp_rank(self) -> int:
         """The part of a sequence that this rank works on."""
-        return self.place.rank("cp")
+        return self.dims.rank("cp")
 
     @property
     def tp_size(self) -> int:
         """Ranks that share a layer."""
-        return self.place.size("tp")
+        return self.dims.size("tp")
 
     @property
     def tp_rank(self) -> int:
         """The part of each layer that this rank works on."""
-        return self.place.rank("tp")
+        return self.dims.rank("tp")
 
     @property
     def pp_size(self) -> int:
         """Stages of the pipeline."""
-        return self.place.size("pp")
+        return self.dims.size("pp")
 
     @property
     def pp_rank(self) -> int:
         """The stage that this rank works on."""
-        return self.place.rank("pp")
+        return self.dims.rank("pp")
 
     @property
     def dp_enabled(self) -> bool:
         """Whether ranks of the cell have data of their own."""
-        return self.place.size("dp") > 1
+        return self.dims.size("dp") > 1
 
     @property
     def dp_replicate_enabled(self) -> bool:
         """Whether the cell has replicas."""
-        return self.place.size("dp_replicate") > 1
+        return self.dims.size("dp_replicate") > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
         """Whether FSDP cuts the model over ranks with data of their own."""
-        return self.place.size("dp_shard") > 1
+        return self.dims.size("dp_shard") > 1
 
     @property
     def fsdp_enabled(self) -> bool:
         """Whether FSDP cuts the model, over ``dp_shard`` and ``cp``."""
-        return self.place.size("dp_shard_cp") > 1
+        return self.dims.size("dp_shard_cp") > 1
 
     @property
     def cp_enabled(self) -> bool:
         """Whether sequences are cut."""
-        return self.place.size("cp") > 1
+        return self.dims.size("cp") > 1
 
     @property
     def tp_enabled(self) -> bool:
         """Whether layers are cut."""
-        return self.place.size("tp") > 1
+        return self.dims.size("tp") > 1
 
     @property
     def pp_enabled(self) -> bool:
         """Whether the model is a pipeline."""
-        return self.place.size("pp") > 1
+        return self.dims.size("pp") > 1
 
     @property
     def loss_parallel_enabled(self) -> bool:
@@ -401,7 +360,7 @@ class Standing:
         if not axes:
             return seed
         cell = self.state.topology.cell_of(self.rank) if self.lone_cell is None else self.lone_cell
-        place = [(axis, cell if axis == "federated" else self.place.rank(axis)) for axis in sorted(axes)]
+        place = [(axis, cell if axis == "federated" else self.dims.rank(axis)) for axis in sorted(axes)]
         digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 

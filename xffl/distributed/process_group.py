@@ -181,11 +181,7 @@ def setup_distributed_process_group(
 
 
 def waits_when_destroyed(state: DistributedState) -> bool:
-    """Tell whether destroying a group waits for others; local.
-
-    :param state: The state that describes the world.
-    :return: Whether the world has several ranks over NCCL, which waits until all that was given to it has ended.
-    """
+    """Tell whether destroying a group waits for others; local."""
     return "nccl" in str(state.backend) and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -233,7 +229,7 @@ def cleanup_distributed_process_group(
         destroys = is_together or not waits_when_destroyed(state)
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
-        state._forget(destroys=destroys)
+        state._rollback_all(destroys=destroys)
 
 
 def _checked_timeout(timeout_s: float) -> float:
@@ -428,12 +424,6 @@ def set_up_cells(
     """Call the setter for what is asked for; collective over the world.
 
     Fewer cells than ``XFFL_REQUIRE_CELLS`` asks for are refused; rank 0 says where a federation is a single cell.
-
-    :param state: A state that knows its place in a world that is joined.
-    :param federated: Sizes of the federated groups; ``None`` for none.
-    :param hsdp: Size of a replica; ``None`` for FSDP.
-    :param cell_shape: Sizes of the axes of the mesh inside a cell, where there is one.
-    :param asked: The rule that has found the sizes, where there was one.
     """
     asked = federated if asked is None else asked
     world_size = state.topology.world_size
@@ -459,12 +449,6 @@ def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tup
 
     With a rule collective over the world: an all-gather of a few names, and the comparison of the sizes. With sizes
     nothing moves.
-
-    :param federated: Sizes, or a rule as :func:`xffl.cluster.cells.parse_federation` returns it; ``None`` for none.
-    :param node_rank: Number of this rank's node, where it is known.
-    :return: The sizes, the same on all ranks.
-    :raises ConfigError: if the rule or its file cannot be read.
-    :raises TopologyError: if the rule does not fit the hosts, or their ranks.
     """
     if not isinstance(federated, str):
         return federated
@@ -513,9 +497,6 @@ def leave_after(work: _Waits) -> None:
     """Have this process wait for something that communicates on a thread of its own when it leaves the world; local.
 
     Where the process ends without having left, what is under way is stopped.
-
-    :param work: Something to wait for, or to stop where this process leaves alone; kept only as long as somebody else
-        keeps it.
     """
     _under_way.add(work)
 

@@ -76,9 +76,6 @@ class ShardTransport:
 
     It has the methods of torchft's ``CheckpointTransport``. :meth:`send_checkpoint` returns when all have what they
     came for, so nothing is copied; nobody steps meanwhile.
-
-    :param address: The address of this host to listen at; the kernel chooses the port.
-    :param token: The run's token.
     """
 
     def __init__(self, address: str, token: bytes) -> None:
@@ -99,13 +96,7 @@ class ShardTransport:
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
     ) -> None:
-        """Let the ranks of other groups fetch this rank's state, and wait until they have it.
-
-        :param dst_ranks: Groups that are behind.
-        :param step: The step that the state is of.
-        :param state_dict: Tensors and plain values, nested.
-        :param timeout: How long to wait at most; only :data:`START_S` while nobody fetches anything.
-        """
+        """Let the ranks of other groups fetch this rank's state, and wait until they have it."""
         tensors: dict[str, torch.Tensor] = {}
         plain = to_plain(state_dict, "state", tensors)
         table = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
@@ -126,16 +117,7 @@ class ShardTransport:
         """Return; nothing is given any more once :meth:`send_checkpoint` has returned."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Fetch the state of a rank at this rank's place in another group.
-
-        :param src_rank: The group.
-        :param metadata: Where its rank listens.
-        :param step: The step that the state must be of.
-        :param timeout: How long to wait at most.
-        :return: The state; its tensors lie on the CPU.
-        :raises LaunchError: if the other side does not know the token.
-        :raises CheckpointError: if what it gives cannot be read.
-        """
+        """Fetch the state of a rank at this rank's place in another group."""
         host, _, port = metadata.rpartition(":")
         try:
             with socket.create_connection((host, int(port)), timeout.total_seconds()) as link:
@@ -168,10 +150,7 @@ class ShardTransport:
         return state
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop listening.
-
-        :param wait: Whether to wait for the thread.
-        """
+        """Stop listening."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -285,11 +264,7 @@ def _read_tensor(link: socket.socket, dtype: str, shape: list[int]) -> torch.Ten
 
 
 def take(part: Any) -> Any:
-    """Return a part's state as tensors of this rank and plain values; nothing is copied.
-
-    :param part: A model, an optimizer, or what has ``state_dict``.
-    :return: The state.
-    """
+    """Return a part's state as tensors of this rank and plain values; nothing is copied."""
     if isinstance(part, nn.Module):
         reshard(part)
         return {name: local(value) for name, value in part.state_dict().items()}
@@ -297,13 +272,7 @@ def take(part: Any) -> Any:
 
 
 def give(name: str, part: Any, saved: Any) -> None:
-    """Give a part another group's state, in place; nothing moves between ranks.
-
-    :param name: What the part is called, for messages.
-    :param part: The part.
-    :param saved: What :func:`take` returned for the same part of another group.
-    :raises ConfigError: if the two do not go together.
-    """
+    """Give a part another group's state, in place; nothing moves between ranks."""
     if isinstance(part, nn.Module):
         _give_model(name, part, saved)
     elif isinstance(part, torch.optim.Optimizer):
@@ -385,9 +354,6 @@ def digest(part: Any) -> int:
     """Return a number of 40 bits of what must be the same in all groups of a part: buffers may differ.
 
     Of each tensor it is a sum of its memory, which is read once, where it lies.
-
-    :param part: The part.
-    :return: The number.
     """
     whole = hashlib.blake2b(digest_size=5)
     tensors: dict[str, torch.Tensor] = {}

@@ -43,10 +43,6 @@ def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:
     """Return this rank's elements as a tensor that is spread like another, in the same memory; nothing moves.
 
     ``DTensor.from_local`` copies what does not lie where the mesh computes, such as shards that FSDP keeps on the CPU.
-
-    :param values: This rank's elements, as many as those of the other.
-    :param like: A spread tensor.
-    :return: The tensor, without gradient.
     """
     spread: Any = like.detach()
     names, made_of = spread.__tensor_flatten__()
@@ -56,12 +52,7 @@ def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def spread_whole(values: torch.Tensor, beside: DTensor) -> DTensor:
-    """Return whole values as a tensor that each rank of another one's mesh holds, in the same memory; nothing moves.
-
-    :param values: The values, the same on all ranks.
-    :param beside: A spread tensor.
-    :return: The tensor, without gradient.
-    """
+    """Return whole values as a tensor that each rank of another one's mesh holds, in the same memory; nothing moves."""
     mesh = beside.device_mesh
     # from_local moves all but meta tensors to the mesh's device; shards may lie on the CPU.
     everywhere = DTensor.from_local(values.to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -75,11 +66,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load an optimizer's state in the data types that it was saved in; nothing moves between ranks.
-
-    :param optimizer: The optimizer.
-    :param state_dict: As :meth:`torch.optim.Optimizer.state_dict` gives it.
-    """
+    """Load an optimizer's state in the data types that it was saved in; nothing moves between ranks."""
     optimizer.load_state_dict(state_dict)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, kept in state_dict["state"].items():
@@ -99,14 +86,7 @@ TAGS = ("__tensor__", "__tuple__", "__pairs__", "__counter__", "__float__")
 
 
 def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Plain:
-    """Write a value as what JSON can hold; its tensors are put aside and named by where they stand.
-
-    :param value: Numbers, strings, booleans, ``None``, and lists, tuples, dictionaries and counters of them.
-    :param path: Where the value stands: for messages, and the beginning of the names of its tensors.
-    :param tensors: Takes the tensors by name; ``None`` where there must be none.
-    :return: What :func:`from_plain` reads.
-    :raises ConfigError: if something cannot be kept this way.
-    """
+    """Write a value as what JSON can hold; its tensors are put aside and named by where they stand."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):
@@ -140,12 +120,7 @@ def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = No
 
 
 def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Read what :func:`to_plain` has written.
-
-    :param plain: What it gave.
-    :param tensors: The tensors by name.
-    :return: The value.
-    """
+    """Read what :func:`to_plain` has written."""
     if isinstance(plain, list):
         return [from_plain(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -165,11 +140,7 @@ def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def tensors_named(plain: Plain) -> Iterator[str]:
-    """Yield the names of the tensors that a value refers to.
-
-    :param plain: What :func:`to_plain` gave.
-    :yield: Each name.
-    """
+    """Yield the names of the tensors that a value refers to."""
     if isinstance(plain, list):
         for item in plain:
             yield from tensors_named(item)

@@ -132,7 +132,7 @@ class DistributedWorld(Collectives):
             destroy_group(group)
         if self._is_laid_here:
             self._is_laid_here = False
-            state._forget(destroys=destroys)
+            state._rollback_all(destroys=destroys)
 
     def __enter__(self) -> DistributedWorld:
         if self._state is None:
@@ -256,7 +256,7 @@ class DistributedWorld(Collectives):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not norm_type > 0:
             raise ConfigError(f"norm_type {norm_type} is no order of a norm; give a number above 0, or inf")
-        found = total_norm(given, norm_type, self.place, self._made.group("cell"), self.device)
+        found = total_norm(given, norm_type, self.dims, self._made.group("cell"), self.device)
         if error_if_nonfinite and not math.isfinite(found.item()):
             raise StateError(
                 f"the gradients' norm is {found.item()}; lower the learning rate, or look for what blew up"

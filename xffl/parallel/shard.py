@@ -345,10 +345,10 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
         if state.topology.sizes[cell] == 1:
             return "plain"
         return "ddp" if state.topology.replica_size == 1 else "fsdp"
-    place = world.place_in(cell)
-    replicas = place.size("dp_replicate")
+    dims = world.dims_of_cell(cell)
+    replicas = dims.size("dp_replicate")
     # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
-    if place.size("dp_shard_cp") > 1 or (place.size("tp") > 1 and replicas > 1):
+    if dims.size("dp_shard_cp") > 1 or (dims.size("tp") > 1 and replicas > 1):
         return "fsdp"
     return "ddp" if replicas > 1 else "plain"
 
