@@ -103,7 +103,7 @@ class Protocol:
     :param exchange: What moves.
     :param place: Where the round takes place.
     :param device: Where the groups' backend communicates from.
-    :param routes: The process groups; votes go over the group of all ranks.
+    :param round_groups: The process groups; votes go over the group of all ranks.
     :param options: What the aggregator was asked for.
     :param number: What tells it from others, see :func:`xffl.aggregation.engine.status.next_number`.
     """
