@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 
 __all__ = ["ErrorFeedback", "ResidualStore"]
 
