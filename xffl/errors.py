@@ -50,3 +50,7 @@ class RoundError(XfflError, RuntimeError):
 
 class CheckpointError(XfflError, RuntimeError):
     """Report something saved that cannot be trusted."""
+
+
+class TornError(Exception):
+    """Report inside a round that ranks may hold different weights; callers get a :class:`RoundError` in its place."""

@@ -17,7 +17,7 @@ from tests.ranks.test_algorithms import vector
 from tests.ranks.test_protected import Array, Net, build, moved, same_bits
 from tests.ranks.test_round import complete, make_state
 from tests.worlds import run_world
-from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.consensus import RoundInput
 
 UNEVEN = [((4, 2), None), ((2, 4), 2)]
 
@@ -125,7 +125,7 @@ def diverging(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | No
     old, found = vector(model), []
     for number, size in enumerate([0.01, 0.01, 0.2, 0.01]):
         sums = [one + step for one, step in zip(sums, moved(model, state, number, size), strict=True)]
-        report = aggregator.take_part(Contribution(), least_divergence=0.5)
+        report = aggregator.participate(RoundInput(), least_divergence=0.5)
         assert report is not None and report.update_norms is not None
         norms = [float(np.linalg.norm(one)) for one in sums]
         np.testing.assert_allclose(report.update_norms, norms, rtol=1e-3)
@@ -141,7 +141,7 @@ def diverging(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | No
         found.append((report.round, report.is_skipped))
     plain = xffl.Aggregator(model, state)
     with pytest.raises(xffl.StateError, match="norms=True"):
-        plain.take_part(Contribution(), least_divergence=0.5)
+        plain.participate(RoundInput(), least_divergence=0.5)
     return found
 
 

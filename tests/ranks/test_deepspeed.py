@@ -18,7 +18,7 @@ from tests.decoder import Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import RATE, STEPS, full_weights, joined, train_alone
 from tests.ranks.test_strategy_steps import ACCUMULATIONS, BATCHES, train_large_batches
 from tests.worlds import run_world
-from xffl.aggregation.engine.inconsistent import Tear, find_tear
+from xffl.aggregation.engine.inconsistent import InconsistentModel, find_inconsistent
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
@@ -336,11 +336,11 @@ def keep_one(rank: int, world_size: int, folder: str, stage: int, saves: bool) -
     model = strategy.wrap_model(Decoder(layers=2), loss=loss_of)
     optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3 if saves else 1.0))
     if not saves:
-        Tear(model, "planted")
+        InconsistentModel(model, "planted")
         given = (model, optimizer) if stage == 1 else ()  # else what it has wrapped
         assert strategy.load_checkpoint(folder, *given) == {"step": 3}
         assert optimizer.param_groups[0]["lr"] == 1e-3
-        assert find_tear(model) is None
+        assert find_inconsistent(model) is None
     for step in range(0 if saves else 3, 6):
         tokens, targets = (part.chunk(world.dp_size)[world.dp_rank] for part in text_batch(step, batch=6))
         strategy.forward_backward(model, tokens, target=targets)

@@ -18,7 +18,7 @@ from tests.ranks.test_algorithms import build, geometric_median, mean, median, m
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation import Level, Levels
-from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.consensus import RoundInput
 
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
@@ -406,7 +406,7 @@ def cut_off_above(rank: int, world_size: int) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("link down")
 
-    levels._stages[1].aggregator._protocol._cast = broken  # type: ignore[method-assign, assignment]
+    levels._stages[1].aggregator._coordinator._gather_status = broken  # type: ignore[method-assign, assignment]
     assert levels.can_go_on
     with pytest.raises(xffl.RoundError, match="could not be opened, this rank keeps its weights: link down.*level 1"):
         levels.aggregate()
@@ -690,7 +690,7 @@ def wrong(rank: int, world_size: int) -> None:
         assert len(set(told(type(error.value)))) == 1
     levels = Levels(model, state, [Level(), top])
     with pytest.raises(xffl.StateError, match="without a threshold"):
-        levels.take_part(Contribution(), least_divergence=1.0)
+        levels.participate(RoundInput(), least_divergence=1.0)
     with pytest.raises(xffl.StateError, match="overlap"):
         levels.aggregate_async()
     assert levels.aggregate().weights == (2.0, 1.0)

@@ -18,7 +18,7 @@ from tests.ranks.test_round_edges import linear
 from tests.ranks.test_round_votes import raised
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
-from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.inconsistent import TornError
 from xffl.aggregation.hierarchical import Level, Levels
 
@@ -34,16 +34,16 @@ def moved(model: nn.Module, by: float) -> None:
 
 def tear(broken: xffl.Aggregator, called: xffl.Aggregator) -> None:
     """Call for a round whose outcome one aggregator cannot learn."""
-    protocol = broken._protocol
-    close = protocol._close
+    coordinator = broken._coordinator
+    close = coordinator._commit
 
     def fail(*args: Any) -> None:
         raise TornError("planted")
 
-    protocol._close = fail  # type: ignore[method-assign]
+    coordinator._commit = fail  # type: ignore[method-assign]
     with pytest.raises(xffl.RoundError, match="planted"):
         called.aggregate()
-    protocol._close = close  # type: ignore[method-assign]
+    coordinator._commit = close  # type: ignore[method-assign]
 
 
 def torn_level(rank: int, world_size: int, number: int, options: dict[str, Any]) -> str:
@@ -229,7 +229,7 @@ def skipped(rank: int, world_size: int) -> None:
     aggregator.aggregate()
     moved(model, 0.01 * (1 + rank))
     assert (aggregator.aggregate().codec_error or 0.0) > 0.0
-    report = aggregator.take_part(Contribution(1.0), least_divergence=1e9)
+    report = aggregator.participate(RoundInput(1.0), least_divergence=1e9)
     assert report is not None and report.is_skipped and report.codec_error is None
 
 

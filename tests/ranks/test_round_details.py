@@ -21,12 +21,11 @@ from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
 from tests.worlds import run_world
 from xffl.aggregation.compression import error_feedback as feedback
-from xffl.aggregation.engine import consensus as protocol
+from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine import status as vote
-from xffl.aggregation.engine import transport
-from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.costs import IN_FLIGHT
@@ -284,15 +283,15 @@ def broken_vote(rank: int, world_size: int) -> None:
     """A vote that breaks off is remembered."""
     state = make_state(rank, (1, 1), None)
     aggregator = xffl.Aggregator(linear(), state)
-    cast = protocol.cast
+    gather = consensus.all_gather_status
 
     def fail(*args: Any) -> None:
         raise RuntimeError("the link is down")
 
-    protocol.cast = fail  # type: ignore[assignment]
+    consensus.all_gather_status = fail  # type: ignore[assignment]
     with pytest.raises(xffl.RoundError, match="could not be opened.*the link is down"):
         aggregator.aggregate()
-    protocol.cast = cast
+    consensus.all_gather_status = gather
     assert not aggregator.can_go_on
     with pytest.raises(xffl.StateError, match="cut off"):
         aggregator.aggregate()
@@ -338,7 +337,7 @@ def counted_apart(rank: int, world_size: int) -> None:
     vote._numbers[0] += 3 * rank
     for number in (4, 5):
         aggregator = xffl.Aggregator(linear(), state)
-        assert aggregator.aggregate().round == 1 and aggregator._protocol._number == number
+        assert aggregator.aggregate().round == 1 and aggregator._coordinator._number == number
 
 
 def masks_apart(rank: int, world_size: int) -> None:
@@ -365,7 +364,7 @@ def home_bytes(rank: int, world_size: int) -> None:
 def slowest_rank(rank: int, world_size: int) -> None:
     """A cell's step takes as long as that of its slowest rank."""
     state = make_state(rank, (2, 2), None)
-    report = xffl.Aggregator(linear(), state).take_part(Contribution(seconds=1.0 + rank))
+    report = xffl.Aggregator(linear(), state).participate(RoundInput(seconds=1.0 + rank))
     assert report is not None and report.step_seconds == (2.0, 4.0)
 
 
@@ -373,7 +372,7 @@ def levels_tell(rank: int, world_size: int) -> None:
     """Levels tell of steps by the state's cells, and count the rounds below as steps."""
     state = make_state(rank, (1, 1, 1, 1), None)
     levels = Levels(linear(), state, [Level(), Level(groups=(3, 1))])
-    report = levels.take_part(Contribution(seconds=1.0 + rank))
+    report = levels.participate(RoundInput(seconds=1.0 + rank))
     assert report is not None
     assert report.step_seconds == ((1.0, 2.0, 3.0, 0.0) if rank < 3 else (0.0, 0.0, 0.0, 4.0))
     levels = Levels(linear(), state, [Level(), Level(every=3, groups=(2, 2))])

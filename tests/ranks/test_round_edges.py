@@ -112,7 +112,7 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
-    cast, calls = protocol.cast, 0
+    cast, calls = protocol.all_gather_status, 0
     store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
     def interrupt() -> None:
@@ -130,7 +130,7 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
                 threading.Timer(0.5, interrupt).start()
         return cast(*args)
 
-    protocol.cast = slow  # type: ignore[assignment]
+    protocol.all_gather_status = slow  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank == 0:
         assert aggregator.aggregate().round == 1 and not aggregator.is_torn
@@ -144,7 +144,7 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
 
 def before_closing(act: Callable[[], object]) -> Callable[..., Any]:
     """Return a vote that does something before the second one, on the outcome of the first round."""
-    cast, calls = protocol.cast, itertools.count(1)
+    cast, calls = protocol.all_gather_status, itertools.count(1)
 
     def acting(*args: Any) -> Any:
         if next(calls) == 2:
@@ -160,7 +160,7 @@ def interrupted_while_it_waits(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state, overlap=True)
     if rank == 0:
-        protocol.cast = before_closing(lambda: time.sleep(2.0))
+        protocol.all_gather_status = before_closing(lambda: time.sleep(2.0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pending = aggregator.aggregate_async()
     if rank == 1:
@@ -206,7 +206,7 @@ def interrupted_in_the_vote(rank: int, world_size: int) -> None:
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    with mock.patch.object(protocol, "cast", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(protocol, "all_gather_status", interrupted), pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
     assert not aggregator.can_go_on and not aggregator.is_torn
     with pytest.raises(xffl.StateError, match="a vote of this aggregator was cut off"):
@@ -231,7 +231,7 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
     aggregator = xffl.Aggregator(model, state)
     before = model.weight.detach().clone()
     exchange: Any = aggregator._exchange
-    cast, run, calls = protocol.cast, exchange.run, 0
+    cast, run, calls = protocol.all_gather_status, exchange.run, 0
 
     def stopped(*args: Any) -> None:
         exchange.run = run
@@ -245,7 +245,7 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
         return cast(*args)
 
     exchange.run = stopped
-    with mock.patch.object(protocol, "cast", unanswered):
+    with mock.patch.object(protocol, "all_gather_status", unanswered):
         if rank == 1:
             with pytest.raises(KeyboardInterrupt):
                 aggregator.aggregate()
@@ -286,7 +286,11 @@ def alone_in_place(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state, atomic=False)
     unanswered = before_closing(mock.Mock(side_effect=RuntimeError("nobody answers")))
     failing = mock.patch.object(transport, "weighted_mean", side_effect=MemoryError("planted"))
-    with failing, mock.patch.object(protocol, "cast", unanswered), pytest.raises(xffl.RoundError, match="torn"):
+    with (
+        failing,
+        mock.patch.object(protocol, "all_gather_status", unanswered),
+        pytest.raises(xffl.RoundError, match="torn"),
+    ):
         aggregator.aggregate()
     assert aggregator.is_torn
 
@@ -379,7 +383,7 @@ def torn_on_one_rank(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     good, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(aggregator.state_dict())
-    cast, calls = protocol.cast, 0
+    cast, calls = protocol.all_gather_status, 0
 
     def breaks(*args: Any) -> Any:
         nonlocal calls
@@ -389,7 +393,7 @@ def torn_on_one_rank(rank: int, world_size: int) -> None:
             raise RuntimeError("the link is down")
         return ballots
 
-    protocol.cast = breaks  # type: ignore[assignment]
+    protocol.all_gather_status = breaks  # type: ignore[assignment]
     if rank == 1:
         with pytest.raises(xffl.RoundError, match="model and of the aggregator"):
             aggregator.aggregate()

@@ -302,15 +302,15 @@ def untouched(rank: int, world_size: int) -> None:
         for parameter in model.parameters():
             parameter.add_(float(rank // 2))
     before = digests(model)
-    protocol: Any = aggregator._protocol
-    cast: Callable[..., Any] = protocol._cast
+    coordinator: Any = aggregator._coordinator
+    cast: Callable[..., Any] = coordinator._gather_status
     seen: list[bool] = []
 
     def checked(*given: Any) -> Any:
         seen.append(digests(model) == before)
         return cast(*given)
 
-    protocol._cast = checked
+    coordinator._gather_status = checked
     phases = aggregator.aggregate().phases
     assert seen == [True, True] and digests(model) != before
     assert set(phases) == {"vote", "pack", "post", "across", "commit"}

@@ -18,7 +18,7 @@ from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import exchange, transport
 from xffl.aggregation.engine import exchange as looks
-from xffl.aggregation.engine.status import Ballot, cast
+from xffl.aggregation.engine.status import RoundStatus, all_gather_status
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
@@ -308,13 +308,13 @@ def everybody(rank: int, world_size: int) -> None:
     for sizes, hsdp in (((7,), None), ((1,) * 7, None), ((4, 2, 1), 1), ((5, 2), None), ((2, 4, 1), 1)):
         topology = Topology(7, sizes, hsdp)
         for number in range(3):
-            ballots = [
-                Ballot(
+            statuses = [
+                RoundStatus(
                     number, 1e-300 * (r + 1), r % 2 == 0, r == 3, r == number, r == 5, r == 6, r > 2, r < 4, 2.0**47 + r
                 )
                 for r in range(7)
             ]
-            assert cast(ballots[rank], topology) == ballots
+            assert all_gather_status(statuses[rank], topology) == statuses
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from xffl.aggregation.algorithms.clients import Client, FedProx, Scaffold, check_step
-from xffl.aggregation.contributions import Effort, unwrap
+from xffl.aggregation.contributions import NormalizedSteps, unwrap
 from xffl.aggregation.engine.consensus import digest_of
 from xffl.errors import CheckpointError, ConfigError
 
@@ -30,7 +30,9 @@ def step(optimizer: torch.optim.Optimizer, *gradients: float) -> None:
     optimizer.step()
 
 
-def run(effort: Effort, optimizer: torch.optim.Optimizer, steps: int, gradient: float = 1.0) -> list[list[float]]:
+def run(
+    effort: NormalizedSteps, optimizer: torch.optim.Optimizer, steps: int, gradient: float = 1.0
+) -> list[list[float]]:
     told = []
     for _ in range(steps):
         effort.before_step(optimizer)
@@ -43,7 +45,7 @@ def run(effort: Effort, optimizer: torch.optim.Optimizer, steps: int, gradient: 
 @given(st.integers(1, 12), st.floats(0.01, 0.99))
 def test_momentum_s_effort_is_fednova_s(steps: int, rho: float) -> None:
     optimizer = SGD([weight()], lr=0.1, momentum=rho)
-    factors = run(Effort([optimizer]), optimizer, steps)
+    factors = run(NormalizedSteps([optimizer]), optimizer, steps)
     expected = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
     assert sum(factor for (factor,) in factors) == pytest.approx(expected, rel=1e-9)
 
@@ -60,7 +62,7 @@ def test_with_one_gradient_all_along_the_effort_is_what_was_moved(
     """The oracle is torch's own SGD, over two rounds: the momentum outlives the first."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = SGD([parameter], lr=0.1, **options)  # type: ignore[arg-type]
-    effort = Effort([optimizer])
+    effort = NormalizedSteps([optimizer])
     for rates in (first, second):
         before, reach = parameter.item(), 0.0
         for rate in rates:
@@ -75,9 +77,9 @@ def test_with_one_gradient_all_along_the_effort_is_what_was_moved(
 
 def test_other_optimizers_count_steps_and_a_cleared_momentum_starts_anew() -> None:
     adam = torch.optim.AdamW([weight()], lr=0.1)
-    assert run(Effort([adam]), adam, 3) == [[1.0]] * 3
+    assert run(NormalizedSteps([adam]), adam, 3) == [[1.0]] * 3
     sgd = SGD([weight()], lr=0.1, momentum=0.5)
-    effort = Effort([sgd])
+    effort = NormalizedSteps([sgd])
     assert run(effort, sgd, 3) == [[1.0], [1.5], [1.75]]
     sgd.state.clear()
     assert run(effort, sgd, 2) == [[1.0], [1.5]]
@@ -86,16 +88,16 @@ def test_other_optimizers_count_steps_and_a_cleared_momentum_starts_anew() -> No
 def test_a_step_of_several_groups_counts_by_their_elements() -> None:
     first = SGD([{"params": [weight(1.0)], "momentum": 0.5}, {"params": [weight(1.0)]}], lr=0.1)
     second = SGD([weight(1.0), weight(1.0)], lr=0.1, momentum=0.9)
-    effort = Effort([first, second])
+    effort = NormalizedSteps([first, second])
     for expected in (1.0, (1.5 + 1.0 + 2 * 1.9) / 4):
         run(effort, first, 1)
         run(effort, second, 1)
         assert effort.of_step() == pytest.approx(expected)
-    resumed = Effort([first, second])
+    resumed = NormalizedSteps([first, second])
     resumed.load_state_dict(effort.state_dict())
     assert run(resumed, second, 1) == run(effort, second, 1) == [[pytest.approx(2.71)]]
     with pytest.raises(CheckpointError, match="1 optimizers, and there are 2"):
-        effort.load_state_dict(Effort([first]).state_dict())
+        effort.load_state_dict(NormalizedSteps([first]).state_dict())
 
 
 def start(client: Client, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -173,7 +175,7 @@ class Cells:
         self.parameters = [weight(0.5, -0.5) for _ in range(cells)]
         self.optimizers = [SGD([one], **options) for one in self.parameters]  # type: ignore[arg-type]
         self.clients = [Scaffold() for _ in range(cells)]
-        self.efforts = [Effort([one]) for one in self.optimizers]
+        self.efforts = [NormalizedSteps([one]) for one in self.optimizers]
         for client, parameter, optimizer in zip(self.clients, self.parameters, self.optimizers, strict=True):
             start(client, [parameter], optimizer)
 
@@ -466,13 +468,13 @@ def test_a_digest_tells_of_every_change() -> None:
 
 def test_an_optimizer_that_steps_more_often_counts_as_often() -> None:
     critic, generator = SGD([weight(1.0, 1.0, 1.0)], lr=0.1), SGD([weight()], lr=0.1)
-    effort = Effort([critic, generator])
+    effort = NormalizedSteps([critic, generator])
     for optimizer in (critic, critic, generator):
         effort.before_step(optimizer)
         effort.after_step(optimizer)
-    again = Effort([critic, generator])
+    again = NormalizedSteps([critic, generator])
     again.load_state_dict(effort.state_dict())
     assert effort.of_step() == again.of_step() == (2 * 3 + 1) / 4
     assert effort.of_step() == 0.0  # nothing was stepped since
     again.load_state_dict({"held": [[0.0], [0.0]]})  # as it was saved before there was more
-    assert again.of_step() == Effort([]).of_step() == 0.0
+    assert again.of_step() == NormalizedSteps([]).of_step() == 0.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from xffl.aggregation import aggregator
 from xffl.aggregation.compression.codecs import codec_of
 from xffl.aggregation.engine import exchange
-from xffl.aggregation.engine.status import Ballot
+from xffl.aggregation.engine.status import RoundStatus
 from xffl.distributed.distributed_state import DEFAULT_STREAMS
 from xffl.errors import ConfigError
 from xffl.report import (
@@ -69,7 +69,7 @@ SETTINGS = st.fixed_dictionaries(
 def test_the_forecast_knows_the_numbers_of_the_exchange() -> None:
     assert module.BUCKET_BYTES == aggregator.DEFAULT_BUCKET_BYTES
     assert (module.STREAMS, module.HOME_LAG) == (DEFAULT_STREAMS, exchange.HOME_LAG)
-    assert 8 * len(Ballot._fields) == module.BALLOT_BYTES
+    assert 8 * len(RoundStatus._fields) == module.BALLOT_BYTES
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------

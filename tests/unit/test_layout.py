@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from xffl.aggregation.compression.codecs import codec_of
-from xffl.aggregation.contributions import Claim, Ledger
+from xffl.aggregation.contributions import ContributionTracker, Snapshot
 from xffl.aggregation.engine.buffers import Layout, Pool, StagingBuffers, aligned
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import GroupTransfer, plan_groups, plan_transfers
@@ -259,46 +259,48 @@ def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
 
 
 def test_what_a_round_did_not_take_in_waits_for_the_next() -> None:
-    ledger = Ledger(2)
+    tracker = ContributionTracker(2)
     for effort in (1.0, 0.5):
-        ledger.add_step(effort)
-    ledger.add_count(8.0)
-    claim = ledger.claim(0)
-    assert claim == Claim(0, 2, 1.5, 8.0, False)
-    assert (ledger.is_waiting(0), ledger.effort(0), ledger.count(0)) == (False, 0.0, 8.0)
-    assert ledger.has_others(0) and not ledger.has_others(1)
-    ledger.add_step(0.25)
-    ledger.add_count(4.0)
-    ledger.put_back(claim)
-    again = Ledger(2)
-    again.load_state_dict(ledger.state_dict())
-    for one in (ledger, again):
-        assert [(one.claim(part).steps, one.effort(part), one.count(part)) for part in (0, 1)] == [(3, 0.0, 12.0)] * 2
-    again.settle(claim)
-    assert (again.count(0), again.count(1), ledger.count(0)) == (4.0, 12.0, 12.0)
+        tracker.add_step(effort)
+    tracker.add_count(8.0)
+    taken = tracker.snapshot(0)
+    assert taken == Snapshot(0, 2, 1.5, 8.0, False)
+    assert (tracker.is_waiting(0), tracker.effort(0), tracker.count(0)) == (False, 0.0, 8.0)
+    assert tracker.has_others(0) and not tracker.has_others(1)
+    tracker.add_step(0.25)
+    tracker.add_count(4.0)
+    tracker.rollback(taken)
+    again = ContributionTracker(2)
+    again.load_state_dict(tracker.state_dict())
+    for one in (tracker, again):
+        assert [(one.snapshot(part).steps, one.effort(part), one.count(part)) for part in (0, 1)] == [
+            (3, 0.0, 12.0)
+        ] * 2
+    again.commit(taken)
+    assert (again.count(0), again.count(1), tracker.count(0)) == (4.0, 12.0, 12.0)
 
 
 def test_what_changes_after_a_local_step_waits_and_counts_as_one_where_its_samples_were_counted_before() -> None:
-    ledger = Ledger(2)
+    tracker = ContributionTracker(2)
     for _ in range(2):
-        ledger.note_change()
-        ledger.add_step()
-    ledger.add_count(16.0)
+        tracker.note_change()
+        tracker.add_step()
+    tracker.add_count(16.0)
     for part in (0, 1):
-        ledger.settle(ledger.claim(part))
-    assert not ledger.is_waiting(0) and ledger.count(0) == 0.0
-    ledger.note_change()
-    again = Ledger(2)
-    again.load_state_dict(ledger.state_dict())
+        tracker.commit(tracker.snapshot(part))
+    assert not tracker.is_waiting(0) and tracker.count(0) == 0.0
+    tracker.note_change()
+    again = ContributionTracker(2)
+    again.load_state_dict(tracker.state_dict())
     assert again.is_waiting(0) and again.has_others(0)
     assert (again.effort(0), again.count(0)) == (1.0, 8.0)  # nobody has measured what it amounts to
     again.add_effort(0.25)
-    claim = again.claim(0)
-    assert claim == Claim(0, 0, 0.25, 0.0, True) and not again.is_waiting(0) and again.is_waiting(1)
-    again.put_back(claim)
+    taken = again.snapshot(0)
+    assert taken == Snapshot(0, 0, 0.25, 0.0, True) and not again.is_waiting(0) and again.is_waiting(1)
+    again.rollback(taken)
     assert again.is_waiting(0) and (again.effort(0), again.count(0)) == (0.25, 8.0)
     again.add_count(3.0)
     assert again.count(0) == 3.0
-    old = Ledger(2)
+    old = ContributionTracker(2)
     old.load_state_dict({"steps": [1, 0], "efforts": [1.0, 0.0], "counts": [2.0, 2.0]})  # as before there was more
     assert old.is_waiting(0) and not old.is_waiting(1)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
 from xffl.aggregation.background import Background, apart
-from xffl.aggregation.contributions import Pace
+from xffl.aggregation.contributions import StepTimer
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile
@@ -85,7 +85,7 @@ def test_a_gpu_is_waited_for_by_the_host(stream: Stream, monkeypatch: pytest.Mon
 
 
 def test_steps_end_without_the_round_behind_them(stream: Stream) -> None:
-    with Pace(GPU).paused():
+    with StepTimer(GPU).paused():
         assert stream.waits == 1
 
 

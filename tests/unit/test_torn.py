@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import xffl
-from xffl.aggregation.engine.inconsistent import TornError, find_tear, tearing, tears_of
+from xffl.aggregation.engine.inconsistent import TornError, count_inconsistent, find_inconsistent, mark_inconsistent
 
 INPUTS = torch.ones(2, 4)
 
@@ -20,12 +20,12 @@ def net() -> nn.Module:
 
 
 def tear(model: nn.Module) -> None:
-    with pytest.raises(xffl.RoundError, match="planted"), tearing(model):
+    with pytest.raises(xffl.RoundError, match="planted"), mark_inconsistent(model):
         raise TornError("planted")
 
 
 def check_torn(model: nn.Module, *uses: Callable[[torch.Tensor], Any]) -> None:
-    assert find_tear(model) is not None
+    assert find_inconsistent(model) is not None
     for use in (model, *uses):
         with pytest.raises(xffl.RoundError, match="torn"):
             use(INPUTS)
@@ -41,26 +41,26 @@ def test_only_a_load_that_succeeds_mends() -> None:
     model.load_state_dict({"0.weight": whole["0.weight"]}, strict=False)
     check_torn(model)
     model.load_state_dict(whole)
-    assert find_tear(model) is None and not model(INPUTS).any()
+    assert find_inconsistent(model) is None and not model(INPUTS).any()
 
 
 def test_one_load_mends_what_was_torn_twice() -> None:
     model = net()
     for number in range(1, 3):
         tear(model)
-        assert tears_of(model) == number
+        assert count_inconsistent(model) == number
     seen: list[Any] = []
     handle = model.register_load_state_dict_post_hook(lambda *args: seen.append(args))  # a user's, behind xffl's
     for _ in range(2):
         model.load_state_dict(model.state_dict())
         model(INPUTS)
-    assert find_tear(model) is None and len(seen) == 2
+    assert find_inconsistent(model) is None and len(seen) == 2
     handle.remove()
     for hooks in (model._load_state_dict_pre_hooks, model._load_state_dict_post_hooks, model[0]._forward_pre_hooks):
         assert not hooks, "nothing of it stays"
     tear(model)
     check_torn(model)
-    assert tears_of(model) == 3
+    assert count_inconsistent(model) == 3
 
 
 def test_what_was_compiled_around_a_torn_model_refuses_too() -> None:

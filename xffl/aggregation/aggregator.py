@@ -23,17 +23,17 @@ from xffl.aggregation.compression.error_feedback import ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.consensus import (
     AFRESH,
-    Contribution,
     Outcome,
-    Protocol,
+    RoundCoordinator,
+    RoundInput,
     agree_start,
-    open_round,
+    prepare_round,
     report_of,
 )
 from xffl.aggregation.engine.exchange import Exchange
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, select_groups
-from xffl.aggregation.engine.inconsistent import TornError, find_tear, tearing, tears_of
+from xffl.aggregation.engine.inconsistent import TornError, count_inconsistent, find_inconsistent, mark_inconsistent
 from xffl.aggregation.engine.plan import GroupTransfer, Item, digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.status import NO_ALPHA, next_number
 from xffl.aggregation.engine.tensors import (
@@ -89,7 +89,7 @@ class Aggregator:
         a module that they lie in (``{nn.BatchNorm2d: "local"}`` is FedBN), the first match wins.
     :param bucket_bytes: Size of the pieces that cross at a time, in bytes of values, before a codec.
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
-        failed exchange tears the model: it cannot be used until a checkpoint is loaded.
+        failed exchange inconsistent_count the model: it cannot be used until a checkpoint is loaded.
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
         bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
@@ -152,7 +152,7 @@ class Aggregator:
         self.overlaps = overlap
         self._rounds, self._is_closed = 0, False
         self._pending: PendingRound | None = None
-        self._tears = tears_of(model)
+        self._inconsistent_count = count_inconsistent(model)
 
         def read() -> tuple[Options, Manifest]:
             options = Options.of(
@@ -175,7 +175,7 @@ class Aggregator:
             return options, Manifest(round_view(model), policies, codec, extra)
 
         self._made = assemble(model, state, read, self.check)
-        self._exchange, self._protocol = self._made.exchange, self._made.protocol
+        self._exchange, self._coordinator = self._made.exchange, self._made.coordinator
 
     @property
     def rounds(self) -> int:
@@ -185,12 +185,12 @@ class Aggregator:
     @property
     def is_torn(self) -> bool:
         """Whether a failed round may have left different weights on different ranks."""
-        return find_tear(self._model) is not None
+        return find_inconsistent(self._model) is not None
 
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        return not (self.is_torn or self._protocol.is_over or self._protocol.is_out_of_step)
+        return not (self.is_torn or self._coordinator.is_over or self._coordinator.is_out_of_step)
 
     @property
     def under_way(self) -> PendingRound | None:
@@ -225,11 +225,11 @@ class Aggregator:
         :raises ConfigError: if a weight is negative or not finite, or all are zero; on all ranks, the model unchanged.
         :raises RoundError: if the round did not take place; the message says whether the old weights stand.
         """
-        report = self.take_part(Contribution(weight, steps=steps))
+        report = self.participate(RoundInput(weight, steps=steps))
         assert report is not None, "a rank that has not finished always gets a round"
         return report
 
-    def take_part(self, given: Contribution, *, least_divergence: float | None = None) -> RoundReport | None:
+    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
 
         Collective over the world, together with the other ranks' :meth:`aggregate`.
@@ -245,11 +245,11 @@ class Aggregator:
         self._check_free()
         if least_divergence is not None and not self._made.options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
-        self._protocol.reconnect()
-        opening = open_round(self._made, self._model, self._rounds + 1, self.next_fragment, given)
-        with self._tearing(), self._protocol.owing():
-            confer = partial(self._protocol.confer, opening, self.next_fragment, least_divergence)
-            outcome = apart(confer, self._made.stream)
+        self._coordinator.reconnect()
+        opening = prepare_round(self._made, self._model, self._rounds + 1, self.next_fragment, given)
+        with self._mark_inconsistent(), self._coordinator.owing():
+            run = partial(self._coordinator.run, opening, self.next_fragment, least_divergence)
+            outcome = apart(run, self._made.stream)
             return None if outcome is None else self._conclude(outcome, start)
 
     def aggregate_async(
@@ -278,20 +278,20 @@ class Aggregator:
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self._check_free()
-        self._protocol.reconnect()
+        self._coordinator.reconnect()
         start = time.perf_counter()
         fragment = self.next_fragment
-        given = Contribution(weight, steps=steps, seconds=seconds, prepare=lambda: check_merge(alpha))
+        given = RoundInput(weight, steps=steps, seconds=seconds, prepare=lambda: check_merge(alpha))
         merging = NO_ALPHA if alpha is None else alpha
-        tears = tears_of(self._model)
-        opening = open_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
-        background = Background(lambda: self._protocol.confer(opening, fragment), self._made.stream)
+        inconsistent_count = count_inconsistent(self._model)
+        opening = prepare_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
+        background = Background(lambda: self._coordinator.run(opening, fragment), self._made.stream)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
             if self._pending is not pending:
                 raise StateError("this round has ended already: merge() has written or refused it")
             asked = time.perf_counter()
-            with self._tearing(), record_function("xffl.wait"):
+            with self._mark_inconsistent(), record_function("xffl.wait"):
                 try:
                     outcome = background.result()
                 except BaseException as error:
@@ -299,8 +299,8 @@ class Aggregator:
                         self._pending = None
                     raise
             self.check()
-            if pending.is_overtaken or tears_of(self._model) != tears:
-                self._pending, self._protocol.is_owed = None, False
+            if pending.is_overtaken or count_inconsistent(self._model) != inconsistent_count:
+                self._pending, self._coordinator.is_owed = None, False
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
             self._exchange.profile.add("wait", time.perf_counter() - asked)
@@ -316,7 +316,7 @@ class Aggregator:
         """
         if self._pending is not None:
             self._pending.wait()
-            self._pending, self._protocol.is_owed = None, False
+            self._pending, self._coordinator.is_owed = None, False
 
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
@@ -345,7 +345,7 @@ class Aggregator:
             raise StateError("this aggregator is closed; make another one")
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
-        if self._protocol.is_cut_off:
+        if self._coordinator.is_cut_off:
             raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
 
     def check(self) -> None:
@@ -354,7 +354,7 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        if (tear := find_tear(self._model)) is not None:
+        if (tear := find_inconsistent(self._model)) is not None:
             tear.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -382,21 +382,21 @@ class Aggregator:
         self.discard()
         self._made.load_state_dict(state)
         self._rounds = int(state["rounds"])
-        self._tears = tears_of(self._model)
+        self._inconsistent_count = count_inconsistent(self._model)
 
     @contextmanager
-    def _tearing(self) -> Iterator[None]:
+    def _mark_inconsistent(self) -> Iterator[None]:
         """Mark the model where the ranks may hold different weights."""
         try:
-            with tearing(self._model):
+            with mark_inconsistent(self._model):
                 yield
         finally:
             self._forget_torn()
 
     def _forget_torn(self) -> None:
         """Forget what codecs and servers start from where the model was torn since, by whichever aggregator."""
-        if (tears := tears_of(self._model)) != self._tears:
-            self._tears = tears
+        if (inconsistent_count := count_inconsistent(self._model)) != self._inconsistent_count:
+            self._inconsistent_count = inconsistent_count
             self._exchange.memory.forget()
             if self._exchange.global_model is not None:
                 self._exchange.global_model.forget()
@@ -407,9 +407,9 @@ class Aggregator:
         """Write what was agreed into the model."""
         fragment, number = self.next_fragment, self._rounds + 1
         if not outcome.is_skipped:
-            with self._tearing():
+            with self._mark_inconsistent():
                 try:
-                    self._pending = None  # from here on, an interrupt tears the model
+                    self._pending = None  # from here on, an interrupt inconsistent_count the model
                     # A cell with values that are not finite has nothing that could stay.
                     is_merged = is_merged and self._made.cell not in outcome.unfit
                     reshard(self._model)
@@ -419,12 +419,12 @@ class Aggregator:
                         write_view(self._model)
                         overtake(lambda: self._made.layout.moving(fragment))
                 except BaseException as error:
-                    self._protocol.is_owed = False
+                    self._coordinator.is_owed = False
                     raise TornError(
                         f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
                     ) from error
             self._rounds += 1
-            self._protocol.is_owed = False
+            self._coordinator.is_owed = False
         return report_of(outcome, self._exchange, number, fragment, time.perf_counter() - start)
 
 
@@ -437,7 +437,7 @@ class Assembly:
     :param manifest: The tensors of the model.
     :param routes: This rank's process groups.
     :param exchange: What moves.
-    :param protocol: The votes around it.
+    :param coordinator: The votes around it.
     :param plan: What lanes and buckets follow from, as text.
     :param cell: This rank's cell.
     :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
@@ -453,7 +453,7 @@ class Assembly:
     manifest: Manifest
     round_groups: RoundGroups
     exchange: Exchange
-    protocol: Protocol
+    coordinator: RoundCoordinator
     plan: str
     cell: int
     arithmetic: float
@@ -712,14 +712,16 @@ def _assemble(
             round_groups.world,
         )
     number = next_number(round_groups.world)
-    protocol = Protocol(exchange, scope, device=device, round_groups=round_groups, options=options, number=number)
+    coordinator = RoundCoordinator(
+        exchange, scope, device=device, round_groups=round_groups, options=options, number=number
+    )
     return Assembly(
         device,
         options,
         manifest,
         round_groups,
         exchange,
-        protocol,
+        coordinator,
         plan,
         cell=at.cell,
         arithmetic=arithmetic_of(device),

@@ -24,11 +24,11 @@ from xffl.errors import ConfigError
 from xffl.parallel.config import check_name
 from xffl.parallel.zero_view import is_cut
 
-__all__ = ["Recipe", "check_plan", "check_stepped", "read_recipe"]
+__all__ = ["RoundConfig", "check_stepped", "parse_round_config", "validate_round_config"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RoundConfig:
     """When rounds take place, what cells do in between, and how a round's result is taken over.
 
     :param schedule: When rounds take place.
@@ -63,7 +63,7 @@ class Recipe:
         return integer(f"steps of schedule {self.schedule} for cell {cell} after {rounds} rounds", steps)
 
 
-def read_recipe(
+def parse_round_config(
     model: nn.Module,
     optimizers: Sequence[Optimizer] | None,
     *,
@@ -75,7 +75,7 @@ def read_recipe(
     alpha: float | None,
     client: object,
     algorithm: object,
-) -> Recipe:
+) -> RoundConfig:
     """Read what was given, and put an algorithm's keywords where nothing was; local.
 
     :param model: The model that trains.
@@ -94,25 +94,25 @@ def read_recipe(
     followed = () if optimizers is None else _read_optimizers(model, optimizers)
     if isinstance(aggregator, Aggregator):
         _check_made(aggregator, model, algorithm, client)
-    recipe = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
-    if recipe.client is not None and not followed:
+    config = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
+    if config.client is not None and not followed:
         raise ConfigError(
-            f"client {recipe.client} changes gradients in the optimizer's step, but optimizer is None; give the "
+            f"client {config.client} changes gradients in the optimizer's step, but optimizer is None; give the "
             "optimizer, or leave the client out"
         )
-    recipe.schedule.check(cells)
+    config.schedule.check(cells)
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
-    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else recipe.options.get("privacy")
+    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else config.options.get("privacy")
     if weight is not None and is_private is not None:
         raise ConfigError(
             "privacy counts all cells alike, since weights tell about the data; leave weight out (federation.weight: "
             "equal in a trainer's configuration)"
         )
-    return replace(recipe, optimizers=tuple(followed))
+    return replace(config, optimizers=tuple(followed))
 
 
-def check_plan(
+def validate_round_config(
     *,
     every: object,
     aggregator: Mapping[str, Any],
@@ -123,10 +123,10 @@ def check_plan(
 ) -> None:
     """Check what a configuration says of rounds, before there is a model; local.
 
-    An algorithm's options, and how it goes with the rest, are left to :func:`read_recipe`: to make its optimizer takes
-    slow imports.
+    An algorithm's options, and how it goes with the rest, are left to :func:`parse_round_config`: to make its
+    optimizer takes slow imports.
 
-    :param every: As for :func:`read_recipe`, like the others.
+    :param every: As for :func:`parse_round_config`, like the others.
     :param aggregator: Keywords of the aggregator to make.
     :param delay: Local steps that go on while a round is under way.
     :param alpha: The part of a local value that stays when a delayed mean is merged.
@@ -155,7 +155,7 @@ def _read(
     alpha: float | None,
     client: object,
     algorithm: object,
-) -> Recipe:
+) -> RoundConfig:
     """Read what needs neither a model nor the cells."""
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
     schedule = schedule_of(preset.get("every") if every is None else every)
@@ -166,25 +166,25 @@ def _read(
         _check_keywords(options)
     if client is not None and "client" in preset:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
-    recipe = Recipe(
+    config = RoundConfig(
         schedule,
         preset.get("client") if client is None else registry.make("client", client),
         options,
         _local_steps(preset.get("delay", 0) if delay is None else delay, schedule),
         preset.get("alpha") if alpha is None else alpha,
     )
-    _check_delay(recipe, aggregator)
+    _check_delay(config, aggregator)
     fragments = aggregator.fragments if isinstance(aggregator, Aggregator) else options.get("fragments", 1)
-    if recipe.schedule.has_threshold and fragments != 1:
+    if config.schedule.has_threshold and fragments != 1:
         raise ConfigError(
-            f"schedule {recipe.schedule} looks at the whole model, but fragments is {fragments}; leave one of them out"
+            f"schedule {config.schedule} looks at the whole model, but fragments is {fragments}; leave one of them out"
         )
-    if recipe.client is not None and options.get("fragments", 1) != 1:
+    if config.client is not None and options.get("fragments", 1) != 1:
         raise ConfigError(
-            f"client {recipe.client} needs rounds of the whole model, but fragments is {options['fragments']}; leave "
+            f"client {config.client} needs rounds of the whole model, but fragments is {options['fragments']}; leave "
             "one of them out"
         )
-    return recipe
+    return config
 
 
 def _check_keywords(options: Mapping[str, Any]) -> None:
@@ -264,25 +264,25 @@ def _joined(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return {**preset, **given}
 
 
-def _check_delay(recipe: Recipe, aggregator: object) -> None:
+def _check_delay(config: RoundConfig, aggregator: object) -> None:
     """Check what rounds that go on beside training need."""
-    delay = recipe.delay
-    if recipe.alpha is not None and not delay:
-        raise ConfigError(f"alpha {recipe.alpha!r} merges late results, but delay is 0; give a delay, too")
-    check_merge(recipe.alpha)
+    delay = config.delay
+    if config.alpha is not None and not delay:
+        raise ConfigError(f"alpha {config.alpha!r} merges late results, but delay is 0; give a delay, too")
+    check_merge(config.alpha)
     if not delay:
         return
-    overlaps = recipe.options.get("overlap", "levels" not in recipe.options)
+    overlaps = config.options.get("overlap", "levels" not in config.options)
     if not (aggregator.overlaps if isinstance(aggregator, Aggregator) else overlaps):
         raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, and without levels")
-    if recipe.client is not None:
+    if config.client is not None:
         raise ConfigError(
-            f"client {recipe.client} needs to know where the last round left the model, but delay is {delay}; leave "
+            f"client {config.client} needs to know where the last round left the model, but delay is {delay}; leave "
             "one of them out"
         )
-    if recipe.schedule.has_threshold:
+    if config.schedule.has_threshold:
         raise ConfigError(
-            f"schedule {recipe.schedule} asks for a round's need before it starts, but delay is {delay}; leave one out"
+            f"schedule {config.schedule} asks for a round's need before it starts, but delay is {delay}; leave one out"
         )
 
 

@@ -15,10 +15,19 @@ from torch.optim import optimizer as torch_optimizer
 
 from xffl.errors import CheckpointError, ConfigError
 
-__all__ = ["Claim", "Effort", "Ledger", "Pace", "check_apart", "check_outside_backward", "enclosing_calls", "unwrap"]
+__all__ = [
+    "ContributionTracker",
+    "NormalizedSteps",
+    "Snapshot",
+    "StepTimer",
+    "check_apart",
+    "check_outside_backward",
+    "enclosing_calls",
+    "unwrap",
+]
 
 
-class Claim(NamedTuple):
+class Snapshot(NamedTuple):
     """What one round takes in."""
 
     fragment: int
@@ -28,7 +37,7 @@ class Claim(NamedTuple):
     is_changed: bool
 
 
-class Ledger:
+class ContributionTracker:
     """Steps and counts that wait for a round, for each part of the model; local.
 
     Optimizers that step after the one whose steps are local steps change the model, too: that waits for a round beside
@@ -80,9 +89,9 @@ class Ledger:
         """Tell whether steps wait for rounds of other parts."""
         return any(self.is_waiting(other) for other in range(len(self._steps)) if other != fragment)
 
-    def claim(self, fragment: int) -> Claim:
-        """Take what waits for a part's round; either :meth:`settle` or :meth:`put_back` follows."""
-        claim = Claim(
+    def snapshot(self, fragment: int) -> Snapshot:
+        """Take what waits for a part's round; either :meth:`commit` or :meth:`rollback` follows."""
+        taken = Snapshot(
             fragment,
             self._steps[fragment],
             self._efforts[fragment],
@@ -90,19 +99,19 @@ class Ledger:
             self._is_changed[fragment],
         )
         self._steps[fragment], self._efforts[fragment], self._is_changed[fragment] = 0, 0.0, False
-        return claim
+        return taken
 
-    def settle(self, claim: Claim) -> None:
+    def commit(self, taken: Snapshot) -> None:
         """Strike off what a round has taken in."""
-        self._counts[claim.fragment] -= claim.amount
-        if claim.steps:
-            self._usual_count = claim.amount / claim.steps
+        self._counts[taken.fragment] -= taken.amount
+        if taken.steps:
+            self._usual_count = taken.amount / taken.steps
 
-    def put_back(self, claim: Claim) -> None:
+    def rollback(self, taken: Snapshot) -> None:
         """Let what a rejected or skipped round did not take in wait for the next."""
-        self._steps[claim.fragment] += claim.steps
-        self._efforts[claim.fragment] += claim.effort
-        self._is_changed[claim.fragment] |= claim.is_changed
+        self._steps[taken.fragment] += taken.steps
+        self._efforts[taken.fragment] += taken.effort
+        self._is_changed[taken.fragment] |= taken.is_changed
 
     def state_dict(self) -> dict[str, Any]:
         """Return what waits; with no claim open.
@@ -136,7 +145,7 @@ class Ledger:
         self._usual_count = float(state.get("usual_count", 0.0))
 
 
-class Pace:
+class StepTimer:
     """Measure how long this rank's local steps take, without the rounds between them; local.
 
     What the caller does between two steps counts (loading, evaluating), since it makes others wait, too.
@@ -263,7 +272,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-class Effort:
+class NormalizedSteps:
     """Follow the momentum of optimizers, step by step; local, and the same on all ranks of a cell.
 
     Momentum counts for :class:`torch.optim.SGD`. The steps of other optimizers do not grow with what they hold (Adam's

@@ -17,17 +17,17 @@ from torch.utils.hooks import RemovableHandle
 from xffl.aggregation.aggregator import Aggregator, PendingRound, check_given
 from xffl.aggregation.algorithms.clients import Client, check_step, set_up
 from xffl.aggregation.algorithms.schedules import Schedule
-from xffl.aggregation.config import Recipe, check_stepped, read_recipe
+from xffl.aggregation.config import RoundConfig, check_stepped, parse_round_config
 from xffl.aggregation.contributions import (
-    Claim,
-    Effort,
-    Ledger,
-    Pace,
+    ContributionTracker,
+    NormalizedSteps,
+    Snapshot,
+    StepTimer,
     check_apart,
     check_outside_backward,
     enclosing_calls,
 )
-from xffl.aggregation.engine.consensus import Contribution, digest_of
+from xffl.aggregation.engine.consensus import RoundInput, digest_of
 from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.exports import FileRound, RoundPlan
 from xffl.aggregation.hierarchical import Levels
@@ -91,8 +91,8 @@ class FederatedScaling:
     :raises ConfigError: if an argument cannot be meant, or differs between ranks, or the aggregator is another model's;
         on all ranks alike.
 
-    ``meetings`` are the rounds and checks that this rank has entered, ``on_answer`` is called before it enters another
-    one when it has finished. Delayed rounds start before the next step where ``holds_start`` is set.
+    ``meetings`` are the rounds and checks that this rank has entered, ``before_final_rounds`` is called before it
+    enters another one when it has finished. Delayed rounds start before the next step where ``defer_start`` is set.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class FederatedScaling:
         self._over_files: FileRound | None = None
         try:
             check_given(model, state)
-            recipe = read_recipe(
+            config = parse_round_config(
                 model,
                 optimizers,
                 cells=state.topology.cells,
@@ -128,9 +128,9 @@ class FederatedScaling:
                 delay=delay,
                 alpha=alpha,
             )
-            text = f"{recipe}, weighed={weight is not None}"
+            text = f"{config}, weighed={weight is not None}"
             if state.lone_cell is not None:
-                self._over_files = _file_round(model, state, recipe, aggregator, algorithm)
+                self._over_files = _file_round(model, state, config, aggregator, algorithm)
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
@@ -139,27 +139,27 @@ class FederatedScaling:
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
-        self._recipe: Recipe = recipe
-        self._optimizers, self._weight = recipe.optimizers, weight
+        self._config: RoundConfig = config
+        self._optimizers, self._weight = config.optimizers, weight
         self._on_round = on_round
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
         self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
-        self._under_way: tuple[PendingRound, Claim] | None = None
+        self._under_way: tuple[PendingRound, Snapshot] | None = None
         self._handles: list[RemovableHandle] = []
         self._is_entered = False
         self._report: RoundReport | None = None
-        self.on_answer: Callable[[], None] | None = None
-        self.meetings, self.local_steps, self.holds_start = 0, 0, False
+        self.before_final_rounds: Callable[[], None] | None = None
+        self.meetings, self.local_steps, self.defer_start = 0, 0, False
         self._begin()
 
     def _begin(self) -> None:
         """Start without any step."""
-        self._ledger = Ledger(1 if self._aggregator is None else self._aggregator.fragments)
-        self._effort = Effort(self._optimizers)
-        self._pace = Pace(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+        self._tracker = ContributionTracker(1 if self._aggregator is None else self._aggregator.fragments)
+        self._normalized_steps = NormalizedSteps(self._optimizers)
+        self._step_timer = StepTimer(next((one.device for one in self._model.parameters()), torch.device("cpu")))
         self._since = self._target = 0
-        self._owes_start = False
+        self._start_deferred = False
 
     @property
     def aggregator(self) -> Aggregator:
@@ -221,7 +221,7 @@ class FederatedScaling:
         if kind is None and self._over_files is not None:
             self._export(self._over_files)
         elif kind is None:
-            with self._pace.paused():
+            with self._step_timer.paused():
                 wrong = self._finish() or self._find_uncounted()
             if self._is_own:
                 self.aggregator.close()  # with the others, whether or not one of their rounds was rejected
@@ -246,7 +246,7 @@ class FederatedScaling:
             raise StateError("local steps are counted in the with block; enter it first")
         check_outside_backward("scaling.step() was called")
         self._check_alive()
-        self.start_owed()
+        self.start_deferred()
         self._after_local_step(1.0)
 
     def _check_alive(self) -> None:
@@ -254,12 +254,12 @@ class FederatedScaling:
         if self._over_files is None:
             self.aggregator.check()
 
-    def start_owed(self) -> bool:
+    def start_deferred(self) -> bool:
         """Start the delayed round that was held back, if any; tell whether there was one. On all ranks of a cell."""
-        if not self._owes_start:
+        if not self._start_deferred:
             return False
-        self._owes_start = False
-        with self._pace.paused():
+        self._start_deferred = False
+        with self._step_timer.paused():
             self._start()
         return True
 
@@ -278,7 +278,7 @@ class FederatedScaling:
         """
         if self._under_way is not None:
             self.aggregator.discard()
-            self._ledger.put_back(self._under_way[1])
+            self._tracker.rollback(self._under_way[1])
             self._under_way = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,12 +290,12 @@ class FederatedScaling:
         :return: Numbers, texts and copies of tensors.
         :raises StateError: while a round is under way; :meth:`settle` it first.
         """
-        client = self._recipe.client
+        client = self._config.client
         return {
             "aggregator": None if self._over_files is not None else self.aggregator.state_dict(),
             "client": None if client is None else client.state_dict(),
-            "ledger": self._ledger.state_dict(),
-            "effort": self._effort.state_dict(),
+            "ledger": self._tracker.state_dict(),
+            "effort": self._normalized_steps.state_dict(),
             "start": None if self._over_files is None else self._over_files.start,
             "since": self._since,
             "target": self._target,
@@ -313,7 +313,7 @@ class FederatedScaling:
         """
         if not self._is_entered:
             raise StateError("the state is loaded into what entering the with block makes; enter it first")
-        client = self._recipe.client
+        client = self._config.client
         if (client is None) != (state["client"] is None):
             raise CheckpointError(
                 f"the state was saved {'without a' if state['client'] is None else 'with a'} client, and now it is "
@@ -330,11 +330,11 @@ class FederatedScaling:
             client.load_state_dict(state["client"])
         # What was made before this job's global model is in it.
         if self._over_files is None or state["start"] == self._over_files.start:
-            self._ledger.load_state_dict(state["ledger"])
-        self._effort.load_state_dict(state["effort"])
+            self._tracker.load_state_dict(state["ledger"])
+        self._normalized_steps.load_state_dict(state["effort"])
         self._since, self._target = int(state["since"]), int(state["target"])
         # Saved where a merge told of a round, just before the next one was to start.
-        self._owes_start = self._recipe.delay > 0 and self._since >= self._target
+        self._start_deferred = self._config.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])
         if self._over_files is None:
             self._note_start()
@@ -343,10 +343,10 @@ class FederatedScaling:
 
     def _make_aggregator(self) -> Aggregator:
         """Let the client take the weights as they are, and make the aggregator."""
-        client, options = self._recipe.client, dict(self._recipe.options)
+        client, options = self._config.client, dict(self._config.options)
         if "levels" not in options:
-            options.setdefault("overlap", self._recipe.delay > 0)
-            options.setdefault("norms", self._recipe.schedule.has_threshold)
+            options.setdefault("overlap", self._config.delay > 0)
+            options.setdefault("norms", self._config.schedule.has_threshold)
         if client is not None and self._aggregator is None:
             set_up(client, self._model, self._optimizers, options.get("policies"))
         if client is not None and client.extra is not None:
@@ -397,18 +397,18 @@ class FederatedScaling:
 
     def _export(self, over_files: FileRound) -> None:
         """Give what the steps since the start have made to a round over files; collective over the world."""
-        self._ledger.add_effort(self._effort.of_step())
-        if not self._ledger.is_waiting(0) and (wrong := self._find_uncounted()) is not None:
+        self._tracker.add_effort(self._normalized_steps.of_step())
+        if not self._tracker.is_waiting(0) and (wrong := self._find_uncounted()) is not None:
             raise wrong
         if self._weight is not None:
-            self._ledger.add_count(checked_weight(self._weight()))
-        weight = 0.0 if not self._ledger.is_waiting(0) else None if self._weight is None else self._ledger.count(0)
-        over_files.end(weight, self._ledger.effort(0))
-        self._ledger.settle(self._ledger.claim(0))
+            self._tracker.add_count(checked_weight(self._weight()))
+        weight = 0.0 if not self._tracker.is_waiting(0) else None if self._weight is None else self._tracker.count(0)
+        over_files.end(weight, self._tracker.effort(0))
+        self._tracker.commit(self._tracker.snapshot(0))
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round."""
-        return self._recipe.local_steps(rounds, self._cell, self._report)
+        return self._config.local_steps(rounds, self._cell, self._report)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         outer = enclosing_calls()
@@ -417,35 +417,35 @@ class FederatedScaling:
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
         self._check_alive()
         check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
-        self.start_owed()
-        self._ledger.note_change()  # even by a step that raises on its way
-        self._effort.before_step(optimizer)
-        if self._recipe.client is not None:
+        self.start_deferred()
+        self._tracker.note_change()  # even by a step that raises on its way
+        self._normalized_steps.before_step(optimizer)
+        if self._config.client is not None:
             check_step(optimizer, args, kwargs)
-            self._recipe.client.before_step(optimizer)
+            self._config.client.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(one is optimizer for one in enclosing_calls()):
             return
-        factors = self._effort.after_step(optimizer)
-        if self._recipe.client is not None:
-            self._recipe.client.after_step(optimizer, factors)
+        factors = self._normalized_steps.after_step(optimizer)
+        if self._config.client is not None:
+            self._config.client.after_step(optimizer, factors)
         if optimizer is self._optimizers[-1]:
-            self._after_local_step(self._effort.of_step())
+            self._after_local_step(self._normalized_steps.of_step())
 
     def _after_local_step(self, effort: float) -> None:
         self._since += 1
         self.local_steps += 1
-        self._ledger.add_step(effort)
-        self._pace.add_step()
+        self._tracker.add_step(effort)
+        self._step_timer.add_step()
         is_due = self._since >= self._target
-        if is_due or (self._under_way is not None and self._since == self._recipe.delay):
-            with self._pace.paused():
+        if is_due or (self._under_way is not None and self._since == self._config.delay):
+            with self._step_timer.paused():
                 self.settle()
-                if is_due and not self._recipe.delay:
+                if is_due and not self._config.delay:
                     self._round()
-                elif is_due and self.holds_start:
-                    self._owes_start = True
+                elif is_due and self.defer_start:
+                    self._start_deferred = True
                 elif is_due:
                     self._start()
 
@@ -455,35 +455,37 @@ class FederatedScaling:
         fragment = self.aggregator.next_fragment
         pending = self.aggregator.aggregate_async(
             self._weigh(),
-            alpha=self._recipe.alpha,
-            steps=self._ledger.effort(fragment),
-            seconds=self._pace.step_seconds,
+            alpha=self._config.alpha,
+            steps=self._tracker.effort(fragment),
+            seconds=self._step_timer.step_seconds,
         )
-        self._under_way = pending, self._ledger.claim(fragment)
-        self._pace.clear()
+        self._under_way = pending, self._tracker.snapshot(fragment)
+        self._step_timer.clear()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
-    def _merge(self, pending: PendingRound, claim: Claim) -> None:
+    def _merge(self, pending: PendingRound, taken: Snapshot) -> None:
         """Take the result of a round that was started some steps ago."""
         try:
             # Where no step was made meanwhile, nothing local is to stay.
-            report = pending.merge(keeps_steps=self._ledger.is_waiting(claim.fragment))
+            report = pending.merge(keeps_steps=self._tracker.is_waiting(taken.fragment))
         except XfflError:
-            self._ledger.put_back(claim)
+            self._tracker.rollback(taken)
             raise
         finally:
             if self.aggregator.under_way is not pending:  # else the wait was interrupted, and can be taken up again
                 self._under_way = None
-        self._took_place(claim, report)
+        self._finish_round(taken, report)
 
     def _finish(self) -> XfflError | None:
         """Answer the others' rounds until all have finished; return what a rejected one of them raised."""
-        self._ledger.add_effort(self._effort.of_step())  # of optimizers that stepped after the last local step
+        self._tracker.add_effort(
+            self._normalized_steps.of_step()
+        )  # of optimizers that stepped after the last local step
         rejected: XfflError | None = None
         is_last = False
         while not is_last:
-            if not self.is_under_way and self.on_answer is not None:
-                self.on_answer()
+            if not self.is_under_way and self.before_final_rounds is not None:
+                self.before_final_rounds()
             try:
                 if self.is_under_way:
                     self.settle()
@@ -499,34 +501,34 @@ class FederatedScaling:
         """Take part in a round; tell whether it was the last."""
         self.meetings += 1
         fragment = self.aggregator.next_fragment
-        client = self._recipe.client
-        given = Contribution(
+        client = self._config.client
+        given = RoundInput(
             self._weigh(),
-            is_absent=not self._ledger.is_waiting(fragment),
-            is_finished=is_finishing and (gives_up or not self._ledger.has_others(fragment)),
-            steps=self._ledger.effort(fragment),
-            seconds=self._pace.step_seconds,
+            is_absent=not self._tracker.is_waiting(fragment),
+            is_finished=is_finishing and (gives_up or not self._tracker.has_others(fragment)),
+            steps=self._tracker.effort(fragment),
+            seconds=self._step_timer.step_seconds,
             prepare=None if client is None else client.before_round,
         )
-        least = self._recipe.schedule.least_divergence(self.aggregator.rounds)
-        report = self.aggregator.take_part(given, least_divergence=least)
-        claim = self._ledger.claim(fragment)
+        least = self._config.schedule.least_divergence(self.aggregator.rounds)
+        report = self.aggregator.participate(given, least_divergence=least)
+        taken = self._tracker.snapshot(fragment)
         if report is None:
             return True
-        self._pace.clear()
-        self._took_place(claim, report)
+        self._step_timer.clear()
+        self._finish_round(taken, report)
         return report.is_last
 
-    def _took_place(self, claim: Claim, report: RoundReport) -> None:
+    def _finish_round(self, taken: Snapshot, report: RoundReport) -> None:
         """Draw the conclusions of a round, or of a check that skipped it."""
         self._report = report
         if report.is_skipped:
-            self._ledger.put_back(claim)
+            self._tracker.rollback(taken)
         else:
-            self._ledger.settle(claim)
-            if self._recipe.client is not None:
-                self._recipe.client.after_round(is_dropped=self._cell in report.dropped)
-        if not self._recipe.delay:
+            self._tracker.commit(taken)
+            if self._config.client is not None:
+                self._config.client.after_round(is_dropped=self._cell in report.dropped)
+        if not self._config.delay:
             self._since, self._target = 0, self._next_target(self.aggregator.rounds)
         if self._on_round is not None and any(report.weights):
             self._on_round(report)
@@ -537,18 +539,18 @@ class FederatedScaling:
     def _count(self) -> float:
         """Return what counts for the next round's part of the model since a round last took it in."""
         assert self._weight is not None, "asked for only where there is one"
-        self._ledger.add_count(checked_weight(self._weight()))
-        return self._ledger.count(self.aggregator.next_fragment)
+        self._tracker.add_count(checked_weight(self._weight()))
+        return self._tracker.count(self.aggregator.next_fragment)
 
 
 def _file_round(
-    model: nn.Module, state: DistributedState, recipe: Recipe, aggregator: object, algorithm: object
+    model: nn.Module, state: DistributedState, config: RoundConfig, aggregator: object, algorithm: object
 ) -> FileRound:
     """Return what a job that is one cell gives to a round over files."""
-    if recipe.client is not None or recipe.delay or not isinstance(aggregator, Mapping | None):
+    if config.client is not None or config.delay or not isinstance(aggregator, Mapping | None):
         raise ConfigError(
-            f"this job is one cell by itself, whose rounds go over files, but client is {recipe.client}, delay "
-            f"{recipe.delay} and aggregator {aggregator!r}; give keywords for the aggregator, and leave the others out"
+            f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "
+            f"{config.delay} and aggregator {aggregator!r}; give keywords for the aggregator, and leave the others out"
         )
     options = dict(aggregator or {})
     policies = options.pop("policies", None)

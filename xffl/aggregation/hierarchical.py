@@ -19,7 +19,7 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.engine.consensus import Contribution
+from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import RoundScope, make_scope
 from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.report import RoundReport
@@ -38,7 +38,7 @@ class _Stage:
     """One level as this rank sees it.
 
     :param aggregator: Runs its rounds.
-    :param take_part: Takes part in one.
+    :param participate: Takes part in one.
     :param every: As in :class:`Level`.
     :param unit: The unit that this rank belongs to, of those that meet with it.
     :param is_first: Whether the rank is its unit's first, which says what the unit counts.
@@ -49,7 +49,7 @@ class _Stage:
     """
 
     aggregator: Aggregator
-    take_part: Callable[..., RoundReport | None]
+    participate: Callable[..., RoundReport | None]
     every: int
     unit: int
     is_first: bool
@@ -131,19 +131,19 @@ class Levels(Aggregator):
         error: XfflError | None = None
         number, keywords = len(self._stages), {**options, **level.options}
         aggregator: Aggregator = self
-        take_part = super().take_part
+        participate = super().participate
         try:
             if not number:
                 super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
             else:
                 aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-                take_part = aggregator.take_part
+                participate = aggregator.participate
         except XfflError as wrong:
             error = type(wrong)(f"{wrong}{_where(number, scope)}")
         # Some parts of the world may have made theirs.
         check_consistent(f"aggregators of level {number}", "", error=error)
         at = scope.topology.coordinates(scope.rank)
-        return _Stage(aggregator, take_part, level.every, at.cell, at.local_rank == 0)
+        return _Stage(aggregator, participate, level.every, at.cell, at.local_rank == 0)
 
     @property
     def reports(self) -> tuple[RoundReport | None, ...]:
@@ -156,16 +156,16 @@ class Levels(Aggregator):
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and somebody is still there."""
-        is_out_of_step = any(stage.aggregator._protocol.is_out_of_step for stage in self._stages)
+        is_out_of_step = any(stage.aggregator._coordinator.is_out_of_step for stage in self._stages)
         return not (self.is_torn or self._has_ended or is_out_of_step)
 
-    def take_part(self, given: Contribution, *, least_divergence: float | None = None) -> RoundReport | None:
+    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run a round of the lowest level, and of each level above that is due then.
 
         Collective over the ranks that meet. After an error give what was counted since the last call that returned: the
         levels that have taken it know.
 
-        :param given: As in :meth:`xffl.Aggregator.take_part`, for the lowest level; those above count its rounds.
+        :param given: As in :meth:`xffl.Aggregator.participate`, for the lowest level; those above count its rounds.
         :param least_divergence: Must be ``None``: levels have periods.
         :return: What the highest round did; ``step_seconds`` are by the state's cells, 0 for those of other facilities.
             ``None`` where all ranks of the world have finished and none had anything to give.
@@ -207,7 +207,7 @@ class Levels(Aggregator):
             own = 0.0 if below.is_apart else stage.count
             report = self._round(
                 number,
-                Contribution(
+                RoundInput(
                     own,
                     is_absent=not own,
                     is_finished=below.is_over,
@@ -220,13 +220,13 @@ class Levels(Aggregator):
             self._end()
         return None if report is None else replace(report, step_seconds=self._step_seconds())
 
-    def _round(self, number: int, given: Contribution) -> RoundReport | None:
+    def _round(self, number: int, given: RoundInput) -> RoundReport | None:
         """Take part in a round of one level, and note what it means for the others."""
         stage = self._stages[number]
         try:
-            report = stage.take_part(given)
+            report = stage.participate(given)
         except XfflError as error:
-            if stage.aggregator._protocol.is_over:
+            if stage.aggregator._coordinator.is_over:
                 stage.is_over = stage.is_apart = True
                 if stage is self._stages[-1]:
                     self._end()

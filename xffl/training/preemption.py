@@ -35,8 +35,8 @@ class PreemptedExit(SystemExit):
 class Rounds(Protocol):
     """What :meth:`Preemption.follow` has to know of rounds; :class:`xffl.FederatedScaling` is it."""
 
-    holds_start: bool
-    on_answer: Callable[[], None] | None
+    defer_start: bool
+    before_final_rounds: Callable[[], None] | None
 
     @property
     def meetings(self) -> int:
@@ -54,7 +54,7 @@ class Rounds(Protocol):
     def is_under_way(self) -> bool:
         """Whether a round was started and is not merged."""
 
-    def start_owed(self) -> bool:
+    def start_deferred(self) -> bool:
         """Start the round that was held back, if any, and tell whether there was one."""
 
 
@@ -124,7 +124,7 @@ class Preemption:
         self._rounds, self._save = rounds, save
         self._local_steps, self._meetings_told = rounds.local_steps, rounds.meetings + 1
         if self.signals:
-            rounds.on_answer = self._answer
+            rounds.before_final_rounds = self._answer
 
     def is_due(self, step: int) -> bool:
         """Tell whether to stop here, where nothing of a step is open; local.
@@ -139,7 +139,7 @@ class Preemption:
         rounds = self._rounds
         if not self.signals:
             if rounds is not None:
-                rounds.start_owed()  # before samples of the next step count for it
+                rounds.start_deferred()  # before samples of the next step count for it
             return False
         if rounds is not None and rounds.meetings > self._meetings_told:
             raise StateError(
@@ -150,12 +150,12 @@ class Preemption:
         goal = listener.proceed(step + 1, meetings)
         if goal is None:
             self._meetings_told = meetings
-            return rounds is not None and rounds.start_owed() and self.is_due(step)
+            return rounds is not None and rounds.start_deferred() and self.is_due(step)
         self._meetings_told = max(self._meetings_told, goal.meetings)
-        if rounds is not None and rounds.meetings < goal.meetings and rounds.start_owed():
+        if rounds is not None and rounds.meetings < goal.meetings and rounds.start_deferred():
             return self.is_due(step)
         if rounds is not None and rounds.meetings >= goal.meetings:
-            rounds.holds_start = True
+            rounds.defer_start = True
             is_here = not rounds.is_under_way
         else:
             is_here = rounds is None

@@ -20,11 +20,11 @@ from xffl.aggregation.engine.inconsistent import TornError
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.engine.status import (
     AT_ONCE,
-    CLOSING,
+    COMMIT_PHASE,
     NO_ALPHA,
-    Ballot,
+    RoundStatus,
+    all_gather_status,
     by_cell,
-    cast,
     cell_weights,
     check_rounds,
     checked_number,
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AFRESH",
-    "Contribution",
-    "Opening",
     "Outcome",
-    "Protocol",
+    "PreparedRound",
+    "RoundCoordinator",
+    "RoundInput",
     "agree_start",
     "digest_of",
-    "open_round",
+    "prepare_round",
     "report_of",
 ]
 
@@ -60,15 +60,15 @@ AFRESH = "start the processes anew, or end the process group on all ranks and jo
 
 
 @dataclass(frozen=True)
-class Opening:
+class PreparedRound:
     """What a rank opens a round with.
 
-    :param ballot: What it says.
+    :param status: What it says.
     :param found: Names of its tensors that hold values which are not finite.
     :param error: Why it cannot take part.
     """
 
-    ballot: Ballot
+    status: RoundStatus
     found: list[str]
     error: XfflError | None = None
 
@@ -97,7 +97,7 @@ class Outcome:
     step_seconds: tuple[float, ...] = ()
 
 
-class Protocol:
+class RoundCoordinator:
     """The votes around an exchange.
 
     :param exchange: What moves.
@@ -140,7 +140,7 @@ class Protocol:
         """Whether messages of this rank may be under way that nobody waits for, so that no round can follow."""
         return self.is_cut_off or self.is_interrupted
 
-    def confer(self, opening: Opening, fragment: int, least_divergence: float | None = None) -> Outcome | None:
+    def run(self, opening: PreparedRound, fragment: int, least_divergence: float | None = None) -> Outcome | None:
         """Vote, exchange, and vote on what came of it.
 
         Collective over the world. The new values then wait in the exchange to be committed.
@@ -155,25 +155,25 @@ class Protocol:
         :raises TornError: if ranks may hold different weights now.
         """
         self.is_owed = False
-        ballots = self._open(opening.ballot, opening.error)
-        weights = cell_weights(ballots, self._topology)
+        statuses = self._prepare(opening.status, opening.error)
+        weights = cell_weights(statuses, self._topology)
         if self.is_over and not any(weights):
             return None
-        if all(other.is_absent for other in ballots):
-            return Outcome(RoundContext(weights, 0, int(opening.ballot.round)), (), False, is_empty=True)
+        if all(other.is_absent for other in statuses):
+            return Outcome(RoundContext(weights, 0, int(opening.status.round)), (), False, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
-        bad = {self._topology.cell_of(rank) for rank, other in enumerate(ballots) if other.is_nonfinite}
+        bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
         dropped = tuple(sorted(cell for cell in bad if weights[cell]))
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, opening.found)
-        context = self._count(ballots, weights, dropped)
-        seconds = by_cell([other.seconds for other in ballots], self._topology, max)
-        nonfinite = self._tell_nonfinite(dropped, opening.found) if dropped else {}
+        context = self._count(statuses, weights, dropped)
+        seconds = by_cell([other.seconds for other in statuses], self._topology, max)
+        nonfinite = self._share_nonfinite(dropped, opening.found) if dropped else {}
         if least_divergence is not None and not self.is_over and _divergence(context) < least_divergence:
             return Outcome(context, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
-        self._check_turnout(context, ballots)
-        bad |= self._close(context, fragment)
+        self._check_turnout(context, statuses)
+        bad |= self._commit(context, fragment)
         return Outcome(
             self._exchange.context,
             dropped,
@@ -198,7 +198,7 @@ class Protocol:
             raise
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _exchange_reasons(self) -> Iterator[None]:
         """Let ranks tell each other what they have found; no round for one that is stopped then: it is out of step."""
         try:
             yield
@@ -214,25 +214,25 @@ class Protocol:
             self.is_interrupted = True
             raise
 
-    def _count(self, ballots: list[Ballot], weights: tuple[float, ...], dropped: tuple[int, ...]) -> RoundContext:
+    def _count(self, statuses: list[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]) -> RoundContext:
         """Return whose values count, and what the combiner is told about them."""
         counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
         if not any(counted):
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        norms = by_cell([ballot.norm for ballot in ballots], self._topology, lambda parts: math.sqrt(total_of(parts)))
+        norms = by_cell([status.norm for status in statuses], self._topology, lambda parts: math.sqrt(total_of(parts)))
         return RoundContext(
             counted,
             first=next(cell for cell in range(self._topology.cells) if cell not in dropped),
-            number=int(ballots[0].round),
-            is_fused=all(ballot.is_moderate for ballot in ballots) and _has_one_arithmetic(ballots),
-            steps=by_cell([ballot.steps for ballot in ballots], self._topology, lambda steps: steps[0]),
+            number=int(statuses[0].round),
+            is_fused=all(status.is_moderate for status in statuses) and _has_one_arithmetic(statuses),
+            steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
             norms=norms if self._exchange.has_norms else None,
-            attempt=int(max(ballot.attempt for ballot in ballots)),
+            attempt=int(max(status.attempt for status in statuses)),
         )
 
-    def _check_turnout(self, context: RoundContext, ballots: list[Ballot]) -> None:
+    def _check_turnout(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
         """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
         try:
             self._exchange.check(context)
@@ -241,23 +241,23 @@ class Protocol:
             raise RoundError(
                 f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
-        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(ballots):
+        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(statuses):
             kinds: dict[float, list[int]] = {}
-            for rank, ballot in enumerate(ballots):
-                kinds.setdefault(ballot.arithmetic, []).append(rank)
+            for rank, status in enumerate(statuses):
+                kinds.setdefault(status.arithmetic, []).append(rank)
             raise RoundError(
                 f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
                 "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
             )
 
-    def _open(self, ballot: Ballot, error: XfflError | None) -> list[Ballot]:
+    def _prepare(self, status: RoundStatus, error: XfflError | None) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
-        number = int(ballot.round)
+        number = int(status.round)
         if self.is_interrupted:  # what was posted then would take the next attempt's messages
-            ballot = ballot._replace(is_failed=True)
+            status = status._replace(is_failed=True)
             error = RoundError(f"an exchange was interrupted here, and its messages may still be under way; {AFRESH}")
         try:
-            ballots = self._cast(ballot, self._opens_within_s)
+            statuses = self._gather_status(status, self._opens_within_s)
         except RuntimeError as broken:
             self._abort()
             self.is_cut_off = True
@@ -266,19 +266,19 @@ class Protocol:
                 "output"
             ) from broken
         except BaseException:
-            self.is_cut_off = True  # what is still to come would be taken for an answer to the next ballot
+            self.is_cut_off = True  # what is still to come would be taken for an answer to the next status
             raise
-        self.is_over = all(other.is_finished for other in ballots)
-        check_rounds(ballots, self._topology)
-        if any(other.is_failed for other in ballots):
-            with self._telling():
+        self.is_over = all(other.is_finished for other in statuses)
+        check_rounds(statuses, self._topology)
+        if any(other.is_failed for other in statuses):
+            with self._exchange_reasons():
                 check_consistent(f"opening of round {number}", "", error=error, group=self._group)
-        return ballots
+        return statuses
 
-    def _cast(self, ballot: Ballot, within_s: float) -> list[Ballot]:
+    def _gather_status(self, status: RoundStatus, within_s: float) -> list[RoundStatus]:
         with self._exchange.profile.phase("vote"):
-            ballot = ballot._replace(aggregator=self._number)
-            return cast(ballot, self._topology, self._group, self._round_groups.first, within_s)
+            status = status._replace(aggregator=self._number)
+            return all_gather_status(status, self._topology, self._group, self._round_groups.first, within_s)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
@@ -289,20 +289,20 @@ class Protocol:
                 f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
                 "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
             )
-        with self._telling():
+        with self._exchange_reasons():
             check_consistent("finite values", "", error=error, group=self._group)
 
-    def _tell_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
+    def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
         told: list[list[str]] = [[]] * self._topology.world_size
-        with self._telling():
+        with self._exchange_reasons():
             dist.all_gather_object(told, found[:3], group=self._group)
         return {
             cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in told[rank]}))
             for cell in cells
         }
 
-    def _close(self, context: RoundContext, fragment: int) -> set[int]:
+    def _commit(self, context: RoundContext, fragment: int) -> set[int]:
         """Exchange, and vote on the outcome; return the cells in which values that are not finite were sent."""
         number = context.number
         failure: Exception | None = None
@@ -320,16 +320,16 @@ class Protocol:
             raise
         is_refused = failure is not None  # without this rank's yes nobody writes
         try:
-            ballot = Ballot(
-                number + CLOSING,
+            status = RoundStatus(
+                number + COMMIT_PHASE,
                 is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
                 is_moderate=found.squares_fit_fp32,
             )
-            ballots = self._cast(ballot, self._closes_within_s)
-            is_agreed = not any(other.is_failed for other in ballots)
+            statuses = self._gather_status(status, self._closes_within_s)
+            is_agreed = not any(other.is_failed for other in statuses)
             is_refused = not is_agreed
-            check_rounds(ballots, self._topology)
+            check_rounds(statuses, self._topology)
             self.is_owed = is_agreed
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:
@@ -348,7 +348,7 @@ class Protocol:
                 f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
             ) from why
         if is_agreed:
-            return self._settle(context, ballots, found.nonfinite)
+            return self._accept_late(context, statuses, found.nonfinite)
         self._abort()
         told = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -382,13 +382,13 @@ class Protocol:
                 f"{broken}; see the other ranks' output"
             ) from broken
 
-    def _settle(self, context: RoundContext, ballots: list[Ballot], found: list[str]) -> set[int]:
+    def _accept_late(self, context: RoundContext, statuses: list[RoundStatus], found: list[str]) -> set[int]:
         """Go on with what was found while values were sent, or refuse it; only where no weights have changed yet."""
-        bad = {self._topology.cell_of(rank) for rank, ballot in enumerate(ballots) if ballot.is_nonfinite}
+        bad = {self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite}
         if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
             self.is_owed = False
             self._refuse_nonfinite(counted, found)
-        self._exchange.settle(squares_fit_fp32=all(ballot.is_moderate for ballot in ballots))
+        self._exchange.settle(squares_fit_fp32=all(status.is_moderate for status in statuses))
         return bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
@@ -433,8 +433,8 @@ def report_of(outcome: Outcome, exchange: Exchange, number: int, fragment: int, 
     )
 
 
-def _has_one_arithmetic(ballots: list[Ballot]) -> bool:
-    return len({ballot.arithmetic for ballot in ballots}) == 1
+def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
+    return len({status.arithmetic for status in statuses}) == 1
 
 
 def _divergence(context: RoundContext) -> float:
@@ -445,7 +445,7 @@ def _divergence(context: RoundContext) -> float:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class RoundInput:
     """What a rank gives to a round, and what it says of itself.
 
     :param weight: Its own count since the last round (samples, tokens), or a function that returns it; not read where
@@ -465,19 +465,19 @@ class Contribution:
     prepare: Callable[[], None] | None = None
 
 
-def open_round(
-    made: Assembly, model: nn.Module, number: int, fragment: int, given: Contribution, merging: float = AT_ONCE
-) -> Opening:
-    """Read the model and fill in this rank's ballot; local. What goes wrong is told to all ranks by the vote.
+def prepare_round(
+    made: Assembly, model: nn.Module, number: int, fragment: int, given: RoundInput, merging: float = AT_ONCE
+) -> PreparedRound:
+    """Read the model and fill in this rank's status; local. What goes wrong is told to all ranks by the vote.
 
     :param made: What the aggregator works with.
     :param model: The model.
     :param number: The round's number.
     :param fragment: The part of the model that takes part.
     :param given: What this rank gives.
-    :param merging: As in :class:`~xffl.aggregation.engine.status.Ballot`; where training goes on meanwhile, all is
+    :param merging: As in :class:`~xffl.aggregation.engine.status.RoundStatus`; where training goes on meanwhile, all is
         copied now.
-    :return: The ballot, and what belongs to it.
+    :return: The status, and what belongs to it.
     """
     error: XfflError | None = None
     count = steps = seconds = 0.0
@@ -503,7 +503,7 @@ def open_round(
     except Exception as wrong:  # noqa: BLE001 - told to all ranks
         error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
     masker = made.exchange.masker
-    ballot = Ballot(
+    status = RoundStatus(
         round=number,
         weight=count,
         is_uniform=given.weight is None,
@@ -520,7 +520,7 @@ def open_round(
         seconds=seconds,
         attempt=0.0 if masker is None else masker.next_attempt,
     )
-    return Opening(ballot, findings.nonfinite, error)
+    return PreparedRound(status, findings.nonfinite, error)
 
 
 PRIME = 1_000_003

@@ -11,20 +11,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xffl.errors import RoundError
+from xffl.errors import RoundError, TornError
 
-__all__ = ["Tear", "TornError", "find_tear", "tearing", "tears_of"]
+__all__ = ["InconsistentModel", "TornError", "count_inconsistent", "find_inconsistent", "mark_inconsistent"]
 
 
 _MARK = "_xffl_tear"
 _COUNT = "_xffl_tears"
 
 
-class TornError(Exception):
-    """The ranks may hold different weights from here on; the text says why."""
-
-
-class Tear:
+class InconsistentModel:
     """Mark a model as torn: every forward pass of it and its parts raises until a whole state dict is loaded.
 
     Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses it.
@@ -35,7 +31,7 @@ class Tear:
 
     def __init__(self, model: nn.Module, reason: str) -> None:
         self.reason = reason
-        self.is_mended = False
+        self.is_repaired = False
         """Whether a whole state dict has been loaded."""
         self._model = _without_wrappers(model)
         self._errors: Sequence[str] = ()
@@ -43,8 +39,8 @@ class Tear:
             module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
         ]
         self._loads: list[RemovableHandle] = [
-            self._model.register_load_state_dict_pre_hook(self._begin),  # type: ignore[no-untyped-call]
-            self._model.register_load_state_dict_post_hook(self._mend),  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_pre_hook(self._begin_load),  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(self._repair),  # type: ignore[no-untyped-call]
         ]
         object.__setattr__(self._model, _MARK, self)
         _forget_compiled()
@@ -65,20 +61,20 @@ class Tear:
     def _refuse(self, module: nn.Module, args: Any) -> None:
         self.check()
 
-    def _begin(self, module: nn.Module, *args: Any) -> None:
+    def _begin_load(self, module: nn.Module, *args: Any) -> None:
         self._errors = args[-1]  # torch adds to them as it goes, and raises after the hooks
 
-    def _mend(self, module: nn.Module, keys: Any) -> None:
-        if self.is_mended or self._errors or keys.missing_keys or keys.unexpected_keys:
+    def _repair(self, module: nn.Module, keys: Any) -> None:
+        if self.is_repaired or self._errors or keys.missing_keys or keys.unexpected_keys:
             return
-        self.is_mended = True
+        self.is_repaired = True
         while self._uses:
             self._uses.pop().remove()
         _forget_compiled()
 
 
 @contextmanager
-def tearing(model: nn.Module) -> Iterator[None]:
+def mark_inconsistent(model: nn.Module) -> Iterator[None]:
     """Mark a model where the ranks may hold different weights.
 
     :param model: The model, wrapped or not.
@@ -88,9 +84,9 @@ def tearing(model: nn.Module) -> Iterator[None]:
         yield
     except TornError as torn:
         cause = torn.__cause__
-        object.__setattr__(_without_wrappers(model), _COUNT, tears_of(model) + 1)
-        if find_tear(model) is None:
-            Tear(model, str(torn))
+        object.__setattr__(_without_wrappers(model), _COUNT, count_inconsistent(model) + 1)
+        if find_inconsistent(model) is None:
+            InconsistentModel(model, str(torn))
         if cause is not None and not isinstance(cause, Exception):
             raise cause from None
         raise RoundError(
@@ -98,20 +94,20 @@ def tearing(model: nn.Module) -> Iterator[None]:
         ) from cause
 
 
-def find_tear(model: nn.Module) -> Tear | None:
+def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
     """Return the mark of a torn model; ``None`` where it is whole.
 
     :param model: The model, wrapped or not.
     :return: The mark.
     """
-    tear: Tear | None = getattr(_without_wrappers(model), _MARK, None)
-    if tear is None or not tear.is_mended:
+    tear: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
+    if tear is None or not tear.is_repaired:
         return tear
     tear.remove()
     return None
 
 
-def tears_of(model: nn.Module) -> int:
+def count_inconsistent(model: nn.Module) -> int:
     """Return how often a model was torn, also where it is mended: whoever remembers it must forget it then.
 
     :param model: The model, wrapped or not.

@@ -17,11 +17,11 @@ from xffl.topology import Topology
 
 __all__ = [
     "AT_ONCE",
-    "CLOSING",
+    "COMMIT_PHASE",
     "NO_ALPHA",
-    "Ballot",
+    "RoundStatus",
+    "all_gather_status",
     "by_cell",
-    "cast",
     "cell_weights",
     "check_rounds",
     "checked_number",
@@ -39,7 +39,7 @@ NO_ALPHA = -1.0
 TAG = 7_001
 """Tells a vote's messages from those that a caller sends over the same group."""
 
-CLOSING = 0.5
+COMMIT_PHASE = 0.5
 """What the number of a round is raised by in the vote on its outcome."""
 
 
@@ -47,7 +47,7 @@ _numbers = [0]
 """The highest number that an aggregator of this process has."""
 
 
-class Ballot(NamedTuple):
+class RoundStatus(NamedTuple):
     """What one rank says at the opening or the close of a round.
 
     :param round: Number of the round that the rank believes to be in.
@@ -87,25 +87,25 @@ class Ballot(NamedTuple):
     aggregator: float = 0.0
 
 
-def cast(
-    ballot: Ballot,
+def all_gather_status(
+    status: RoundStatus,
     topology: Topology,
     group: dist.ProcessGroup | None = None,
     first: int = 0,
     within_s: float = math.inf,
-) -> list[Ballot]:
-    """Give this rank's ballot and read everybody's.
+) -> list[RoundStatus]:
+    """Give this rank's status and read everybody's.
 
     Collective over the world: 128 bytes a rank go up a binary tree inside each cell, from each cell's first rank to
     those of the others, and down again. The slow link is crossed once, by all cells at the same time, where an
     all-gather over the world would cross it ring step by ring step.
 
-    :param ballot: This rank's ballot.
+    :param status: This rank's status.
     :param topology: The federation.
     :param group: A group of all ranks; by default the world.
     :param first: The rank of the world that the topology's ranks are counted from.
-    :param within_s: Seconds that the ballots may take where NCCL carries them; gloo has its own.
-    :return: The ballots, by rank.
+    :param within_s: Seconds that the statuses may take where NCCL carries them; gloo has its own.
+    :return: The statuses, by rank.
     :raises RuntimeError: if they do not come.
     """
     device, rank = control_device(group), dist.get_rank() - first
@@ -114,8 +114,8 @@ def cast(
     place = rank - start
     children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
     parent = first + start + (place - 1) // 2
-    table = torch.zeros(topology.world_size, len(ballot), dtype=torch.float64, device=device)
-    table[rank] = torch.tensor(ballot, dtype=torch.float64, device=device)
+    table = torch.zeros(topology.world_size, len(status), dtype=torch.float64, device=device)
+    table[rank] = torch.tensor(status, dtype=torch.float64, device=device)
     home = table[start:stop]
     below = torch.zeros(len(children), *home.shape, dtype=torch.float64, device=device)
     _swap({}, dict(zip(children, below, strict=True)), group)
@@ -131,12 +131,12 @@ def cast(
     _swap(dict.fromkeys(children, table), {}, group)
     if device.type == "cuda":
         Progress(device, within_s).drain()
-    return [_ballot(*row) for row in table.tolist()]
+    return [_status_of_row(*row) for row in table.tolist()]
 
 
-def _ballot(number: float, weight: float, *rest: float) -> Ballot:
-    flags = Ballot._fields.index("arithmetic") - 2
-    return Ballot(number, weight, *map(bool, rest[:flags]), *rest[flags:])
+def _status_of_row(number: float, weight: float, *rest: float) -> RoundStatus:
+    flags = RoundStatus._fields.index("arithmetic") - 2
+    return RoundStatus(number, weight, *map(bool, rest[:flags]), *rest[flags:])
 
 
 def _swap(
@@ -165,44 +165,44 @@ def next_number(group: dist.ProcessGroup | None) -> int:
     return _numbers[0]
 
 
-def check_rounds(ballots: Sequence[Ballot], topology: Topology) -> None:
+def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
     """Raise, on all ranks alike, where the ranks are not at the same point of the same round.
 
-    :param ballots: The ballots, by rank.
+    :param statuses: The statuses, by rank.
     :param topology: The federation.
     :raises RoundError: if they differ in the aggregator, the round, in knowing the codecs' state, or within a cell in
         how they merge, or between cells in their ``alpha``.
     """
-    called = {ballot.aggregator: rank for rank, ballot in reversed(list(enumerate(ballots)))}
+    called = {status.aggregator: rank for rank, status in reversed(list(enumerate(statuses)))}
     if len(called) > 1:
         shown = ", ".join(f"rank {rank} of number {int(number)}" for number, rank in sorted(called.items()))
         raise RoundError(
             f"the ranks are in rounds of different aggregators, counted as they were made ({shown}); call those of "
             "several models in the same order on every rank"
         )
-    found = {ballot.round: rank for rank, ballot in reversed(list(enumerate(ballots)))}
+    found = {status.round: rank for rank, status in reversed(list(enumerate(statuses)))}
     if len(found) > 1:
         shown = ", ".join(
             f"rank {rank} {'at the end of' if number % 1 else 'in'} round {int(number)}"
             for number, rank in sorted(found.items())
         )
         raise RoundError(f"the ranks are in different rounds ({shown}); call aggregate equally often on every rank")
-    if len({ballot.is_encoding for ballot in ballots}) > 1:
-        without = [rank for rank, ballot in enumerate(ballots) if not ballot.is_encoding]
+    if len({status.is_encoding for status in statuses}) > 1:
+        without = [rank for rank, status in enumerate(statuses) if not status.is_encoding]
         raise RoundError(
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
         )
     for cell in range(topology.cells):
         # What a rank says that cannot take part does not count; it tells why afterwards.
-        of_cell = [ballots[rank] for rank in topology.federation(cell)]
-        if len(ways := {ballot.merging for ballot in of_cell if not ballot.is_failed}) > 1:
+        of_cell = [statuses[rank] for rank in topology.federation(cell)]
+        if len(ways := {status.merging for status in of_cell if not status.is_failed}) > 1:
             raise RoundError(
                 f"the ranks of cell {cell} merge in different ways ({sorted(ways)}, where {AT_ONCE:g} is aggregate and "
                 f"{NO_ALPHA:g} no alpha); call the same on all of them"
             )
     # A cell that has finished takes the result at once, while others go on.
-    alphas = {ballot.merging for ballot in ballots if not ballot.is_failed} - {AT_ONCE}
+    alphas = {status.merging for status in statuses if not status.is_failed} - {AT_ONCE}
     if len(alphas) > 1:
         raise RoundError(
             f"the cells merge with different alphas ({sorted(alphas)}, where {NO_ALPHA:g} is none); give the same in "
@@ -249,24 +249,24 @@ def checked_number(what: str, value: object, knob: str) -> float:
     return float(value)
 
 
-def cell_weights(ballots: Sequence[Ballot], topology: Topology) -> tuple[float, ...]:
+def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
     """Add the ranks' counts up to one weight for each cell.
 
     Local and deterministic; all ranks get the same. Where no rank gave a count, a cell counts 1, or 0 once it has
     nothing to contribute.
 
-    :param ballots: The ballots, by rank.
+    :param statuses: The statuses, by rank.
     :param topology: The federation.
     :return: The weights, by cell.
     :raises ConfigError: if some ranks gave a count and others none, or a sum is not finite.
     """
-    present = [(rank, ballot) for rank, ballot in enumerate(ballots) if not ballot.is_absent]
-    uniform = [rank for rank, ballot in present if ballot.is_uniform]
+    present = [(rank, status) for rank, status in enumerate(statuses) if not status.is_absent]
+    uniform = [rank for rank, status in present if status.is_uniform]
     if uniform and len(uniform) < len(present):
         raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
     weights = []
     for cell in range(topology.cells):
-        counts = [ballots[rank].weight for rank in topology.federation(cell)]
+        counts = [statuses[rank].weight for rank in topology.federation(cell)]
         weights.append(max(counts) if uniform else sum(counts))
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {tuple(weights)} have no finite sum; give smaller counts")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.config import check_plan
+from xffl.aggregation.config import validate_round_config
 from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
 from xffl.aggregation.federated_scaling import FederatedScaling
@@ -76,7 +76,7 @@ class FederationConfig:
         plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
         is_asked = self.every is not None or self.algorithm is not None
         if is_asked:
-            check_plan(every=self.every, algorithm=self.algorithm, **plan)
+            validate_round_config(every=self.every, algorithm=self.algorithm, **plan)
         if self.is_alone:
             self._check_alone()
             return
@@ -319,7 +319,7 @@ class FederatedMixin(ValidationMixin):
         )
         # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
         # checkpoint that is saved then would wait for cells that have not come to it.
-        self._scaling.holds_start = True
+        self._scaling.defer_start = True
         return self._scaling
 
     def note_batch(self, count: int) -> None:
