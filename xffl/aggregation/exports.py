@@ -23,8 +23,9 @@ from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_a
 from xffl.aggregation.engine.status import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
 from xffl.aggregation.mean import weighted_mean
-from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.checkpoint.format import Record, check_path, locate_checkpoint, read_record
+from xffl.checkpoint.load import load_checkpoint
+from xffl.checkpoint.save import save_checkpoint
 from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from xffl.checkpoint import load_checkpoint, save_checkpoint
+from xffl.checkpoint.load import load_checkpoint
+from xffl.checkpoint.save import save_checkpoint
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters

@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xffl.aggregation.report import RoundReport
-from xffl.checkpoint import auto_resume, find_latest_checkpoint
+from xffl.checkpoint.manager import auto_resume, find_latest_checkpoint
 from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, LaunchError, StateError
-from xffl.parallel import DistributedStrategy
+from xffl.parallel.strategy import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.config import BaseTrainerConfig
 from xffl.training.counting import find_loss

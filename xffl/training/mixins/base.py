@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xffl.checkpoint.contents import Part
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.world import DistributedWorld
-    from xffl.parallel import DistributedStrategy
+    from xffl.parallel.strategy import DistributedStrategy
     from xffl.training.callbacks.base import CallbackCollection
     from xffl.training.preemption import Rounds
     from xffl.training.run_folder import RunFolder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from xffl.checkpoint import CheckpointManager
+from xffl.checkpoint.manager import CheckpointManager
 from xffl.training.callbacks.checkpointing import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback
 from xffl.training.callbacks.status import Ending, ending_line
