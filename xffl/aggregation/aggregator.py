@@ -54,7 +54,7 @@ from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy.differential import Accountant, Privacy
 from xffl.aggregation.privacy.secure_sum import Masker, SecureSum, make_masker
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.consistency import barrier, check_consistent, transfer_device
+from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.sharding import reshard
@@ -564,10 +564,13 @@ def assemble(
     :return: What was made.
     :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
     """
-    error: XfflError | None = None
-    text, rank_tensors = "", None
+    rank_tensors = None
     axes: tuple[int, ...] = ()
-    try:
+    with run_on_all_ranks(
+        "models",
+        convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
+        describe=describe_difference,
+    ) as share:
         check_given(model, state)
         scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
         topology, rank = scope.topology, scope.rank
@@ -589,16 +592,13 @@ def assemble(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
                 "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
             )
-    except XfflError as wrong:
-        error = wrong
-    except Exception as wrong:  # noqa: BLE001 - told to all ranks
-        error = ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
-    check_consistent("models", text, error=error, describe=describe_difference)
-    world = scope.world
-    replica_tensors = None if rank_tensors is None else _agreed_spread(rank_tensors, manifest, scope)
-    axes_of_cells = (
-        gather_axes(axes, topology, world) if replica_tensors is None else (replica_tensors.axes,) * topology.cells
-    )
+        share(text)
+    world, replica_tensors = scope.world, None
+    if rank_tensors is None:
+        axes_of_cells = gather_axes(axes, topology, world)
+    else:
+        replica_tensors = _agreed_spread(rank_tensors, manifest, scope)
+        axes_of_cells = (replica_tensors.axes,) * topology.cells
     items = manifest.items(
         topology,
         axes_of_cells,
@@ -611,9 +611,8 @@ def assemble(
         f"rails={options.rails}"
     )
     check_consistent("exchange plans", plan, group=world)
-    masker = None
-    if options.secure is not None:
-        masker = make_masker(options.secure, rank, topology, context=plan, group=world)
+    secure = options.secure
+    masker = None if secure is None else make_masker(secure, rank, topology, context=plan, group=world)
     return _assemble(
         manifest,
         items,
