@@ -5,7 +5,6 @@ The names below are imported when they are first used, so that what needs no tor
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from xffl.errors import (
@@ -17,6 +16,7 @@ from xffl.errors import (
     TopologyError,
     XfflError,
 )
+from xffl.lazy import lazy_names
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -57,12 +57,4 @@ _HOMES = {
 }
 """Where the names live whose import brings torch along."""
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'xffl' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -16,7 +16,7 @@ from xffl.aggregation import aggregator
 from xffl.aggregation.compression.codecs import codec_of
 from xffl.aggregation.engine import exchange
 from xffl.aggregation.engine.status import RoundStatus
-from xffl.distributed.distributed_state import DEFAULT_STREAMS
+from xffl.distributed.groups import DEFAULT_STREAMS
 from xffl.errors import ConfigError
 from xffl.report import (
     Link,

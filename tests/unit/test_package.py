@@ -29,7 +29,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(xffl.__path__, "xffl.") if "__main__" not in module.name
 )
-WITHOUT_TORCH = ("errors", "extras", "checks", "topology", "costs", "cluster", "report", "workflow")
+WITHOUT_TORCH = ("errors", "extras", "lazy", "checks", "topology", "costs", "cluster", "report", "workflow")
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
 EXPORTS |= {"Topology"}
 
@@ -338,7 +338,7 @@ PRIVATE = {"torch.distributed.tensor._random"}
 def test_files_and_functions_are_small_and_use_public_torch(path: Path) -> None:
     source = path.read_text()
     # The state is one class with all the setters that the reference documents name.
-    assert source.count("\n") <= (930 if path.name == "distributed_state.py" else 900)
+    assert source.count("\n") <= (900 if path.name == "distributed_state.py" else 700)
     vague = {"utils", "common", "helpers", "custom", "processing"}
     assert not vague & set(path.relative_to(ROOT).with_suffix("").parts)
     for node in ast.walk(ast.parse(source)):

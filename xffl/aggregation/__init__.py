@@ -5,8 +5,9 @@ The names below are imported when they are first used, so that the registry of a
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
@@ -25,12 +26,4 @@ _HOMES = {
 }
 """Where the names live."""
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'xffl.aggregation' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -35,7 +35,7 @@ from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, select_groups
 from xffl.aggregation.engine.inconsistent import TornError, count_inconsistent, find_inconsistent, mark_inconsistent
 from xffl.aggregation.engine.plan import GroupTransfer, Item, digest, plan_groups, plan_transfers
-from xffl.aggregation.engine.status import NO_ALPHA, next_number
+from xffl.aggregation.engine.status import NO_ALPHA
 from xffl.aggregation.engine.tensors import (
     Manifest,
     ModelTensor,
@@ -58,7 +58,7 @@ from xffl.distributed.consistency import barrier, check_consistent, run_on_all_r
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.sharding import reshard
-from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.parallel.zero_view import refresh_view, round_view, write_view
 
 __all__ = ["Aggregator", "Assembly", "PendingRound", "assemble", "check_given"]
@@ -89,7 +89,7 @@ class Aggregator:
         a module that they lie in (``{nn.BatchNorm2d: "local"}`` is FedBN), the first match wins.
     :param bucket_bytes: Size of the pieces that cross at a time, in bytes of values, before a codec.
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
-        failed exchange inconsistent_count the model: it cannot be used until a checkpoint is loaded.
+        failed exchange tears the model: it cannot be used until a checkpoint is loaded.
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
         bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
@@ -232,14 +232,9 @@ class Aggregator:
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run one round like :meth:`aggregate`, possibly as a rank that has nothing more to give.
 
-        Collective over the world, together with the other ranks' :meth:`aggregate`.
-
-        :param given: What this rank gives, and what it says of itself.
-        :param least_divergence: Root mean square of the cells' update norms below which nothing moves and the round
-            does not count; the same on all ranks. Needs ``norms=True``.
-        :return: What the round did; ``None`` where all ranks have finished and none had anything to give.
-        :raises ConfigError: as :meth:`aggregate`.
-        :raises RoundError: as :meth:`aggregate`.
+        Collective over the world, together with the other ranks' :meth:`aggregate`. Below ``least_divergence``, the
+        root mean square of the cells' update norms, nothing moves and the round does not count. Returns ``None`` where
+        all ranks have finished and none had anything to give.
         """
         start = time.perf_counter()
         self._check_free()
@@ -409,7 +404,7 @@ class Aggregator:
         if not outcome.is_skipped:
             with self._mark_inconsistent():
                 try:
-                    self._pending = None  # from here on, an interrupt inconsistent_count the model
+                    self._pending = None  # an interrupt from here on leaves an inconsistent model
                     # A cell with values that are not finite has nothing that could stay.
                     is_merged = is_merged and self._made.cell not in outcome.unfit
                     reshard(self._model)
@@ -430,44 +425,25 @@ class Aggregator:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Everything that an aggregator works with.
+    """Everything that an aggregator works with on this rank."""
 
-    :param device: Where the groups' backend communicates from.
-    :param options: What it was asked for.
-    :param manifest: The tensors of the model.
-    :param routes: This rank's process groups.
-    :param exchange: What moves.
-    :param coordinator: The votes around it.
-    :param plan: What lanes and buckets follow from, as text.
-    :param cell: This rank's cell.
-    :param arithmetic: What :func:`xffl.aggregation.mean.arithmetic_of` says here.
-    :param has_codecs: Whether something is written by a lossy codec.
-    :param layout: Where this rank's elements lie.
-    :param tracks: Its lanes.
-    :param feedback: What lossy codecs remember of them, by number.
-    :param stream: What a round under way works on, of the state's; ``None`` where there is none.
-    """
-
-    device: torch.device
+    device: torch.device  # the groups' backend communicates from there
     options: Options
     manifest: Manifest
     round_groups: RoundGroups
     exchange: Exchange
     coordinator: RoundCoordinator
-    plan: str
+    plan: str  # what bucket groups and buckets follow from
     cell: int
-    arithmetic: float
+    arithmetic: float  # xffl.aggregation.mean.arithmetic_of
     has_codecs: bool
     layout: Layout
     transfers: tuple[GroupTransfer, ...]
-    feedback: Mapping[int, ErrorFeedback]
-    stream: torch.cuda.Stream | None
+    feedback: Mapping[int, ErrorFeedback]  # by the number of the transfer
+    stream: torch.cuda.Stream | None  # what a round under way works on
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what rounds remember: of lossy codecs, of privacy, and of the last agreed model; local.
-
-        :return: Numbers, texts and copies of tensors.
-        """
+        """Return what rounds remember: of lossy codecs, of privacy, and of the last agreed model; local."""
         state: dict[str, Any] = {}
         if self.has_codecs:
             state["codecs"] = self.exchange.memory.state_dict(self.plan)
@@ -478,11 +454,7 @@ class Assembly:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; local.
-
-        :param state: An aggregator's state that was checked.
-        :raises CheckpointError: if it is that of another set-up.
-        """
+        """Take over what :meth:`state_dict` returned and :meth:`check_saved` accepted; local."""
         if self.has_codecs:
             self.exchange.memory.load_state_dict(state["codecs"], self.plan)
         if self.exchange.accountant is not None:
@@ -491,11 +463,7 @@ class Assembly:
             self.exchange.global_model.load_state_dict(state["agreed"])
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local.
-
-        :param state: What :meth:`xffl.Aggregator.state_dict` returned.
-        :raises CheckpointError: if it is that of another set-up.
-        """
+        """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
         if not isinstance(state, Mapping) or "rounds" not in state:
             raise CheckpointError(f"{type(state).__name__} is no aggregator's state; give what state_dict returned")
         fragments = state.get("fragments", self.options.fragments)
@@ -532,12 +500,7 @@ class Assembly:
 
 
 def check_given(model: object, state: object) -> None:
-    """Raise where a model is none, or what describes the federation does not.
-
-    :param model: A :class:`torch.nn.Module`.
-    :param state: A :class:`~xffl.distributed.DistributedState`, or a place.
-    :raises ConfigError: if they are something else.
-    """
+    """Raise where the model is no module, or the state neither a state nor a part of the world."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
     if not isinstance(state, DistributedState | RoundScope):
@@ -556,13 +519,7 @@ def assemble(
 
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors;
     and groups of its own where rounds overlap training, or where several shards but not all hold the same elements.
-
-    :param model: The model.
-    :param state: The state that describes the federation, or a part of the world, each rank its own at the same time.
-    :param read: Reads options and model; what it raises is told to all ranks.
-    :param check: Raises where the model cannot be used.
-    :return: What was made.
-    :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
+    What ``check`` and ``read`` raise is raised on all ranks.
     """
     rank_tensors = None
     axes: tuple[int, ...] = ()
@@ -587,11 +544,7 @@ def assemble(
         else:
             rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
         _check_protected(options, manifest)
-        if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            raise ConfigError(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
-                "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
-            )
+        _check_overlap(options, device)
         share(text)
     world, replica_tensors = scope.world, None
     if rank_tensors is None:
@@ -599,12 +552,9 @@ def assemble(
     else:
         replica_tensors = _agreed_spread(rank_tensors, manifest, scope)
         axes_of_cells = (replica_tensors.axes,) * topology.cells
+    least, fragments = options.bucket_bytes, options.fragments
     items = manifest.items(
-        topology,
-        axes_of_cells,
-        least_bytes=options.bucket_bytes,
-        fragments=options.fragments,
-        replica_tensors=replica_tensors,
+        topology, axes_of_cells, least_bytes=least, fragments=fragments, replica_tensors=replica_tensors
     )
     plan = (
         f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_lanes}, "
@@ -614,33 +564,18 @@ def assemble(
     secure = options.secure
     masker = None if secure is None else make_masker(secure, rank, topology, context=plan, group=world)
     return _assemble(
-        manifest,
-        items,
-        axes_of_cells,
-        options,
-        scope=scope,
-        device=device,
-        masker=masker,
-        plan=plan,
-        replica_tensors=replica_tensors,
+        manifest, items, axes_of_cells, options, scope=scope, masker=masker, plan=plan, replica_tensors=replica_tensors
     )
 
 
 def _agreed_spread(rank_tensors: RankTensors, manifest: Manifest, scope: RoundScope) -> ReplicaTensors:
     """Put together what the shards hold, and compare it over all replicas and cells; collective over the world."""
-    error: XfflError | None = None
-    replica_tensors = None
     mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
-    try:
+    with run_on_all_ranks("models", describe=describe_difference) as share:
         replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
         manifest.check_patterns(replica_tensors)
-    except XfflError as wrong:
-        error = wrong
-    check_consistent(
-        "models", "" if replica_tensors is None else replica_tensors.text, error=error, describe=describe_difference
-    )
-    assert replica_tensors is not None, "the ranks agree on errors only by raising one"
+        share(replica_tensors.text)
     return replica_tensors
 
 
@@ -663,6 +598,14 @@ def _check_protected(options: Options, manifest: Manifest) -> None:
             raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {coded[0]!r}")
 
 
+def _check_overlap(options: Options, device: torch.device) -> None:
+    if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
+            "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
+        )
+
+
 def _assemble(
     manifest: Manifest,
     items: Sequence[Item],
@@ -670,16 +613,15 @@ def _assemble(
     options: Options,
     *,
     scope: RoundScope,
-    device: torch.device,
     masker: Masker | None,
     plan: str,
     replica_tensors: ReplicaTensors | None,
 ) -> Assembly:
-    """Plan a rank's lanes and prepare what walks them; collective over the world."""
-    topology, rank = scope.topology, scope.rank
+    """Plan what a rank transfers and prepare the exchange; collective over the world."""
+    topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
-    transfers = _transfers(manifest, items, options, scope, round_groups, device)
+    transfers = _plan(items, options, scope, round_groups, manifest.codecs, device)
     progress = Progress(device, scope.state._timeouts.across_s)
     transport = CrossCellTransport(
         transfers, topology, rank, round_groups, device, combiner=options.combiner, progress=progress, masker=masker
@@ -702,25 +644,15 @@ def _assemble(
     )
     if exchange.global_model is not None:
         exchange.global_model.take()
-        agree_start(
-            manifest.moving if replica_tensors is None else replica_tensors.moving,
-            exchange,
-            topology,
-            rank,
-            device,
-            round_groups.world,
-        )
-    number = next_number(round_groups.world)
-    coordinator = RoundCoordinator(
-        exchange, scope, device=device, round_groups=round_groups, options=options, number=number
-    )
+        moving = manifest.moving if replica_tensors is None else replica_tensors.moving
+        agree_start(moving, exchange, topology, rank, device, round_groups.world)
     return Assembly(
         device,
         options,
         manifest,
         round_groups,
         exchange,
-        coordinator,
+        RoundCoordinator(exchange, scope, device=device, round_groups=round_groups, options=options),
         plan,
         cell=at.cell,
         arithmetic=arithmetic_of(device),
@@ -729,6 +661,27 @@ def _assemble(
         transfers=transfers,
         feedback=transport.feedback,
         stream=_stream(scope.state, device),
+    )
+
+
+def _plan(
+    items: Sequence[Item],
+    options: Options,
+    scope: RoundScope,
+    round_groups: RoundGroups,
+    codecs: Mapping[str, Codec | None],
+    device: torch.device,
+) -> tuple[GroupTransfer, ...]:
+    return plan_transfers(
+        plan_groups(items, scope.topology, scope.rank),
+        topology=scope.topology,
+        rank=scope.rank,
+        round_groups=round_groups,
+        bucket_bytes=options.bucket_bytes,
+        form=options.form_of_lanes,
+        codecs=codecs,
+        device=device,
+        allow_deferred_mean=options.combines_late,
     )
 
 
@@ -743,24 +696,3 @@ def _entries(manifest: Manifest, replica_tensors: ReplicaTensors | None) -> list
     here = {entry.name: entry for entry in manifest.moving}
     tensors: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     return [here.get(tensor.name) for tensor in tensors]
-
-
-def _transfers(
-    manifest: Manifest,
-    items: Sequence[Item],
-    options: Options,
-    scope: RoundScope,
-    round_groups: RoundGroups,
-    device: torch.device,
-) -> tuple[GroupTransfer, ...]:
-    return plan_transfers(
-        plan_groups(items, scope.topology, scope.rank),
-        topology=scope.topology,
-        rank=scope.rank,
-        round_groups=round_groups,
-        bucket_bytes=options.bucket_bytes,
-        form=options.form_of_lanes,
-        codecs=manifest.codecs,
-        device=device,
-        allow_deferred_mean=options.combines_late,
-    )

@@ -6,8 +6,9 @@ the name of its module, so it stands in ``xffl`` and :mod:`xffl.distributed.sess
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
@@ -39,12 +40,4 @@ _HOMES = {
 }
 """Where the names live."""
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'xffl.distributed' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

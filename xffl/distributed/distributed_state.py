@@ -20,20 +20,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import index_of, integer
+from xffl.checks import integer
 from xffl.cluster.network import Timeouts
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.groups import ALL_KINDS, cell_mesh, destroy_group, make_groups
+from xffl.distributed.groups import (
+    ALL_KINDS,
+    cell_mesh,
+    check_backend,
+    check_device,
+    check_streams,
+    destroy_group,
+    make_groups,
+)
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
-    "DEFAULT_STREAMS",
     "DEFAULT_TIMEOUT_S",
     "DistributedState",
-    "check_backend",
-    "check_device",
-    "check_streams",
     "create_device_mesh",
     "logger",
 ]
@@ -43,9 +47,6 @@ logger: logging.Logger = logging.getLogger("xffl")
 
 DEFAULT_TIMEOUT_S = 600.0
 """Seconds after which a collective over the world gives up."""
-
-DEFAULT_STREAMS = 4
-"""CUDA streams of a rank, if not asked for otherwise."""
 
 _CROSS_CELL = ("xffl_federated",)
 """How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
@@ -739,20 +740,6 @@ def _check_node(node: tuple[int | None, int | None, int | None, int | None], wor
         )
 
 
-def check_backend(backend: object) -> dist.Backend:
-    """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
-    if not isinstance(backend, str):
-        raise ConfigError(f"backend {backend!r} is no name; give 'gloo' or 'nccl'")
-    for part in backend.lower().split(","):
-        name = part.rpartition(":")[2]
-        known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
-        if name not in known:
-            raise ConfigError(f"backend {backend!r} is unknown; torch has {', '.join(known)}")
-        if not dist.is_backend_available(name):
-            raise ConfigError(f"backend {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
-    return dist.Backend(backend)
-
-
 def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
     """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
     if master_addr is not None and not isinstance(master_addr, str):
@@ -768,32 +755,6 @@ def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | N
     return master_addr, port
 
 
-def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
-    """Return a device that this process can use."""
-    shown = str(device)
-    number = index_of(device)
-    if number is not None:
-        if number < 0:
-            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
-        device = f"cuda:{number}"
-    if isinstance(device, str):
-        try:
-            device = torch.device(device)
-        except RuntimeError:
-            raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from None
-    if not isinstance(device, torch.device):
-        raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'")
-    if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
-        raise ConfigError(f"{what} {str(device)!r} computes nothing here; give 'cpu' or 'cuda'")
-    if kind is not None and device.type != kind:
-        raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
-            raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
-    return device
-
-
 def _check_init_device(device: object, is_meta: object) -> tuple[torch.device | None, bool]:
     """Return where models are initialized: on the meta device where that is asked for and no device is given."""
     if not isinstance(is_meta, bool):
@@ -804,16 +765,6 @@ def _check_init_device(device: object, is_meta: object) -> tuple[torch.device | 
     if found.type == "meta" and not is_meta:
         raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
     return found, is_meta
-
-
-def check_streams(streams: object, device: torch.device) -> int | None:
-    """Return how many CUDA streams to make: none on CPU."""
-    if streams is None:
-        return DEFAULT_STREAMS if device.type == "cuda" else None
-    count = integer("streams", streams, hint=f"give at least 1, or None for {DEFAULT_STREAMS}")
-    if device.type != "cuda":
-        raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
-    return count
 
 
 def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:

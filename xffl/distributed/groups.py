@@ -1,4 +1,7 @@
-"""Process groups and meshes: made for a topology in the same order on every rank, and destroyed without a trace."""
+"""Process groups and meshes: made for a topology in the same order on every rank, and destroyed without a trace.
+
+At the end stand the checks of what they are made for: backend, device and streams.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random
 
-from xffl.errors import StateError
+from xffl.checks import index_of, integer
+from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
 __all__ = [
     "ALL_KINDS",
+    "DEFAULT_STREAMS",
     "Groups",
     "cell_mesh",
+    "check_backend",
+    "check_device",
+    "check_streams",
     "destroy_group",
     "fresh_suffix",
     "make_groups",
@@ -34,6 +42,9 @@ Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
 
 ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
 """Kinds of groups that a federation needs."""
+DEFAULT_STREAMS = 4
+"""CUDA streams of a rank, if not asked for otherwise."""
+
 STREAMED = frozenset({"replica", "federated"})
 """Kinds that carry a round: one handle for each CUDA stream, for buckets to overlap; a round uses the first so far."""
 
@@ -170,3 +181,53 @@ def _members(groups: Groups, kind: str) -> tuple[dist.ProcessGroup, ...]:
     if handles is None:
         raise StateError(f"this rank is no member of its own {kind} group; make the groups from one topology")
     return handles
+
+
+def check_backend(backend: object) -> dist.Backend:
+    """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
+    if not isinstance(backend, str):
+        raise ConfigError(f"backend {backend!r} is no name; give 'gloo' or 'nccl'")
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
+        if name not in known:
+            raise ConfigError(f"backend {backend!r} is unknown; torch has {', '.join(known)}")
+        if not dist.is_backend_available(name):
+            raise ConfigError(f"backend {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
+    return dist.Backend(backend)
+
+
+def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
+    """Return a device that this process can use."""
+    shown = str(device)
+    number = index_of(device)
+    if number is not None:
+        if number < 0:
+            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
+        device = f"cuda:{number}"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from None
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'")
+    if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
+        raise ConfigError(f"{what} {str(device)!r} computes nothing here; give 'cpu' or 'cuda'")
+    if kind is not None and device.type != kind:
+        raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow
+            raise ConfigError(f"{what} {shown!r} does not exist: torch sees {count} GPUs; give another, or 'cpu'")
+    return device
+
+
+def check_streams(streams: object, device: torch.device) -> int | None:
+    """Return how many CUDA streams to make: none on CPU."""
+    if streams is None:
+        return DEFAULT_STREAMS if device.type == "cuda" else None
+    count = integer("streams", streams, hint=f"give at least 1, or None for {DEFAULT_STREAMS}")
+    if device.type != "cuda":
+        raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
+    return count

@@ -32,9 +32,9 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
-from xffl.distributed import distributed_state as checks
 from xffl.distributed.consistency import barrier, check_consistent, check_consistent_on_store, ranks_text
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
+from xffl.distributed.groups import check_backend, check_device, check_streams
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -316,14 +316,14 @@ def _request(
     parameters: DeviceParameters | None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
-    chosen = checks.check_device("device", device if device is not None else _default_kind())
+    chosen = check_device("device", device if device is not None else _default_kind())
     if chosen == torch.device("cuda"):  # without an index
         index = pick_gpu(place.node_local_rank, place.node_local_size, torch.cuda.device_count())
         chosen = torch.device("cuda", index)
-    kind = str(checks.check_backend(backend or (ON_GPUS if chosen.type == "cuda" else "gloo")))
+    kind = str(check_backend(backend or (ON_GPUS if chosen.type == "cuda" else "gloo")))
     if "cpu" not in kind and "nccl" in kind and chosen.type == "cpu":
         raise ConfigError(f"backend {kind!r} needs a GPU, but the device is the CPU; give backend='gloo'")
-    count = checks.check_streams(streams, chosen)
+    count = check_streams(streams, chosen)
     sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
     hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # a wrong one is told by the setters
     request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, sources)

@@ -8,8 +8,9 @@ when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.training.callbacks.base import Callback, CallbackCollection
@@ -112,12 +113,4 @@ __all__ = [
     "validation_loader",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'xffl.training' has no attribute {name!r}")
-    return getattr(import_module(f"xffl.training.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, {name: f"xffl.training.{home}" for name, home in _HOMES.items()})

@@ -29,6 +29,7 @@ from xffl.aggregation.engine.status import (
     check_rounds,
     checked_number,
     checked_weight,
+    next_number,
 )
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.options import Options
@@ -77,7 +78,7 @@ class PreparedRound:
 class Outcome:
     """A round that all ranks have agreed to take.
 
-    :param turnout: Whose values counted.
+    :param context: Whose values counted.
     :param dropped: Cells that were left out for values that are not finite.
     :param is_last: Whether all ranks had finished.
     :param is_empty: Whether no cell had anything for this part of the model, so that nothing moved.
@@ -98,33 +99,24 @@ class Outcome:
 
 
 class RoundCoordinator:
-    """The votes around an exchange.
-
-    :param exchange: What moves.
-    :param place: Where the round takes place.
-    :param device: Where the groups' backend communicates from.
-    :param round_groups: The process groups; votes go over the group of all ranks.
-    :param options: What the aggregator was asked for.
-    :param number: What tells it from others, see :func:`xffl.aggregation.engine.status.next_number`.
-    """
+    """The votes around an exchange, over the group of all ranks; making one is collective over that group."""
 
     def __init__(
         self,
         exchange: Exchange,
-        place: RoundScope,
+        scope: RoundScope,
         *,
         device: torch.device,
         round_groups: RoundGroups,
         options: Options,
-        number: int,
     ) -> None:
         self._exchange = exchange
-        self._topology, self._rank = place.topology, place.rank
-        self._device, self._number = device, number
+        self._topology, self._rank = scope.topology, scope.rank
+        self._device, self._number = device, next_number(round_groups.world)
         self._round_groups = round_groups
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
-        limits = place.state._timeouts
+        limits = scope.state._timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
         self.is_over = False
         self.is_cut_off = self.is_interrupted = False

@@ -443,7 +443,7 @@ class PairwiseSwap:
         return self._finite_check.report()
 
     def swap(self, transfer: GroupTransfer, context: RoundContext, profile: RoundProfile) -> None:
-        """Swap all of a group with its carrier in the other cell.
+        """Swap all of a group with its sender in the other cell.
 
         A loop of its own instead of a flight for each bucket: where buckets empty the caches, a step of Python costs
         ten times as much, and there are hundreds.

@@ -411,7 +411,6 @@ def plan_transfers(
     allow_deferred_mean: bool,
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
-    cell = topology.cell_of(rank)
     transfers = []
     for number, group in enumerate(groups):
         dtype = getattr(torch, group.dtype)
@@ -430,17 +429,15 @@ def plan_transfers(
         # What is taken from one cell needs no combining.
         taken = "all_gather"
         # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
-        deferred_mean = (
-            allow_deferred_mean and not round_groups.multi_rail and device.type == "cpu" and _is_alone(group, topology)
-        )
+        deferred_mean = allow_deferred_mean and not round_groups.multi_rail and device.type == "cpu"
         deferred_mean = deferred_mean and group.dtype == "float32" and codec is None and form != "two_hop"
+        deferred_mean = deferred_mean and _is_alone(group, topology)
         if group.rule == "average" and not deferred_mean:
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
         depth = IN_FLIGHT if is_packed else pipeline_depth(largest, len(buckets) / turns, topology.cells, taken)
-        is_part = group.held_by_part[cell]
         reduce_scatter = taken == "two_hop"
         takes_turns = reduce_scatter and topology.cells == 2 and codec is None and not round_groups.multi_rail
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
@@ -454,7 +451,7 @@ def plan_transfers(
                 reduce_scatter,
                 codec,
                 round_groups,
-                is_part,
+                group.held_by_part[topology.cell_of(rank)],
                 depth * turns,
                 deferred_mean,
                 combiners,

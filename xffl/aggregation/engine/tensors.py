@@ -233,11 +233,9 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")
 
 
-REPLICATED = -1
-"""In a list of axes: every rank of the cell holds the whole tensor."""
-
-BY_PARTS = -2
-"""In a list of axes: shards hold parts that no cut along one axis makes, or not all of them hold one."""
+# In a list of axes: every rank of the cell holds the whole tensor; or shards hold parts that no cut along one axis
+# makes, or not all of them hold one.
+REPLICATED, BY_PARTS = -1, -2
 
 
 def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
@@ -308,8 +306,7 @@ def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
     return axis
 
 
-WHOLE: tuple[tuple[str, int, int], ...] = ()
-"""The key of a tensor that is not cut."""
+WHOLE: tuple[tuple[str, int, int], ...] = ()  # the key of a tensor that is not cut
 
 
 class TensorPlacement(NamedTuple):
@@ -405,7 +402,8 @@ def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) 
         if facts.policy == "local":
             lines.append(f"{facts}{'' if len(said) == len(told) else f', on shards {sorted(said)}'}")
             continue
-        axis = _axis(here, len(told))
+        cut = {held.axis for held in here.values()}
+        axis = cut.pop() if len(here) == len(told) and len(cut) == 1 else BY_PARTS
         by_key = _by_key(facts, here) if axis == BY_PARTS else {}
         moving.append(facts)
         axes.append(axis)
@@ -427,12 +425,6 @@ def _common(name: str, said: dict[int, TensorInfo]) -> TensorInfo:
             "give the tensors of a stage the names that they have in the whole model"
         )
     return facts
-
-
-def _axis(held: dict[int, TensorPlacement], shards: int) -> int:
-    """Return along which axis all shards are cut like the shards of a cell."""
-    axes = {one.axis for one in held.values()}
-    return axes.pop() if len(held) == shards and len(axes) == 1 else BY_PARTS
 
 
 def _by_key(facts: TensorInfo, held: dict[int, TensorPlacement]) -> dict[tuple[tuple[str, int, int], ...], Part]:
@@ -645,9 +637,7 @@ def _add(
 ) -> None:
     check_tensor(name, policy, tensor)
     if name in entries:
-        raise ConfigError(
-            f"two tensors are called {name!r} once the wrappers {sorted(WRAPPERS)} are left out; rename one"
-        )
+        raise ConfigError(f"two tensors are called {name!r} without the wrappers {sorted(WRAPPERS)}; rename one")
     is_buffer = leaf in module._buffers
     is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
     shape = tuple(tensor.shape)

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xffl.lazy import lazy_names
+
 if TYPE_CHECKING:
     from xffl.aggregation.privacy.differential import Accountant, Privacy
 
 __all__ = ["Accountant", "Privacy"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module 'xffl.aggregation.privacy' has no attribute {name!r}")
-    from xffl.aggregation.privacy import differential
-
-    return getattr(differential, name)
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "xffl.aggregation.privacy.differential"))
