@@ -386,18 +386,18 @@ SMALLEST_TOP = 2.0**-75
 
 
 def chunk_length(numel: int, block: int, device: torch.device) -> int:
-    """Return how many values to take at a time: whole blocks, an even number; on a GPU all of them."""
+    """Return how many values to take at a time: a multiple of ``2 * block``; on a GPU all of them."""
     wanted = CHUNK if device.type == "cpu" else numel
     return -(-wanted // (2 * block)) * 2 * block
 
 
 def scratch_for(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return scratch for chunks: made once, since memory that is made for each chunk is fresh each time."""
+    """Return two fp32 rows of a multiple of 4 values, made once: what is made for each chunk is fresh memory."""
     return values.new_empty(2, -(-min(length, values.numel()) // 4) * 4)
 
 
 def block_maxima(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the largest magnitude of each block, at most :data:`LARGEST`."""
+    """Return the largest magnitude of each block of 1-D fp32 values, at most :data:`LARGEST`; the last may be short."""
     length = chunk_length(values.numel(), block, values.device)
     maxima = values.new_empty(-(-values.numel() // block))
     scratch = scratch_for(values, length)[0]
@@ -415,6 +415,9 @@ def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Te
     relative to a power of two near the largest one (4 bytes in front), and rounded up, so that no value exceeds
     ``levels`` steps and no scale is 0: by at most 0.1 %, and more only in blocks of less than ``2**-28`` of the largest
     one, where the spacing of fp16 is ``2**-41`` of it or less.
+
+    ``levels`` is 127 or 7; ``maxima`` is overwritten; ``out`` is uint8 at any offset, 4 bytes a scale,
+    or in fp16 4 bytes and 2 a scale.
     """
     # A tensor, since a GPU multiplies by the reciprocal of a plain number, which rounds differently.
     divisor = maxima.new_full((1,), float(levels))
@@ -433,7 +436,7 @@ def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Te
 
 
 def read_scales(data: torch.Tensor, is_half: bool) -> torch.Tensor:
-    """Decode what :func:`write_scales` wrote."""
+    """Decode what :func:`write_scales` wrote, uint8 at any offset, to fp32; the same on all ranks."""
     # A copy is aligned.
     if not is_half:
         return data.clone().view(torch.float32)
@@ -451,6 +454,8 @@ def quantize(
     """Divide by the scales and round to whole numbers from ``-levels`` to ``levels``.
 
     The scales are the decoded ones: what rounding did to them is thus part of the ratio, not of the error.
+    The result is fp32 in the first row of the scratch (:func:`scratch_for`), which is overwritten; ``generator`` rounds
+    stochastically, ``None`` to the nearest, ties to even.
     """
     numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
     if generator is not None:
@@ -479,6 +484,7 @@ def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> Non
 
     In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
     is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
+    ``numbers`` is overwritten; ``out`` takes ``ceil(numbers * bits / 8)`` bytes at any offset.
     """
     if bits == 8:
         out.view(torch.int8).copy_(numbers)
@@ -501,7 +507,7 @@ def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the positions of the values of largest magnitude; of equal ones the first."""
+    """Return the positions (int64, ascending) of the ``count`` values of largest magnitude; of equal ones the first."""
     # Magnitude (floats are ordered as their bits are) and position in one number: no two keys are equal, so the result
     # cannot depend on how ties are broken. Chunk by chunk, since the selection takes 24 bytes for each key.
     length = min(max(4 * CHUNK, count), values.numel())

@@ -6,11 +6,11 @@ pattern, and in the sum of all rows the masks cancel (Bonawitz et al., 2017, doi
 recovery of lost cells). So that they cancel to the last bit, values are whole numbers modulo ``2**64``:
 ``round(share * x * 2**fraction_bits)``.
 
-*No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (lane, bucket,
-part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both public keys
-enter the secret. Within it :meth:`Masker.begin` takes only attempts above all before, whatever became of them, so that
-a round which is repeated under its old number has new masks; and within an attempt :meth:`Masker.encode` takes each
-place once. Each rank checks this by itself and need not trust what others count.
+*No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (bucket group,
+bucket, part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both
+public keys enter the secret. Within it :meth:`Masker.begin` takes only attempts above all before, whatever became of
+them, so that a round which is repeated under its old number has new masks; and within an attempt :meth:`Masker.encode`
+takes each place once. Each rank checks this by itself and need not trust what others count.
 
 A cell that fails once the masks are laid cannot be left out, since nobody else can take its masks off: the round then
 fails for all, and the next attempt is made among the cells that its vote counts.
@@ -72,7 +72,8 @@ class SecureSum:
 class Masker:
     """One rank's secrets with every rank that may carry the same elements in another cell.
 
-    Local: public keys have been exchanged before, and secrets are computed when they are first needed.
+    Local: public keys have been exchanged before, and secrets are computed when they are first needed. They are bound
+    to ``context``, what all ranks have in common beside the keys, such as the plan.
     """
 
     def __init__(
@@ -104,7 +105,11 @@ class Masker:
         return self._attempt + 1
 
     def begin(self, attempt: int, cells: Iterable[int]) -> None:
-        """Get ready to mask the rows of one exchange; local, the same on all ranks."""
+        """Get ready to mask the rows of one exchange; local, the same on all ranks.
+
+        The attempt is one that this rank has not used, agreed on in the opening vote: the highest :attr:`next_attempt`.
+        The cells are those that contribute, as that vote counted them.
+        """
         if attempt < self.next_attempt:
             raise StateError(
                 f"attempt {attempt} may have used its masks; begin with {self.next_attempt} or above, the highest "
@@ -145,7 +150,9 @@ class Masker:
         """Write values times this cell's share as a masked row; local.
 
         Where it raises, and after :meth:`abandon`, ``out`` holds zeros: nothing of the values leaves if it is sent all
-        the same.
+        the same. Values are clipped and noised before. The place (bucket group, bucket, part) is the same on all ranks
+        that send these elements, and another one for each row of an attempt. ``carriers`` has the sender of each
+        contributing cell, this one too; ``out`` is flat int64 on the values' device.
         """
         out.zero_()
         if self._is_abandoned:
@@ -269,7 +276,7 @@ class Keystream:
         self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: torch.Tensor) -> None:
-        """Overwrite a tensor with the next bits."""
+        """Overwrite flat int64 values, in one run of CPU memory, with the next bits."""
         assert out.device.type == "cpu" and out.is_contiguous(), "the bits are written where the tensor lies"
         if out.numel():
             window = out.zero_().numpy().data.cast("B")
@@ -311,7 +318,7 @@ class KeyPair:
 
 
 def derive_key(secret: bytes, context: object) -> bytes:
-    """Return a key for one purpose; local. Those of different contexts tell nothing about each other."""
+    """Return a key for one purpose; local. Those of contexts of different ``repr`` tell nothing about each other."""
     with optional_import(*NEED):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
