@@ -14,6 +14,7 @@ __all__ = [
     "IN_FLIGHT",
     "IN_FLIGHT_BYTES",
     "MOST_IN_FLIGHT",
+    "STATUS_BYTES",
     "TINY",
     "TINY_FOR_TWO",
     "codec_bytes",
@@ -39,6 +40,9 @@ MOST_IN_FLIGHT = 16
 
 IN_FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""
+
+STATUS_BYTES = 128
+"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.status.RoundStatus`."""
 
 WIDTHS = {"fp32": 4, "fp16": 2}
 """Bytes of the types that options name."""

@@ -275,7 +275,7 @@ def torn(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state, server="fedavgm")
     saved = aggregator.state_dict()
     moved(model, state, 0)
-    target, name = ((aggregator._exchange.global_model, "step"), (aggregator._exchange._layout, "unpack"))[rank]
+    target, name = ((aggregator._exchange.global_model, "step"), (aggregator._exchange.layout, "unpack"))[rank]
     real = getattr(target, name)
 
     def stop(*args: Any, **options: Any) -> None:

@@ -14,6 +14,7 @@ EXEC = [sys.executable, "-m", "xffl", "exec"]
 SCRIPT = """
 import torch
 import xffl
+from xffl.aggregation.engine.exchange import PairwiseSwap
 
 class Planted(BaseException):
     "What no round catches."
@@ -26,7 +27,7 @@ with xffl.session(timeout_s=60) as state:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
     aggregator.aggregate()
     if state.rank == 2:
-        aggregator._exchange._pairwise_swap._read = die
+        PairwiseSwap._read = die
     aggregator.aggregate()
     print("the second round took place", flush=True)
 """

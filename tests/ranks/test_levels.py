@@ -16,9 +16,11 @@ from torch import nn
 import xffl
 from tests.ranks.test_algorithms import build, geometric_median, mean, median, momentum, move, plain, vector
 from tests.ranks.test_round import digests, make_state
+from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation import Level, Levels
 from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.engine.plan import RoundContext
 
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
@@ -309,16 +311,16 @@ def rejected_below(rank: int, world_size: int) -> None:
 
 def break_above(levels: Levels, rank: int) -> Callable[[], None]:
     """Let the exchange of level 1 fail on rank 2; return what mends it."""
-    exchange = levels._stages[1].aggregator._made.exchange
-    run = exchange.run
+    guilty = [rank == 2]
 
-    def broken(*args: Any) -> None:
-        run(*args)
-        if rank == 2:
+    def broken(exchange: Callable[[], RoundContext]) -> RoundContext:
+        context = exchange()
+        if any(guilty):
             raise MemoryError("no room")
+        return context
 
-    exchange.run = broken  # type: ignore[method-assign]
-    return lambda: setattr(exchange, "run", run)
+    replace_exchange(levels._stages[1].aggregator, broken)
+    return guilty.clear
 
 
 def rejected_above(rank: int, world_size: int, *, is_resumed: bool = False) -> None:
@@ -359,15 +361,15 @@ def told_once(rank: int, world_size: int) -> None:
     model = build(state)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     levels = Levels(model, state, [Level(options={"combine": "fednova"}), Level(groups=(2, 2))], policies=POLICIES)
-    exchange = levels._stages[1].aggregator._made.exchange
-    run, fails = exchange.run, [rank == 3]
+    fails = [rank == 3]
 
-    def broken(*args: Any) -> None:
-        run(*args)
+    def broken(exchange: Callable[[], RoundContext]) -> RoundContext:
+        context = exchange()
         if fails and fails.pop():
             raise MemoryError("no room")
+        return context
 
-    exchange.run = broken  # type: ignore[method-assign]
+    replace_exchange(levels._stages[1].aggregator, broken)
     lowest: list[xffl.RoundReport | None] = []
 
     def train(every: Any, steps: int) -> None:
@@ -599,15 +601,14 @@ def rejected_above_at_the_end(rank: int, world_size: int) -> None:
     model = build(state)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     levels = Levels(model, state, [Level(), Level(5, groups=(2, 2))], policies=POLICIES)
-    exchange = levels._stages[1].aggregator._made.exchange
-    run, tries = exchange.run, 0
+    tries = 0
     start = vector(model)
 
-    def broken(*args: Any) -> None:
+    def broken(exchange: Callable[[], RoundContext]) -> RoundContext:
         nonlocal tries
         tries += 1
         if tries > 1:
-            return run(*args)
+            return exchange()
         raise MemoryError("no room")
 
     def loop(steps: int) -> None:
@@ -615,7 +616,7 @@ def rejected_above_at_the_end(rank: int, world_size: int) -> None:
             for _ in range(steps):
                 descend(optimizer, rank + 1.0)
 
-    exchange.run = broken  # type: ignore[method-assign]
+    replace_exchange(levels._stages[1].aggregator, broken)
     with pytest.raises(xffl.RoundError, match="no room"):
         loop(rank // 2 + 2)
     assert tries == 1 and not levels.can_go_on

@@ -19,12 +19,12 @@ import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
+from tests.rounds import agreed_contexts
 from tests.worlds import run_world
 from xffl.aggregation.compression import error_feedback as feedback
 from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import groups as routes
-from xffl.aggregation.engine import status as vote
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels
@@ -174,13 +174,13 @@ def seeds(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(linear(), linear().double())
     aggregator = xffl.Aggregator(model, state, codec="int4:rounding=stochastic", bucket_bytes=128)
-    carried, transfers = aggregator._made.exchange._transport, aggregator._made.transfers
+    link, transfers = aggregator._exchange.link, aggregator._exchange.transfers
     assert [len(transfer.buckets) for transfer in transfers] == [2, 4]
     found = []
-    for _ in range(3):
-        aggregator.aggregate()
+    for number in range(3):
         for transfer in transfers:
-            found += [carried._seed(transfer, bucket, part) for bucket in transfer.buckets for part in (-1, 0, 1)]
+            of_buckets = itertools.product(transfer.buckets, (-1, 0, 1))
+            found += [link.seed_of(number, transfer, bucket, part) for bucket, part in of_buckets]
     everywhere = [*itertools.chain.from_iterable(everyones(found))]
     assert len(set(everywhere)) == len(everywhere) == 2 * 3 * 6 * 3
 
@@ -250,7 +250,7 @@ def merged_by_size(rank: int, world_size: int) -> None:
                 parameter.fill_(float(rank))
         aggregator.aggregate_async().merge()
         assert all(bool((parameter == 0.5).all()) for parameter in model)
-        assert [buffer.nbytes for buffer in aggregator._exchange._staging._packs._free] == [400]
+        assert [buffer.nbytes for buffer in aggregator._exchange.staging.packs._free] == [400]
 
 
 def told_of_a_delay(rank: int, world_size: int) -> None:
@@ -269,12 +269,11 @@ def unlike_processors(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     aggregator = xffl.Aggregator(linear(seed=rank), state)
     served = xffl.Aggregator(linear(), state, server="fedadam")
-    aggregator.aggregate()
-    assert aggregator._exchange.context.is_fused
-    for one in (aggregator, served):
-        object.__setattr__(one._made, "arithmetic", float(rank))
-    aggregator.aggregate()
-    assert not aggregator._exchange.context.is_fused
+    with agreed_contexts() as contexts:
+        aggregator.aggregate()
+        aggregator._arithmetic = served._arithmetic = float(rank)
+        aggregator.aggregate()
+    assert [context.is_fused for context in contexts] == [True, False]
     with pytest.raises(xffl.RoundError, match="different kinds of processors"):
         served.aggregate()
 
@@ -334,7 +333,7 @@ def found_by_one_shard(rank: int, world_size: int) -> None:
 def counted_apart(rank: int, world_size: int) -> None:
     """A process that has had more aggregators than another makes the next one together with it."""
     state = make_state(rank, (1, 1), None)
-    vote._numbers[0] += 3 * rank
+    consensus.RoundCoordinator._last_number += 3 * rank
     for number in (4, 5):
         aggregator = xffl.Aggregator(linear(), state)
         assert aggregator.aggregate().round == 1 and aggregator._coordinator._number == number
@@ -436,7 +435,7 @@ def few_packed(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     for size, depth in ((5, IN_FLIGHT), (60, 12)):
         model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(2160 // size)])
-        (transfer,) = xffl.Aggregator(model, state, bucket_bytes=240)._made.transfers
+        (transfer,) = xffl.Aggregator(model, state, bucket_bytes=240)._exchange.transfers
         assert len(transfer.buckets) == 36 and transfer.depth == depth
 
 

@@ -19,11 +19,15 @@ from torch import nn
 
 import xffl
 from tests.ranks.test_round import make_state
+from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.compression import error_feedback as feedback
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import consensus as protocol
 from xffl.aggregation.engine import transport
+from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.report import RoundProfile
 
 
 def linear(size: int = 8, seed: int = 0) -> nn.Linear:
@@ -181,16 +185,16 @@ def an_opening_is_no_end(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     before = model.weight.detach().clone()
-    exchange: Any = aggregator._exchange
-    run = exchange.run
     if rank == 1:
+        stops = [KeyboardInterrupt]
 
-        def interrupted(*args: Any) -> None:
-            run(*args)
-            exchange.run = run
-            raise KeyboardInterrupt
+        def interrupted(exchange: Callable[[], RoundContext]) -> RoundContext:
+            context = exchange()
+            if stops:
+                raise stops.pop()
+            return context
 
-        exchange.run = interrupted
+        replace_exchange(aggregator, interrupted)
         with pytest.raises(KeyboardInterrupt):
             aggregator.aggregate()
     with pytest.raises(xffl.RoundError, match="at the end of round 1"):
@@ -230,12 +234,13 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     before = model.weight.detach().clone()
-    exchange: Any = aggregator._exchange
-    cast, run, calls = protocol.all_gather_status, exchange.run, 0
+    cast, calls = protocol.all_gather_status, 0
+    stops = [KeyboardInterrupt() if rank else RuntimeError("timed out")]
 
-    def stopped(*args: Any) -> None:
-        exchange.run = run
-        raise KeyboardInterrupt if rank else RuntimeError("timed out")
+    def stopped(exchange: Callable[[], RoundContext]) -> RoundContext:
+        if stops:
+            raise stops.pop()
+        return exchange()
 
     def unanswered(*args: Any) -> Any:
         nonlocal calls
@@ -244,7 +249,7 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
             raise RuntimeError("nobody answers")
         return cast(*args)
 
-    exchange.run = stopped
+    replace_exchange(aggregator, stopped)
     with mock.patch.object(protocol, "all_gather_status", unanswered):
         if rank == 1:
             with pytest.raises(KeyboardInterrupt):
@@ -263,15 +268,14 @@ def without_reasons(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     before = model.weight.detach().clone()
-    exchange: Any = aggregator._exchange
-    run = exchange.run
 
-    def fails(*args: Any) -> None:
-        run(*args)
+    def fails(exchange: Callable[[], RoundContext]) -> RoundContext:
+        context = exchange()
         if rank == 1:
             raise MemoryError("planted")
+        return context
 
-    exchange.run = fails
+    replace_exchange(aggregator, fails)
     lost = mock.patch.object(protocol.dist, "all_gather_object", side_effect=RuntimeError("the peer is gone"))
     told = "the peer is gone" if rank == 0 else "planted"
     with lost, pytest.raises(xffl.RoundError, match=f"round 1 was not taken, this rank keeps its weights: .*{told}"):
@@ -303,7 +307,7 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(linear(64, seed=rank), nn.BatchNorm1d(5))
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256, atomic=atomic)
-    take, calls = pool.Pool.take, 0
+    take, calls = pool.Pool.acquire, 0
 
     def fails(self: Any, nbytes: int = 0) -> Any:
         nonlocal calls
@@ -312,7 +316,7 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
             raise torch.OutOfMemoryError("planted")
         return take(self, nbytes)
 
-    pool.Pool.take = fails  # type: ignore[method-assign]
+    pool.Pool.acquire = fails  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(xffl.RoundError, match="planted"):
         aggregator.aggregate()
@@ -325,9 +329,9 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
         made += options.get("dtype") == torch.uint8
         return empty(*args, **options)
 
-    aggregator._exchange.inspect(0)
+    RoundRun(aggregator._exchange, 0, RoundProfile(torch.device("cpu")))
     torch.empty = counted  # type: ignore[assignment]
-    pool.Pool.take = take  # type: ignore[method-assign]
+    pool.Pool.acquire = take  # type: ignore[method-assign]
     try:
         aggregator.aggregate()
     finally:
@@ -425,17 +429,17 @@ def rejected_at_the_end(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     aggregator = xffl.Aggregator(model, state, overlap=True)
-    transport: Any = aggregator._exchange._transport
-    combine, calls = transport._combine, 0
+    calls = 0
 
-    def fails_once(*args: Any, **options: Any) -> None:
+    def fails_once(exchange: Callable[[], RoundContext]) -> RoundContext:
         nonlocal calls
         calls += 1
+        context = exchange()
         if rank == 1 and calls == 1:
             raise MemoryError("planted")
-        combine(*args, **options)
+        return context
 
-    transport._combine = fails_once
+    replace_exchange(aggregator, fails_once)
     counts = iter([5.0, 0.0])
     weights: list[tuple[float, ...]] = []
     scaling = xffl.FederatedScaling(
@@ -595,7 +599,7 @@ def interrupted_before_writing(rank: int, world_size: int, at: str) -> None:
     if rank == 0:
         assert aggregator.aggregate().round == 1 and not aggregator.is_torn
         return
-    setattr(aggregator if at == "_conclude" else aggregator._exchange, at, stop)
+    setattr(aggregator if at == "_conclude" else aggregator._coordinator, at, stop)
     with pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
     assert aggregator.is_torn and not aggregator.can_go_on
@@ -650,7 +654,7 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], 
         (2, without_reasons, ()),
         (2, alone_in_place, ()),
         *((2, alone_in_the_exchange, (is_back,)) for is_back in (True, False)),
-        *((2, interrupted_before_writing, (at,)) for at in ("settle", "_conclude")),
+        *((2, interrupted_before_writing, (at,)) for at in ("_accept_deferred", "_conclude")),
         *(
             (2, stopped_in_a_refusal, (stop, nonfinite))
             for stop in (RuntimeError, KeyboardInterrupt)

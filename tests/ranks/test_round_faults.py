@@ -135,7 +135,7 @@ def tears(rank: int, world_size: int) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    layout: Any = aggregator._exchange._layout
+    layout: Any = aggregator._exchange.layout
     unpack = layout.unpack
     layout.unpack = interrupted
     with pytest.raises(KeyboardInterrupt):
@@ -302,7 +302,7 @@ def memory(rank: int, world_size: int) -> tuple[int, ...]:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=4096, atomic=False)
     aggregator.aggregate()
     exchange: Any = aggregator._exchange
-    pools = (exchange._transport._slots, exchange._staging._packs, exchange._homes)
+    pools = (exchange.link.slots, exchange.staging.packs, exchange.cell_rows)
     return tuple(sum(buffer.nbytes for buffer in pool._free) for pool in pools)
 
 

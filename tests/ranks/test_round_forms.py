@@ -29,7 +29,9 @@ from tests.ranks.test_round import (
 from tests.worlds import run_world
 from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import transport
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.groups import Move, start_moves
+from xffl.aggregation.report import RoundProfile
 
 LAYOUTS = [((1, 1), None), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]
 
@@ -254,13 +256,12 @@ def in_turn(
         sent.extend(values.numel() for values, _ in send)
         return start_moves(receive, send, group, tag)
 
-    with torch.no_grad():
-        exchange.inspect(0)
-    ready = len(exchange._transport._slots._free)
+    RoundRun(exchange, 0, RoundProfile(torch.device("cpu")))
+    ready = len(exchange.link.slots._free)
     with mock.patch.object(transport, "start_moves", counted):
         report = aggregator.aggregate(1.0 + 2.0 * rank)
     assert all(bool((parameter == 0.75).all()) for parameter in model)
-    return sent, ready, len(exchange._transport._slots._free), report.bytes_across
+    return sent, ready, len(exchange.link.slots._free), report.bytes_across
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=str)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ranks.test_round import digests, make_state
+from tests.rounds import agreed_contexts
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
 from xffl.costs import MOST_IN_FLIGHT
@@ -34,7 +35,7 @@ def make(rank: int, sizes: tuple[int, ...], **options: Any) -> tuple[nn.Module, 
     state = make_state(rank, sizes, None)
     model = model_of(rank, state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256, **options)
-    assert any(transfer.deferred_mean for transfer in aggregator._made.transfers) == (
+    assert any(transfer.deferred_mean for transfer in aggregator._exchange.transfers) == (
         options.get("nonfinite") != "drop_cell"
     )
     return model, aggregator
@@ -66,8 +67,9 @@ def nonfinite(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
         assert digests(model) == before and aggregator.can_go_on and aggregator.rounds == 0
     if rank == world_size - 1:
         value[-1] = kept
-    assert aggregator.aggregate().round == 1
-    assert aggregator._exchange.context.is_fused  # what was found before is forgotten
+    with agreed_contexts() as contexts:
+        assert aggregator.aggregate().round == 1
+    assert contexts[0].is_fused  # what was found before is forgotten
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
@@ -98,8 +100,9 @@ def extreme(rank: int, world_size: int) -> None:
         sign = 1.0 if rank else -1.0
         with torch.no_grad():
             model[0].weight.fill_(sign * high)  # type: ignore[index, union-attr, operator]
-        aggregator.aggregate(1.0 + 2.0 * rank)
-        assert aggregator._exchange.context.is_fused == (high < 1e19)
+        with agreed_contexts() as contexts:
+            aggregator.aggregate(1.0 + 2.0 * rank)
+        assert contexts[0].is_fused == (high < 1e19)
         got = local(model[0].weight)  # type: ignore[index]
         assert torch.allclose(got, torch.full_like(got, high / 2), rtol=1e-6)
         both = [torch.empty_like(got) for _ in range(2)]
@@ -110,7 +113,7 @@ def extreme(rank: int, world_size: int) -> None:
 def packed_by(aggregator: xffl.Aggregator) -> list[int]:
     """Return a list that gets the number of each bucket that is packed from now on."""
     packed: list[int] = []
-    layout = aggregator._exchange._layout
+    layout = aggregator._exchange.layout
     pack = layout.pack
 
     def counted(bucket: Any, into: torch.Tensor) -> None:
@@ -142,14 +145,14 @@ def strided(rank: int, world_size: int) -> None:
         aggregator.aggregate()
         for parameter, total in zip(model, values, strict=True):
             assert torch.allclose(parameter, total / 2, atol=1e-6)
-        (transfer,) = aggregator._made.transfers
+        (transfer,) = aggregator._exchange.transfers
         strewn = [bucket.number for bucket in transfer.buckets if bucket.pieces[0].item == 0 and rank == 1]
         # With many on their way there is no room to keep them until the mean is written.
         assert sorted(packed) == sorted(2 * strewn)
         # As many buffers as are on their way, no more.
         assert transfer.depth == MOST_IN_FLIGHT
-        assert len(aggregator._exchange._staging._packs._free) == (MOST_IN_FLIGHT if rank else 0)
-        assert not aggregator._exchange._transport._slots._free  # what arrives stays where it is
+        assert len(aggregator._exchange.staging.packs._free) == (MOST_IN_FLIGHT if rank else 0)
+        assert not aggregator._exchange.link.slots._free  # what arrives stays where it is
     assert model[0].is_contiguous() == (rank == 0)
 
 
@@ -158,7 +161,7 @@ def packed(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.ParameterList([nn.Parameter(torch.full((5,), float(rank))) for _ in range(40)])
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256)
-    (transfer,) = aggregator._made.transfers
+    (transfer,) = aggregator._exchange.transfers
     count = len(transfer.buckets)
     assert transfer.deferred_mean and count == 4
     found = packed_by(aggregator)
@@ -177,7 +180,7 @@ def packed(rank: int, world_size: int) -> None:
         aggregator.aggregate()
         assert all(bool((parameter == 10.0 * number + 0.5).all()) for parameter in model)
         assert sorted(found) == list(range(count))
-        assert len(aggregator._exchange._staging._packs._free) == count
+        assert len(aggregator._exchange.staging.packs._free) == count
 
 
 def extreme_in_one_cell(rank: int, world_size: int) -> None:
@@ -188,8 +191,9 @@ def extreme_in_one_cell(rank: int, world_size: int) -> None:
         if rank == holder:
             with torch.no_grad():
                 model[2].bias[0] = 1e30  # type: ignore[index, union-attr, operator]
-        aggregator.aggregate(1.0 + 2.0 * rank)
-        assert not aggregator._exchange.context.is_fused
+        with agreed_contexts() as contexts:
+            aggregator.aggregate(1.0 + 2.0 * rank)
+        assert not contexts[0].is_fused
         told: list[Any] = [None] * world_size
         dist.all_gather_object(told, digests(model))
         assert told[0] == told[1]
@@ -223,7 +227,7 @@ def seen_by_autograd(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=1024)
     loss = model(torch.ones(1, 32)).sum()
     aggregator.aggregate()
-    (transfer,) = aggregator._made.transfers
+    (transfer,) = aggregator._exchange.transfers
     assert transfer.deferred_mean and all(len(bucket.pieces) == 1 for bucket in transfer.buckets)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -239,9 +243,9 @@ def shared(rank: int, world_size: int) -> None:
     wanted = memory.clone()
     dist.all_reduce(wanted)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256)
-    assert aggregator._exchange._layout.shares_memory is False  # nobody has looked yet
+    assert aggregator._exchange.layout.shares_memory is False  # nobody has looked yet
     aggregator.aggregate()
-    assert aggregator._exchange._layout.shares_memory
+    assert aggregator._exchange.layout.shares_memory
     assert torch.allclose(memory, wanted / 2, atol=1e-6)
     both = [torch.empty_like(memory) for _ in range(2)]
     dist.all_gather(both, memory)
@@ -257,7 +261,7 @@ def shared_by_lanes(rank: int, world_size: int) -> None:
     wanted = memory.clone()
     dist.all_reduce(wanted)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256, policies={"1": "average"})
-    assert sorted(transfer.deferred_mean for transfer in aggregator._made.transfers) == [False, True, True]
+    assert sorted(transfer.deferred_mean for transfer in aggregator._exchange.transfers) == [False, True, True]
     aggregator.aggregate()
     assert torch.allclose(memory, wanted / 2, atol=1e-6)
     both = [torch.empty_like(memory) for _ in range(2)]
@@ -271,7 +275,7 @@ def beside_the_caller(rank: int, world_size: int) -> None:
     assert state.federated_group is not None
     group, number = state.federated_group[0], torch.zeros(64)
     aggregator = xffl.Aggregator(nn.Linear(16, 16), state, bucket_bytes=256)
-    assert aggregator._made.transfers[0].deferred_mean
+    assert aggregator._exchange.transfers[0].deferred_mean
     work = dist.irecv(number, 1, group=group) if rank == 0 else None
     aggregator.aggregate()
     if work is None:

@@ -18,11 +18,13 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import everyones, linear, shaken
+from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Move, start_moves
+from xffl.aggregation.engine.plan import RoundContext
 
 
 def constant(value: float, dtype: torch.dtype, size: int = 16) -> nn.ParameterList:
@@ -243,20 +245,20 @@ def buffers_are_there(rank: int, world_size: int, options: dict[str, Any]) -> No
     model.register_buffer("mean", torch.randn(2000))
     model.register_buffer("count", torch.arange(2000))
     aggregator = xffl.Aggregator(model, state, **{"bucket_bytes": 2**16, **options})
-    exchange, take = aggregator._made.exchange, pool.Pool.take
-    run, made = exchange.run, 0
+    take, made = pool.Pool.acquire, 0
 
     def counted(self: pool.Pool, nbytes: int = 0) -> torch.Tensor:
         nonlocal made
         made += not self._free or nbytes > self._nbytes
         return take(self, nbytes)
 
-    def watched(*args: Any) -> None:
-        pool.Pool.take = counted  # type: ignore[method-assign]
-        run(*args)
-        pool.Pool.take = take  # type: ignore[method-assign]
+    def watched(exchange: Callable[[], RoundContext]) -> RoundContext:
+        pool.Pool.acquire = counted  # type: ignore[method-assign]
+        context = exchange()
+        pool.Pool.acquire = take  # type: ignore[method-assign]
+        return context
 
-    exchange.run = watched  # type: ignore[method-assign]
+    replace_exchange(aggregator, watched)
     for _ in range(2):
         aggregator.aggregate()
     assert made == 0

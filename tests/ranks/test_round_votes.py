@@ -18,7 +18,7 @@ from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import exchange, transport
 from xffl.aggregation.engine import exchange as looks
-from xffl.aggregation.engine.status import RoundStatus, all_gather_status
+from xffl.aggregation.engine.status import MergeMode, RoundStatus, VotePhase, all_gather_status
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
@@ -286,7 +286,7 @@ def stuck(rank: int, world_size: int) -> None:
         raise TimeoutError("rank 1 was stuck")
 
     if rank == 1:
-        aggregator._exchange._transport._post = hang  # type: ignore[method-assign,assignment]
+        transport.CrossCellTransport._post = hang  # type: ignore[method-assign,assignment]
     told = raised(aggregator.aggregate)
     check_alike(
         told, "RoundError", "keep their weights", "rank 0 (cell 0): RuntimeError", "rank 1 (cell 1): TimeoutError"
@@ -310,7 +310,19 @@ def everybody(rank: int, world_size: int) -> None:
         for number in range(3):
             statuses = [
                 RoundStatus(
-                    number, 1e-300 * (r + 1), r % 2 == 0, r == 3, r == number, r == 5, r == 6, r > 2, r < 4, 2.0**47 + r
+                    number,
+                    weight=1e-300 * (r + 1),
+                    arithmetic=2.0**47 + r,
+                    attempt=2**60 + r,
+                    is_uniform=r % 2 == 0,
+                    is_absent=r == 3,
+                    is_finished=r == number,
+                    is_nonfinite=r == 5,
+                    is_failed=r == 6,
+                    is_encoding=r > 2,
+                    squares_fit_fp32=r < 4,
+                    phase=VotePhase(number % 2),
+                    merge=MergeMode(r % 3),
                 )
                 for r in range(7)
             ]

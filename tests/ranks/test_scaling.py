@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
+from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.clients import FedProx
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
@@ -207,7 +208,7 @@ def torn_at_the_end(rank: int, world_size: int) -> None:
         tries += 1
         raise MemoryError("no room")
 
-    scaling.aggregator._exchange.run = broken  # type: ignore[method-assign]
+    replace_exchange(scaling.aggregator, broken)
     train_step(model, optimizer, 0, rank)
     with pytest.raises(xffl.RoundError, match="no room"):
         scaling.__exit__(None, None, None)

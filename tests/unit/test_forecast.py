@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from xffl.aggregation import aggregator
 from xffl.aggregation.compression.codecs import codec_of
 from xffl.aggregation.engine import exchange
-from xffl.aggregation.engine.status import RoundStatus
+from xffl.aggregation.engine.status import PACKED
+from xffl.costs import STATUS_BYTES
 from xffl.distributed.groups import DEFAULT_STREAMS
 from xffl.errors import ConfigError
 from xffl.report import (
@@ -27,7 +28,7 @@ from xffl.report import (
     round_traffic,
 )
 from xffl.report import forecast as module
-from xffl.report.forecast import BACKWARD_SHARE, BALLOT_BYTES
+from xffl.report.forecast import BACKWARD_SHARE
 from xffl.topology import Topology
 
 TWO = Topology(8, (4, 4), 2)
@@ -69,7 +70,7 @@ SETTINGS = st.fixed_dictionaries(
 def test_the_forecast_knows_the_numbers_of_the_exchange() -> None:
     assert module.BUCKET_BYTES == aggregator.DEFAULT_BUCKET_BYTES
     assert (module.STREAMS, module.HOME_LAG) == (DEFAULT_STREAMS, exchange.HOME_LAG)
-    assert 8 * len(RoundStatus._fields) == module.BALLOT_BYTES
+    assert PACKED.size == STATUS_BYTES
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_infinite_rates_leave_the_latencies(backend: str) -> None:
 def test_no_latency_leaves_what_the_link_needs() -> None:
     """Closed form: the model's bytes over the link's rate, as round_traffic says, and votes of a few bytes."""
     told = forecast(link=Link(10.0), home=NO_TIME, memory_gbps=math.inf)
-    votes = 2 * 4 * BALLOT_BYTES * 8 / 10e9
+    votes = 2 * 4 * STATUS_BYTES * 8 / 10e9
     assert told.seconds == pytest.approx(round_traffic(TWO, 1e9, link_gbps=10)["all_gather"]["seconds"] + votes)
     assert told.phases["stall"] == pytest.approx(0.0, abs=1e-9)
 
@@ -117,7 +118,7 @@ def test_votes_climb_a_tree_and_cross_once(sizes: tuple[int, ...], depth: int, b
     assert cells == 1 or max(max((cells - 1) * size, sum(sizes) - size) for size in sizes) == ballots
     topology, home, across = Topology(sum(sizes), sizes), 1e-3, 0.01 if cells > 1 else 0.0
     options: dict[str, Any] = {"link": Link(1e-3, 0.01), "home": Link(math.inf, home), "parameters": 1.0}
-    seconds = ballots * BALLOT_BYTES * 8e-6
+    seconds = ballots * STATUS_BYTES * 8e-6
     told = forecast(topology, **options, backend="nccl").phases["vote"]
     assert told == pytest.approx(2 * (2 * depth * home + across + seconds))
     told = forecast(topology, **options, backend="gloo").phases["vote"]
@@ -128,7 +129,7 @@ def test_votes_cost_what_they_move_at_home() -> None:
     """A parent takes in two tables of its cell and hands out two of the world, at each level of the tree."""
     topology = Topology(8192, 4096)
     told = forecast(topology, link=Link(math.inf), home=Link(1.0), parameters=1.0, backend="nccl").phases["vote"]
-    assert told == pytest.approx(2 * 12 * 2 * (4096 + 8192) * BALLOT_BYTES * 8e-9)
+    assert told == pytest.approx(2 * 12 * 2 * (4096 + 8192) * STATUS_BYTES * 8e-9)
 
 
 @pytest.mark.parametrize(("form", "passes"), [("all_gather", 8 + 2 * (1 + 4)), ("two_hop", 8 + (1 + 4 + 4) + 4)])

@@ -179,7 +179,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "asked, combines_late",
+    "asked, allow_deferred_mean",
     [
         ({}, True),
         ({"fragments": 3}, True),
@@ -194,8 +194,8 @@ OPTIONS = {
         ({"norms": True}, False),
     ],
 )
-def test_what_needs_the_mean_before_it_is_written(asked: dict[str, Any], combines_late: bool) -> None:
-    assert Options.of(**{**OPTIONS, **asked}).combines_late == combines_late
+def test_what_needs_the_mean_before_it_is_written(asked: dict[str, Any], allow_deferred_mean: bool) -> None:
+    assert Options.of(**{**OPTIONS, **asked}).allow_deferred_mean == allow_deferred_mean
 
 
 def test_codes_of_two_cells_go_in_one_hop() -> None:

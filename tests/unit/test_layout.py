@@ -13,7 +13,7 @@ from torch import nn
 
 from xffl.aggregation.compression.codecs import codec_of
 from xffl.aggregation.contributions import ContributionTracker, Snapshot
-from xffl.aggregation.engine.buffers import Layout, Pool, StagingBuffers, aligned
+from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import GroupTransfer, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import Manifest
@@ -183,20 +183,21 @@ def test_what_was_packed_is_kept_for_its_flight_and_not_for_the_next_round() -> 
     layout, (transfer,) = prepare(model, 10**6)
     (bucket,) = transfer.buckets
     staging = StagingBuffers(layout, CPU, atomic=False)
+    buffers: RoundBuffers
 
     def look() -> torch.Tensor:
-        staging.begin(is_snapshot=False, keeps_snapshot=False)
+        nonlocal buffers
         layout.look_up()
-        staging.make([transfer], {transfer.number: 4})
-        values, lent = staging.pack(transfer, bucket)
-        staging.keep(bucket, lent)
+        buffers = RoundBuffers(staging, [transfer], {transfer.number: 4}, ModelCopy.NONE)
+        values, lent = buffers.pack(transfer, bucket)
+        buffers.keep(bucket, lent)
         return values.clone()
 
     def fly() -> torch.Tensor:
-        values, out, lent = staging.own(transfer, bucket)
+        values, out, lent = buffers.acquire(transfer, bucket)
         assert lent is not None and out is values
-        staging.fill(bucket, values)
-        staging.give(lent)
+        buffers.fill(bucket, values)
+        buffers.release(lent)
         return values.clone()
 
     with torch.no_grad():
@@ -213,27 +214,27 @@ def test_what_was_packed_is_kept_for_its_flight_and_not_for_the_next_round() -> 
 
 def test_a_pool_lends_and_takes_back() -> None:
     pool = Pool(100, CPU)
-    first, second = pool.take(), pool.take(60)
+    first, second = pool.acquire(), pool.acquire(60)
     assert first.data_ptr() != second.data_ptr() and first.numel() == 100
-    pool.give(first)
-    assert pool.take().data_ptr() == first.data_ptr()
-    pool.give(second)
-    larger = pool.take(101)
+    pool.release(first)
+    assert pool.acquire().data_ptr() == first.data_ptr()
+    pool.release(second)
+    larger = pool.acquire(101)
     assert larger.numel() == 101
-    pool.give(first)  # too small by now
-    assert pool.take().numel() == 101
+    pool.release(first)  # too small by now
+    assert pool.acquire().numel() == 101
 
 
 def test_rows_are_aligned_and_kept() -> None:
     assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
     pool = Pool(3 * 64 + 63, CPU)
-    buffer = pool.take()
+    buffer = pool.acquire()
     rows = pool.rows(buffer, torch.float64, 3)
     assert [row.data_ptr() - buffer.data_ptr() for row in rows] == [0, 64, 128]
     assert all(row.numel() == 8 and row.dtype == torch.float64 for row in rows)
     assert pool.rows(buffer, torch.float64, 3) is rows and pool.rows(buffer, torch.uint8, 0) == []
     assert [row.numel() for row in pool.rows(buffer, torch.uint8, 2)] == [64, 64]
-    larger = pool.take(2 * aligned(1000))
+    larger = pool.acquire(2 * aligned(1000))
     assert all(row.numel() >= 1000 for row in pool.rows(larger, torch.uint8, 2))
 
 

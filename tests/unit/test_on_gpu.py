@@ -247,7 +247,8 @@ class Mark:
 def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(Mark, "made", [])
-    profile = RoundProfile(GPU)
+    marks: list[Any] = []
+    profile = RoundProfile(GPU, marks)
     with profile.phase("across"):
         profile.record_send(8)
     with profile.phase("across"):
@@ -266,7 +267,7 @@ def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.phases == phases and profile.bytes_across == 8
     profile.add("wait", 2.0)
     assert profile.phases == phases | {"wait": 2.0}
-    following = RoundProfile(GPU, profile)
+    following = RoundProfile(GPU, marks)
     for _ in range(5):
         with following.phase("across"):
             pass

@@ -19,23 +19,22 @@ from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.background import Background, PendingRound, apart, overtake
 from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.compression.error_feedback import ErrorFeedback
-from xffl.aggregation.engine.buffers import Layout
+from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
     AFRESH,
     Outcome,
+    PreparedRound,
     RoundCoordinator,
     RoundInput,
-    agree_start,
-    prepare_round,
-    report_of,
+    RoundPhase,
+    check_start,
 )
-from xffl.aggregation.engine.exchange import Exchange
+from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, select_groups
+from xffl.aggregation.engine.groups import Progress, RoundScope, select_groups
 from xffl.aggregation.engine.inconsistent import TornError, count_inconsistent, find_inconsistent, mark_inconsistent
-from xffl.aggregation.engine.plan import GroupTransfer, Item, digest, plan_groups, plan_transfers
-from xffl.aggregation.engine.status import NO_ALPHA
+from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
+from xffl.aggregation.engine.status import MergeMode, RoundStatus, checked_number, checked_weight
 from xffl.aggregation.engine.tensors import (
     Manifest,
     ModelTensor,
@@ -48,20 +47,20 @@ from xffl.aggregation.engine.tensors import (
     gather_axes,
     gather_replica_tensors,
 )
-from xffl.aggregation.engine.transport import CrossCellTransport
+from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy.differential import Accountant, Privacy
-from xffl.aggregation.privacy.secure_sum import Masker, SecureSum, make_masker
-from xffl.aggregation.report import RoundReport
+from xffl.aggregation.privacy.secure_sum import SecureSum, make_masker
+from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.sharding import reshard
-from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 from xffl.parallel.zero_view import refresh_view, round_view, write_view
 
-__all__ = ["Aggregator", "Assembly", "PendingRound", "assemble", "check_given"]
+__all__ = ["Aggregator", "PendingRound", "check_given"]
 
 
 class Aggregator:
@@ -155,6 +154,7 @@ class Aggregator:
         self._inconsistent_count = count_inconsistent(model)
 
         def read() -> tuple[Options, Manifest]:
+            self.check()
             options = Options.of(
                 combine=combine,
                 server=server,
@@ -174,8 +174,20 @@ class Aggregator:
             refresh_view(model)
             return options, Manifest(round_view(model), policies, codec, extra)
 
-        self._made = assemble(model, state, read, self.check)
-        self._exchange, self._coordinator = self._made.exchange, self._made.coordinator
+        scope, self._options, self._manifest, holdings = _compare_models(model, state, read)
+        self._device = transfer_device(scope.state)
+        self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, holdings)
+        self._round_groups = self._exchange.round_groups
+        self._coordinator = RoundCoordinator(
+            self._exchange, scope, device=self._device, round_groups=self._round_groups, options=self._options
+        )
+        self._arithmetic = arithmetic_of(self._device)
+        self._has_codecs = any(self._manifest.codecs.values()) and scope.topology.cells > 1
+        self._marks: list[torch.cuda.Event] = []  # which all rounds' profiles use
+        self._stream: torch.cuda.Stream | None = None  # that rounds work on
+        if self._device.type == "cuda":
+            streams = scope.state.streams
+            self._stream = streams[0] if streams else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def rounds(self) -> int:
@@ -190,7 +202,7 @@ class Aggregator:
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        return not (self.is_torn or self._coordinator.is_over or self._coordinator.is_out_of_step)
+        return not (self.is_torn or self._coordinator.all_finished or self._coordinator.is_out_of_step)
 
     @property
     def under_way(self) -> PendingRound | None:
@@ -238,14 +250,65 @@ class Aggregator:
         """
         start = time.perf_counter()
         self._check_free()
-        if least_divergence is not None and not self._made.options.has_norms:
+        if least_divergence is not None and not self._options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
         self._coordinator.reconnect()
-        opening = prepare_round(self._made, self._model, self._rounds + 1, self.next_fragment, given)
-        with self._mark_inconsistent(), self._coordinator.owing():
-            run = partial(self._coordinator.run, opening, self.next_fragment, least_divergence)
-            outcome = apart(run, self._made.stream)
+        prepared = self._prepare(given)
+        with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
+            outcome = apart(partial(self._coordinator.run, prepared, least_divergence), self._stream)
             return None if outcome is None else self._conclude(outcome, start)
+
+    def _prepare(
+        self, given: RoundInput, merge: MergeMode = MergeMode.REPLACE, alpha: float | None = None
+    ) -> PreparedRound:
+        """Read the model and fill in this rank's status; local. What goes wrong is told to all ranks by the vote."""
+        fragment, options = self.next_fragment, self._options
+        copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
+        profile = RoundProfile(self._device, self._marks)
+        run: RoundRun | None = None
+        error: XfflError | None = None
+        count = steps = seconds = 0.0
+        try:
+            reshard(self._model)
+            refresh_view(self._model)
+            self._manifest.check()
+            if self._exchange.global_model is not None:
+                self._exchange.global_model.check(fragment)
+            if given.prepare is not None:
+                given.prepare()
+            check_merge(alpha)
+            steps = checked_number("steps", given.steps, "give the effective number of local steps")
+            seconds = checked_number("seconds", given.seconds, "give those of a local step, or 0")
+            if options.privacy is not None and given.weight is not None:
+                raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
+            if not given.is_absent:
+                weight = given.weight
+                count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
+            run = RoundRun(self._exchange, fragment, profile, copy)
+        except XfflError as wrong:
+            error = wrong
+        except Exception as wrong:  # noqa: BLE001 - told to all ranks
+            error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
+        masker, findings = self._exchange.masker, None if run is None else run.findings
+        status = RoundStatus(
+            round=self._rounds + 1,
+            weight=count,
+            is_uniform=given.weight is None,
+            is_absent=given.is_absent,
+            is_finished=given.is_finished,
+            is_nonfinite=findings is not None and bool(findings.nonfinite),
+            is_failed=error is not None,
+            is_encoding=self._has_codecs and self._exchange.residuals.is_encoding(fragment),
+            squares_fit_fp32=findings is not None and findings.squares_fit_fp32,
+            arithmetic=self._arithmetic,
+            merge=merge,
+            alpha=alpha if error is None and alpha is not None else 0.0,
+            norm=0.0 if findings is None else findings.norm,
+            steps=steps,
+            seconds=seconds,
+            attempt=0 if masker is None else masker.next_attempt,
+        )
+        return PreparedRound(status, profile, run, error)
 
     def aggregate_async(
         self,
@@ -275,12 +338,10 @@ class Aggregator:
         self._check_free()
         self._coordinator.reconnect()
         start = time.perf_counter()
-        fragment = self.next_fragment
-        given = RoundInput(weight, steps=steps, seconds=seconds, prepare=lambda: check_merge(alpha))
-        merging = NO_ALPHA if alpha is None else alpha
-        inconsistent_count = count_inconsistent(self._model)
-        opening = prepare_round(self._made, self._model, self._rounds + 1, fragment, given, merging)
-        background = Background(lambda: self._coordinator.run(opening, fragment), self._made.stream)
+        fragment, inconsistent_count = self.next_fragment, count_inconsistent(self._model)
+        merge = MergeMode.KEEP_STEPS if alpha is None else MergeMode.BLEND
+        prepared = self._prepare(RoundInput(weight, steps=steps, seconds=seconds), merge, alpha)
+        background = Background(lambda: self._coordinator.run(prepared), self._stream)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
             if self._pending is not pending:
@@ -295,13 +356,14 @@ class Aggregator:
                     raise
             self.check()
             if pending.is_overtaken or count_inconsistent(self._model) != inconsistent_count:
-                self._pending, self._coordinator.is_owed = None, False
+                self._pending = None
+                self._coordinator.release()
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
-            self._exchange.profile.add("wait", time.perf_counter() - asked)
+            prepared.profile.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
-        self._pending = PendingRound(background, conclude, self._made.layout.moving(fragment))
+        self._pending = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
         return self._pending
 
     def discard(self) -> None:
@@ -311,7 +373,8 @@ class Aggregator:
         """
         if self._pending is not None:
             self._pending.wait()
-            self._pending, self._coordinator.is_owed = None, False
+            self._pending = None
+            self._coordinator.release()
 
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
@@ -320,11 +383,11 @@ class Aggregator:
         ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
         self._check_free()
-        if not self._made.round_groups.own:
+        if not self._round_groups.own:
             return
         self._is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
-        for group in self._made.round_groups.own:
+        for group in self._round_groups.own:
             destroy_group(group)
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
@@ -340,7 +403,7 @@ class Aggregator:
             raise StateError("this aggregator is closed; make another one")
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
-        if self._coordinator.is_cut_off:
+        if self._coordinator.phase is RoundPhase.CUT_OFF:
             raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
 
     def check(self) -> None:
@@ -363,7 +426,15 @@ class Aggregator:
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         self._forget_torn()
-        return {"rounds": self._rounds, "fragments": self.fragments, **self._made.state_dict()}
+        state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
+        exchange = self._exchange
+        if self._has_codecs:
+            state["codecs"] = exchange.residuals.state_dict(self._plan)
+        if exchange.accountant is not None:
+            state["privacy"] = exchange.accountant.state_dict()
+        if exchange.global_model is not None:
+            state["agreed"] = exchange.global_model.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
@@ -373,11 +444,40 @@ class Aggregator:
         :param state: The saved state, of this rank.
         :raises CheckpointError: if it is that of another set-up.
         """
-        self._made.check_saved(state)
+        self._check_saved(state)
         self.discard()
-        self._made.load_state_dict(state)
+        exchange = self._exchange
+        if self._has_codecs:
+            exchange.residuals.load_state_dict(state["codecs"], self._plan)
+        if exchange.accountant is not None:
+            exchange.accountant.load_state_dict(state["privacy"])
+        if exchange.global_model is not None:
+            exchange.global_model.load_state_dict(state["agreed"])
         self._rounds = int(state["rounds"])
         self._inconsistent_count = count_inconsistent(self._model)
+
+    def _check_saved(self, state: Mapping[str, Any]) -> None:
+        """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
+        if not isinstance(state, Mapping) or "rounds" not in state:
+            raise CheckpointError(f"{type(state).__name__} is no aggregator's state; give what state_dict returned")
+        fragments = state.get("fragments", self.fragments)
+        if fragments != self.fragments:
+            raise CheckpointError(
+                f"the state is that of {fragments} fragments, and this aggregator has {self.fragments}; resume "
+                "with the same"
+            )
+        for part, what, is_here in (
+            ("codecs", "what lossy codecs remember", self._has_codecs),
+            ("privacy", "what privacy has cost", self._exchange.accountant is not None),
+            ("agreed", "the last agreed model of server, norms or privacy", self._exchange.global_model is not None),
+            ("above", "levels above the lowest", False),
+        ):
+            if part in state and not is_here:
+                raise CheckpointError(
+                    f"the state holds {what}, which this aggregator was made without; resume with the same options"
+                )
+            if is_here and part not in state:
+                raise CheckpointError(f"the state lacks {what}; it was saved without, so resume with the same options")
 
     @contextmanager
     def _mark_inconsistent(self) -> Iterator[None]:
@@ -392,7 +492,7 @@ class Aggregator:
         """Forget what codecs and servers start from where the model was torn since, by whichever aggregator."""
         if (inconsistent_count := count_inconsistent(self._model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
-            self._exchange.memory.forget()
+            self._exchange.residuals.forget()
             if self._exchange.global_model is not None:
                 self._exchange.global_model.forget()
 
@@ -400,103 +500,91 @@ class Aggregator:
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
         """Write what was agreed into the model."""
-        fragment, number = self.next_fragment, self._rounds + 1
         if not outcome.is_skipped:
             with self._mark_inconsistent():
                 try:
                     self._pending = None  # an interrupt from here on leaves an inconsistent model
                     # A cell with values that are not finite has nothing that could stay.
-                    is_merged = is_merged and self._made.cell not in outcome.unfit
+                    is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
                     reshard(self._model)
                     if not outcome.is_empty:
                         refresh_view(self._model, is_new=False)
-                        self._exchange.commit(fragment, is_merged=is_merged, alpha=alpha)
+                        outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
                         write_view(self._model)
-                        overtake(lambda: self._made.layout.moving(fragment))
+                        overtake(lambda: self._exchange.layout.moving(outcome.run.fragment))
                 except BaseException as error:
-                    self._coordinator.is_owed = False
+                    self._coordinator.release()
                     raise TornError(
-                        f"round {number} was agreed, but this rank could not write it: {type(error).__name__}: {error}"
+                        f"round {self._rounds + 1} was agreed, but this rank could not write it: "
+                        f"{type(error).__name__}: {error}"
                     ) from error
             self._rounds += 1
-            self._coordinator.is_owed = False
-        return report_of(outcome, self._exchange, number, fragment, time.perf_counter() - start)
+            self._coordinator.release()
+        return outcome.report(time.perf_counter() - start)
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether all ranks had finished when they last opened a round."""
+        return self._coordinator.all_finished
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether a round or a vote was cut off, so that no round can follow."""
+        return self._coordinator.is_out_of_step
+
+    @property
+    def own_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that were made for this aggregator."""
+        return self._round_groups.own
+
+    def restart(self) -> None:
+        """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
+        self._exchange.restart()
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """Everything that an aggregator works with on this rank."""
+class Holdings:
+    """What ranks hold of the model: by cell the axes that tensors are cut along; in a mesh the parts of all shards."""
 
-    device: torch.device  # the groups' backend communicates from there
-    options: Options
-    manifest: Manifest
-    round_groups: RoundGroups
-    exchange: Exchange
-    coordinator: RoundCoordinator
-    plan: str  # what bucket groups and buckets follow from
-    cell: int
-    arithmetic: float  # xffl.aggregation.mean.arithmetic_of
-    has_codecs: bool
-    layout: Layout
-    transfers: tuple[GroupTransfer, ...]
-    feedback: Mapping[int, ErrorFeedback]  # by the number of the transfer
-    stream: torch.cuda.Stream | None  # what a round under way works on
+    axes: Sequence[Sequence[int]]
+    replica_tensors: ReplicaTensors | None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what rounds remember: of lossy codecs, of privacy, and of the last agreed model; local."""
-        state: dict[str, Any] = {}
-        if self.has_codecs:
-            state["codecs"] = self.exchange.memory.state_dict(self.plan)
-        if self.exchange.accountant is not None:
-            state["privacy"] = self.exchange.accountant.state_dict()
-        if self.exchange.global_model is not None:
-            state["agreed"] = self.exchange.global_model.state_dict()
-        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned and :meth:`check_saved` accepted; local."""
-        if self.has_codecs:
-            self.exchange.memory.load_state_dict(state["codecs"], self.plan)
-        if self.exchange.accountant is not None:
-            self.exchange.accountant.load_state_dict(state["privacy"])
-        if self.exchange.global_model is not None:
-            self.exchange.global_model.load_state_dict(state["agreed"])
+def _compare_models(
+    model: nn.Module, state: DistributedState | RoundScope, read: Callable[[], tuple[Options, Manifest]]
+) -> tuple[RoundScope, Options, Manifest, Holdings]:
+    """Compare the ranks' models and options, and gather what they hold.
 
-    def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
-        if not isinstance(state, Mapping) or "rounds" not in state:
-            raise CheckpointError(f"{type(state).__name__} is no aggregator's state; give what state_dict returned")
-        fragments = state.get("fragments", self.options.fragments)
-        if fragments != self.options.fragments:
-            raise CheckpointError(
-                f"the state is that of {fragments} fragments, and this aggregator has {self.options.fragments}; resume "
-                "with the same"
-            )
-        for part, what, is_here in (
-            ("codecs", "what lossy codecs remember", self.has_codecs),
-            ("privacy", "what privacy has cost", self.exchange.accountant is not None),
-            ("agreed", "the last agreed model of server, norms or privacy", self.exchange.global_model is not None),
-            ("above", "levels above the lowest", False),
-        ):
-            if part in state and not is_here:
-                raise CheckpointError(
-                    f"the state holds {what}, which this aggregator was made without; resume with the same options"
-                )
-            if is_here and part not in state:
-                raise CheckpointError(
-                    f"the state has not {what}; it was saved without, so resume with the same options"
-                )
-
-    @torch.no_grad()
-    def restart(self) -> None:
-        """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
-        self.layout.look_up()
-        for transfer in self.transfers:
-            if (feedback := self.feedback.get(transfer.number)) is not None:
-                for bucket in transfer.buckets:
-                    self.layout.pack(bucket, feedback.reference[bucket.start : bucket.stop])
-        if self.exchange.global_model is not None:
-            self.exchange.global_model.take()
+    Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
+    What ``read`` raises is raised on all ranks.
+    """
+    rank_tensors: RankTensors | None = None
+    axes: tuple[int, ...] = ()
+    with run_on_all_ranks(
+        "models",
+        convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
+        describe=describe_difference,
+    ) as share:
+        check_given(model, state)
+        scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
+        topology, rank = scope.topology, scope.rank
+        device = transfer_device(scope.state)
+        options, manifest = read()
+        options.combiner.check(topology.cells)
+        at = topology.coordinates(rank)
+        text = f"(options)\t{options}\n"
+        if topology.cell_shape is None:
+            manifest.check_patterns()
+            axes = manifest.axes(topology, at)
+            text += str(manifest)
+        else:
+            rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
+        _check_together(options, manifest, device)
+        share(text)
+    if rank_tensors is None:
+        return scope, options, manifest, Holdings(gather_axes(axes, topology, scope.world), None)
+    replica_tensors = _gather_replica(rank_tensors, manifest, scope)
+    return scope, options, manifest, Holdings((replica_tensors.axes,) * topology.cells, replica_tensors)
 
 
 def check_given(model: object, state: object) -> None:
@@ -509,66 +597,7 @@ def check_given(model: object, state: object) -> None:
         )
 
 
-def assemble(
-    model: nn.Module,
-    state: DistributedState | RoundScope,
-    read: Callable[[], tuple[Options, Manifest]],
-    check: Callable[[], None],
-) -> Assembly:
-    """Compare the ranks' models and options, and prepare rounds.
-
-    Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors;
-    and groups of its own where rounds overlap training, or where several shards but not all hold the same elements.
-    What ``check`` and ``read`` raise is raised on all ranks.
-    """
-    rank_tensors = None
-    axes: tuple[int, ...] = ()
-    with run_on_all_ranks(
-        "models",
-        convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
-        describe=describe_difference,
-    ) as share:
-        check_given(model, state)
-        scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
-        topology, rank = scope.topology, scope.rank
-        device = transfer_device(scope.state)
-        check()
-        options, manifest = read()
-        options.combiner.check(topology.cells)
-        at = topology.coordinates(rank)
-        text = f"(options)\t{options}\n"
-        if topology.cell_shape is None:
-            manifest.check_patterns()
-            axes = manifest.axes(topology, at)
-            text += str(manifest)
-        else:
-            rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
-        _check_protected(options, manifest)
-        _check_overlap(options, device)
-        share(text)
-    world, replica_tensors = scope.world, None
-    if rank_tensors is None:
-        axes_of_cells = gather_axes(axes, topology, world)
-    else:
-        replica_tensors = _agreed_spread(rank_tensors, manifest, scope)
-        axes_of_cells = (replica_tensors.axes,) * topology.cells
-    least, fragments = options.bucket_bytes, options.fragments
-    items = manifest.items(
-        topology, axes_of_cells, least_bytes=least, fragments=fragments, replica_tensors=replica_tensors
-    )
-    plan = (
-        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_lanes}, "
-        f"rails={options.rails}"
-    )
-    check_consistent("exchange plans", plan, group=world)
-    secure = options.secure
-    masker = None if secure is None else make_masker(secure, rank, topology, context=plan, group=world)
-    return _assemble(
-        manifest, items, axes_of_cells, options, scope=scope, masker=masker, plan=plan, replica_tensors=replica_tensors
-    )
-
-
-def _agreed_spread(rank_tensors: RankTensors, manifest: Manifest, scope: RoundScope) -> ReplicaTensors:
+def _gather_replica(rank_tensors: RankTensors, manifest: Manifest, scope: RoundScope) -> ReplicaTensors:
     """Put together what the shards hold, and compare it over all replicas and cells; collective over the world."""
     mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
@@ -579,8 +608,8 @@ def _agreed_spread(rank_tensors: RankTensors, manifest: Manifest, scope: RoundSc
     return replica_tensors
 
 
-def _check_protected(options: Options, manifest: Manifest) -> None:
-    """Raise where something would leave a cell without the protection that was asked for."""
+def _check_together(options: Options, manifest: Manifest, device: torch.device) -> None:
+    """Raise where an option does not go with the model or the device."""
     if options.privacy is not None:
         bare = [entry.name for entry in manifest.moving if not entry.is_stepped]
         if bare:
@@ -593,12 +622,9 @@ def _check_protected(options: Options, manifest: Manifest) -> None:
             raise ConfigError(
                 f"secure=True hides means, but {bare[:5]} are taken from cell 0; give them policy 'local'"
             )
-        coded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
-        if coded:
-            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {coded[0]!r}")
-
-
-def _check_overlap(options: Options, device: torch.device) -> None:
+        encoded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
+        if encoded:
+            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {encoded[0]!r}")
     if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
@@ -606,93 +632,54 @@ def _check_overlap(options: Options, device: torch.device) -> None:
         )
 
 
-def _assemble(
-    manifest: Manifest,
-    items: Sequence[Item],
-    axes: Sequence[Sequence[int]],
-    options: Options,
-    *,
-    scope: RoundScope,
-    masker: Masker | None,
-    plan: str,
-    replica_tensors: ReplicaTensors | None,
-) -> Assembly:
-    """Plan what a rank transfers and prepare the exchange; collective over the world."""
+def _make_exchange(scope: RoundScope, options: Options, manifest: Manifest, holdings: Holdings) -> tuple[Exchange, str]:
+    """Plan what this rank exchanges and prepare it; return it with the text that the plan follows from.
+
+    Collective over the world: makes process groups where rounds overlap training, or where several shards but not all
+    hold the same elements.
+    """
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
+    axes, replica_tensors = holdings.axes, holdings.replica_tensors
+    items = manifest.items(
+        topology,
+        axes,
+        least_bytes=options.bucket_bytes,
+        fragments=options.fragments,
+        replica_tensors=replica_tensors,
+    )
+    plan = (
+        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_groups}, "
+        f"rails={options.rails}"
+    )
+    check_consistent("exchange plans", plan, group=scope.world)
+    secure = options.secure
+    masker = None if secure is None else make_masker(secure, rank, topology, context=plan, group=scope.world)
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
-    transfers = _plan(items, options, scope, round_groups, manifest.codecs, device)
-    progress = Progress(device, scope.state._timeouts.across_s)
-    transport = CrossCellTransport(
-        transfers, topology, rank, round_groups, device, combiner=options.combiner, progress=progress, masker=masker
-    )
-    at = topology.coordinates(rank)
-    reads_late = options.overlap or not options.atomic
-    layout = Layout(_entries(manifest, replica_tensors), items, axes, at, needs_memory_of_its_own=reads_late)
-    exchange = Exchange(
-        layout,
-        transfers,
-        transport,
+    transfers = plan_transfers(
+        plan_groups(items, topology, rank),
         topology=topology,
         rank=rank,
         round_groups=round_groups,
-        device=device,
-        options=options,
-        global_model=GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None,
-        progress=progress,
-        masker=masker,
-    )
-    if exchange.global_model is not None:
-        exchange.global_model.take()
-        moving = manifest.moving if replica_tensors is None else replica_tensors.moving
-        agree_start(moving, exchange, topology, rank, device, round_groups.world)
-    return Assembly(
-        device,
-        options,
-        manifest,
-        round_groups,
-        exchange,
-        RoundCoordinator(exchange, scope, device=device, round_groups=round_groups, options=options),
-        plan,
-        cell=at.cell,
-        arithmetic=arithmetic_of(device),
-        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
-        layout=layout,
-        transfers=transfers,
-        feedback=transport.feedback,
-        stream=_stream(scope.state, device),
-    )
-
-
-def _plan(
-    items: Sequence[Item],
-    options: Options,
-    scope: RoundScope,
-    round_groups: RoundGroups,
-    codecs: Mapping[str, Codec | None],
-    device: torch.device,
-) -> tuple[GroupTransfer, ...]:
-    return plan_transfers(
-        plan_groups(items, scope.topology, scope.rank),
-        topology=scope.topology,
-        rank=scope.rank,
-        round_groups=round_groups,
         bucket_bytes=options.bucket_bytes,
-        form=options.form_of_lanes,
-        codecs=codecs,
+        form=options.form_of_groups,
+        codecs=manifest.codecs,
         device=device,
-        allow_deferred_mean=options.combines_late,
+        allow_deferred_mean=options.allow_deferred_mean,
     )
-
-
-def _stream(state: DistributedState, device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return state.streams[0] if state.streams else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _entries(manifest: Manifest, replica_tensors: ReplicaTensors | None) -> list[ModelTensor | None]:
-    """Return the moving tensors of all shards in the plan's order; ``None`` for one that this rank has not."""
+    progress = Progress(device, scope.state._timeouts.across_s)
+    link = Link(
+        transfers, topology, rank, round_groups, device, combiner=options.combiner, progress=progress, masker=masker
+    )
+    # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
+    moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     here = {entry.name: entry for entry in manifest.moving}
-    tensors: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
-    return [here.get(tensor.name) for tensor in tensors]
+    entries: list[ModelTensor | None] = [here.get(tensor.name) for tensor in moving]
+    reads_late = options.overlap or not options.atomic
+    layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
+    global_model = GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None
+    exchange = Exchange(layout, transfers, link, device=device, options=options, global_model=global_model)
+    if global_model is not None:
+        global_model.reset_from_model()
+        check_start(moving, exchange, topology, rank, device, round_groups.world)
+    return exchange, plan

@@ -156,7 +156,7 @@ class Levels(Aggregator):
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and somebody is still there."""
-        is_out_of_step = any(stage.aggregator._coordinator.is_out_of_step for stage in self._stages)
+        is_out_of_step = any(stage.aggregator.is_out_of_step for stage in self._stages)
         return not (self.is_torn or self._has_ended or is_out_of_step)
 
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
@@ -226,7 +226,7 @@ class Levels(Aggregator):
         try:
             report = stage.participate(given)
         except XfflError as error:
-            if stage.aggregator._coordinator.is_over:
+            if stage.aggregator.all_finished:
                 stage.is_over = stage.is_apart = True
                 if stage is self._stages[-1]:
                     self._end()
@@ -238,7 +238,7 @@ class Levels(Aggregator):
         stage.since, stage.count = 0, 0.0
         for below in self._stages[:number]:
             below.is_apart = False
-            below.aggregator._made.restart()
+            below.aggregator.restart()
         for above in self._stages[number + 1 : number + 2]:
             above.since += 1
             above.count += report.weights[stage.unit] if stage.is_first else 0.0
@@ -270,7 +270,7 @@ class Levels(Aggregator):
 
     def _destroy(self) -> None:
         own = [
-            *(stage.aggregator._made.round_groups.own for stage in self._stages),
+            *(stage.aggregator.own_groups for stage in self._stages),
             *(scope.own for scope in self._places),
         ]
         for group in dict.fromkeys(itertools.chain.from_iterable(own)):

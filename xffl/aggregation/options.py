@@ -25,20 +25,9 @@ DEFAULT_BUCKET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Options:
-    """What :class:`xffl.Aggregator` was asked for, checked; its text is the same on ranks that were asked for the same.
+    """The options of :class:`xffl.Aggregator`, which describes them, checked.
 
-    :param bucket_bytes: Bytes of a bucket, at most.
-    :param atomic: Whether new values wait until all ranks agree.
-    :param nonfinite: What happens to a cell with values that are not finite.
-    :param form: One of :data:`xffl.costs.FORMS`.
-    :param rails: Whether replicas take turns.
-    :param fragments: Parts that are exchanged in turn.
-    :param overlap: Whether rounds may go on beside training.
-    :param combiner: What makes one value of the cells' values.
-    :param server: The server optimizer; ``None`` for none.
-    :param privacy: What clips and noises updates; ``None`` for nothing.
-    :param secure: The fixed-point numbers of a secure sum; ``None`` where cells may see each other's values.
-    :param norms: Whether the norms of updates are measured.
+    Their text is the same on ranks that were given the same.
     """
 
     bucket_bytes: int
@@ -70,15 +59,9 @@ class Options:
 
     @classmethod
     def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
-        r"""Read and check what an aggregator is asked for; local.
+        """Read and check the options of an aggregator; local.
 
-        :param combine: A combiner or a spec of one.
-        :param server: As in :func:`xffl.aggregation.algorithms.server.server_of`.
-        :param privacy: ``None``, a :class:`~xffl.aggregation.privacy.differential.Privacy`, or a spec of one.
-        :param secure: True, False, or a :class:`~xffl.aggregation.privacy.secure_sum.SecureSum`.
-        :param \**plain: The other options.
-        :return: The options.
-        :raises ConfigError: if one cannot be meant, or two do not go together.
+        Raises ConfigError if one is invalid, or two do not go together.
         """
         plain |= _check_plain(**plain)
         combiner = make("combine", combine)
@@ -131,14 +114,14 @@ class Options:
             )
 
     @property
-    def combines_late(self) -> bool:
+    def allow_deferred_mean(self) -> bool:
         """Whether the mean may be taken when it is written, after the last vote: nothing else reads or changes it."""
         is_plain = self.atomic and not self.overlap and self.nonfinite == "reject" and self.secure is None
         is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
         return is_plain and is_mean and not self.needs_agreed
 
     @property
-    def form_of_lanes(self) -> str:
+    def form_of_groups(self) -> str:
         """How values reach all cells: all of them to all cells, where each cell is to judge them by itself."""
         is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
         return "all_gather" if self.form == "auto" and not is_mean else self.form

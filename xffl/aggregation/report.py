@@ -70,14 +70,13 @@ class RoundProfile:
     ``bytes_across`` and ``bytes_home`` are what this rank sent to other cells and to its own, ``failure`` is the first
     exception of :meth:`capture_failure`. A GPU's phases are timed on its current stream: the host only hands them over.
 
-    :param device: Where values move and are combined.
-    :param before: The journal of the round before, whose marks on the GPU's stream are used again: it must not be asked
-        any more.
+    ``device`` is where values move and are combined. ``marks`` are events of the GPU, which rounds use again and add
+    to: the profile of a round must not be asked any more once the next one has begun.
     """
 
-    def __init__(self, device: torch.device, before: RoundProfile | None = None) -> None:
+    def __init__(self, device: torch.device, marks: list[torch.cuda.Event] | None = None) -> None:
         self.is_on_gpu = device.type == "cuda"
-        self._marks: list[torch.cuda.Event] = [] if before is None else before._marks
+        self._marks = [] if marks is None else marks
         self._marked = 0
         self.failure: Exception | None = None
         self.bytes_across = 0
@@ -104,27 +103,18 @@ class RoundProfile:
         return max(0.0, _between(self._first_post, self._last_arrival, 0.0) - self.phases.get("across", 0.0))
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add to the seconds of a phase.
-
-        :param phase: Its name.
-        :param seconds: How long it took.
-        """
+        """Add to the seconds of a phase."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def hand_over(self, phase: str, seconds: float, start: torch.cuda.Event) -> None:
-        """Note a phase that a GPU has been given; it ends when the GPU has come so far.
+        """Note a phase that a GPU has been given, from ``start`` on; it ends when the GPU has come so far.
 
-        :param phase: Its name.
-        :param seconds: How long that took the host.
-        :param start: Where it begins on the GPU's current stream.
+        ``seconds`` is how long it took the host.
         """
         self._handed_over.append((phase, seconds, start, self.mark()))
 
     def record_send(self, nbytes: int) -> None:
-        """Note that something has been given to the slow link, or asked for.
-
-        :param nbytes: Bytes that leave.
-        """
+        """Note that something has been asked for on the slow link, or ``nbytes`` have been given to it."""
         self.bytes_across += nbytes
         if self._first_post is None:
             self._first_post = self.mark() if self.is_on_gpu else time.perf_counter()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.checks import integer
-from xffl.costs import FORMS, IN_FLIGHT, form_of, pipeline_depth
+from xffl.costs import FORMS, IN_FLIGHT, STATUS_BYTES, form_of, pipeline_depth
 from xffl.errors import ConfigError
 from xffl.report.pipeline import Link, Pace, Stages, follow
 from xffl.topology import Topology
@@ -27,8 +27,6 @@ STREAMS = 4
 """Groups on which buckets take turns over NCCL, which works off those of a group one after the other."""
 HOME_LAG = 2
 """Buckets after which a broadcast at home is waited for."""
-BALLOT_BYTES = 128
-"""A vote gathers fifteen 64-bit floats of every rank."""
 CODING = 4
 """Passes over values that writing or reading a code is worth."""
 ROUNDING = 1e-9
@@ -336,8 +334,8 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
     if cells > 1:
         crossing = link.latency_s * (2 if is_asked else 1)
         # As much as leaves the largest cell, or reaches the smallest.
-        crossing += link.seconds(BALLOT_BYTES * max((cells - 1) * largest, ranks - min(topology.sizes)))
-    return latencies + home.seconds(BALLOT_BYTES * ballots) + crossing
+        crossing += link.seconds(STATUS_BYTES * max((cells - 1) * largest, ranks - min(topology.sizes)))
+    return latencies + home.seconds(STATUS_BYTES * ballots) + crossing
 
 
 def _check_delay(delay: int, every: int, *, atomic: bool) -> None:

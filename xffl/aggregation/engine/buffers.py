@@ -7,7 +7,8 @@ import ctypes
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from xffl.aggregation.mean import piece_length, wide_type
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
-__all__ = ["Layout", "Pool", "StagingBuffers", "aligned"]
+__all__ = ["Layout", "ModelCopy", "Pool", "RoundBuffers", "StagingBuffers", "aligned"]
 
 
 class Places(NamedTuple):
@@ -259,45 +260,30 @@ def _is_finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(values.float() if values.dtype.itemsize == 1 else values).all())
 
 
+class ModelCopy(Enum):
+    """What a round copies of this rank's values when it starts."""
+
+    NONE = auto()
+    """Nothing: values are read from the model while they are exchanged."""
+    STAGED = auto()
+    """All values, to where the mean will take their place."""
+    KEPT = auto()
+    """All values, until the result is merged: the steps made since are measured from them."""
+
+
 class StagingBuffers:
-    """The buffers between the model and the exchange; local."""
+    """The buffers between the model and the exchange, made in the first round and kept, since fresh memory is slow.
+
+    With ``atomic``, ``stages`` has the new values of each transfer, by its number, until they are committed.
+    """
 
     def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
-        self._layout = layout
-        self._device = device
-        self._atomic = atomic
-        # Buffers are made in the first round and kept, since fresh memory is slow.
-        self._packs = Pool(0, device)
-        self._kept: dict[int, torch.Tensor] = {}
-        self._has_room = False
-        self._snapshots: dict[int, torch.Tensor] = {}
+        self.layout, self.device, self.atomic = layout, device, atomic
         self.stages: dict[int, torch.Tensor] = {}
+        self.copies: dict[int, torch.Tensor] = {}
+        self.packs = Pool(0, device)
+        self.packed: dict[int, torch.Tensor] = {}  # by the id of a bucket: its values, until the exchange asks for them
         self._by_bucket: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.is_snapshot = self.keeps_snapshot = self._is_read_from_stage = False
-
-    def begin(self, *, is_snapshot: bool, keeps_snapshot: bool) -> None:
-        """Get ready for a round."""
-        self.is_snapshot, self.keeps_snapshot, self._is_read_from_stage = is_snapshot, keeps_snapshot, False
-        while self._kept:  # of a round that did not take place
-            self._packs.give(self._kept.popitem()[1])
-
-    def make(self, transfers: Sequence[GroupTransfer], pause_of: dict[int, int]) -> None:
-        """Make what a round needs, so that it does not run out of memory on its way."""
-        for transfer in transfers:
-            for kept, is_needed in ((self.stages, self._atomic), (self._snapshots, self.keeps_snapshot)):
-                if is_needed and transfer.number not in kept:
-                    kept[transfer.number] = torch.empty(transfer.group.numel, dtype=transfer.dtype, device=self._device)
-            if transfer.deferred_mean:
-                self.stages_of(transfer)
-        packed = [
-            ((bucket.stop - bucket.start) * transfer.dtype.itemsize, pause_of[transfer.number])
-            for transfer in transfers
-            for bucket in (transfer.buckets if transfer.deferred_mean or not self._atomic else ())
-            if self._layout.run_of(bucket, self._device) is None
-        ]
-        count = min(len(packed), max((pause for _, pause in packed), default=0))
-        self._has_room = count == len(packed)
-        self._packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
     def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
@@ -310,68 +296,108 @@ class StagingBuffers:
             self._by_bucket[transfer.number] = self.stages[transfer.number].split_with_sizes(sizes)
         return self._by_bucket[transfer.number]
 
-    def own(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return where a bucket's values of this rank are read and written, and the buffer lent for that, if any."""
-        if not self._atomic:
-            values, lent = self.lend(transfer, bucket)
+
+class RoundBuffers:
+    """Where one round reads this rank's values and leaves its results; local.
+
+    Made before the round reads anything, with all that it needs, so that it does not run out of memory on its way.
+    ``pause_of`` tells for each transfer how many of its buckets are under way at a time.
+    """
+
+    def __init__(
+        self,
+        staging: StagingBuffers,
+        transfers: Sequence[GroupTransfer],
+        pause_of: Mapping[int, int],
+        copy: ModelCopy,
+    ) -> None:
+        self._staging, self._layout, self._device = staging, staging.layout, staging.device
+        self.copy = copy
+        self._reads_stages = False
+        while staging.packed:  # of a round that did not take place
+            staging.packs.release(staging.packed.popitem()[1])
+        keeps = copy is ModelCopy.KEPT
+        for transfer in transfers:
+            for buffers, is_needed in ((staging.stages, staging.atomic), (staging.copies, keeps)):
+                if is_needed and transfer.number not in buffers:
+                    numel = transfer.group.numel
+                    buffers[transfer.number] = torch.empty(numel, dtype=transfer.dtype, device=self._device)
+            if transfer.deferred_mean:
+                staging.stages_of(transfer)
+        packed = [
+            ((bucket.stop - bucket.start) * transfer.dtype.itemsize, pause_of[transfer.number])
+            for transfer in transfers
+            for bucket in (transfer.buckets if transfer.deferred_mean or not staging.atomic else ())
+            if self._layout.run_of(bucket, self._device) is None
+        ]
+        count = min(len(packed), max((pause for _, pause in packed), default=0))
+        self._has_room = count == len(packed)
+        staging.packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
+
+    def acquire(
+        self, transfer: GroupTransfer, bucket: Bucket
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return where a bucket's values are read and where they are written, and the buffer lent for that, if any."""
+        if not self._staging.atomic:
+            values, lent = self.acquire_values(transfer, bucket)
             return values, values, lent
-        stage = self.stage(transfer, bucket)
-        if transfer.group.is_mean_at_home or self._is_read_from_stage:
+        stage = self._staging.stage(transfer, bucket)
+        if transfer.group.is_mean_at_home or self._reads_stages:
             return stage, stage, None
-        if self.is_snapshot:
-            return self.copied(transfer, bucket), stage, None
+        if self.copy is not ModelCopy.NONE:
+            return self.copy_of(transfer, bucket), stage, None
         run = self._layout.run_of(bucket, self._device)
         return (stage if run is None else run), stage, None
 
-    def lend(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def acquire_values(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
         run = self._layout.run_of(bucket, self._device)
         if run is not None:
             return run, None
-        lent = self._kept.get(id(bucket))
+        lent = self._staging.packed.get(id(bucket))
         if lent is None:
-            lent = self._packs.take((bucket.stop - bucket.start) * transfer.dtype.itemsize)
+            lent = self._staging.packs.acquire((bucket.stop - bucket.start) * transfer.dtype.itemsize)
         return lent[: (bucket.stop - bucket.start) * transfer.dtype.itemsize].view(transfer.dtype), lent
 
-    def copied(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket as it was copied out of the model when the round began."""
-        copy = self._snapshots if self.keeps_snapshot else self.stages
-        return copy[transfer.number][bucket.start : bucket.stop]
-
-    def give(self, lent: torch.Tensor | None) -> None:
+    def release(self, lent: torch.Tensor | None) -> None:
         """Take back what was lent."""
-        self._packs.give(lent)
-
-    def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
-        """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
-        if lent is not None and self._has_room:
-            self._kept[id(bucket)] = lent
-        else:
-            self.give(lent)
-
-    def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Copy a bucket out of the model into a buffer that was lent for it, unless it is there already."""
-        if self._kept.pop(id(bucket), None) is None:
-            self._layout.pack(bucket, values)
-
-    def read_from_stages(self) -> None:
-        """Read values from the stages from now on: something has written there what is to leave this rank."""
-        self._is_read_from_stage = True
+        self._staging.packs.release(lent)
 
     def pack(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy a bucket out of the model where it has to be."""
-        values, _, lent = self.own(transfer, bucket)
+        values, _, lent = self.acquire(transfer, bucket)
         run = self._layout.run_of(bucket, self._device)
         if run is None or run.data_ptr() != values.data_ptr():
             self._layout.pack(bucket, values)
         return values, lent
 
+    def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
+        """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
+        if lent is not None and self._has_room:
+            self._staging.packed[id(bucket)] = lent
+        else:
+            self.release(lent)
+
+    def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket out of the model into a buffer that was lent for it, unless it is there already."""
+        if self._staging.packed.pop(id(bucket), None) is None:
+            self._layout.pack(bucket, values)
+
+    def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket as it was copied out of the model when the round began."""
+        copies = self._staging.copies if self.copy is ModelCopy.KEPT else self._staging.stages
+        return copies[transfer.number][bucket.start : bucket.stop]
+
+    def read_from_stages(self) -> None:
+        """Read values from the stages from now on: something has written there what is to leave this rank."""
+        self._reads_stages = True
+
     def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
-        lent = self._packs.take(mean.nbytes)
+        lent = self._staging.packs.acquire(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
-        copy = mean if alpha is not None else self._snapshots[transfer.number][bucket.start : bucket.stop]
+        copy = mean if alpha is not None else self.copy_of(transfer, bucket)
         # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
         length = piece_length(local.device)
         for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
@@ -382,7 +408,7 @@ class StagingBuffers:
                 merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
             pieces[0].copy_(merged)
         self._layout.unpack(bucket, local)
-        self._packs.give(lent)
+        self._staging.packs.release(lent)
 
 
 LINE = 64
@@ -400,11 +426,11 @@ class Pool:
 
     def reserve(self, count: int, nbytes: int = 0) -> None:
         """Make as many buffers of at least ``nbytes`` as will be lent at a time, where all are here."""
-        lent = [self.take(nbytes) for _ in range(count)]
+        lent = [self.acquire(nbytes) for _ in range(count)]
         for buffer in lent:
-            self.give(buffer)
+            self.release(buffer)
 
-    def take(self, nbytes: int = 0) -> torch.Tensor:
+    def acquire(self, nbytes: int = 0) -> torch.Tensor:
         """Lend a buffer of at least ``nbytes``."""
         if nbytes > self._nbytes:
             self._nbytes = nbytes
@@ -418,7 +444,7 @@ class Pool:
             is_pinned = self._device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device, pin_memory=is_pinned)
 
-    def give(self, buffer: torch.Tensor | None) -> None:
+    def release(self, buffer: torch.Tensor | None) -> None:
         """Take a buffer back, if there is one."""
         if buffer is not None and buffer.numel() == self._nbytes:
             self._free.append(buffer)

@@ -1,12 +1,13 @@
-"""How a round is agreed on: the vote that opens it, the exchange, and the vote on what came of it."""
+"""The two-phase commit of a round: the vote that opens it, the exchange, and the vote on what came of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,34 +15,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.exchange import Exchange, FiniteReport
+from xffl.aggregation.engine.exchange import Exchange, FiniteReport, RoundRun
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope
 from xffl.aggregation.engine.inconsistent import TornError
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.engine.status import (
-    AT_ONCE,
-    COMMIT_PHASE,
-    NO_ALPHA,
     RoundStatus,
+    VotePhase,
     all_gather_status,
     by_cell,
     cell_weights,
     check_rounds,
-    checked_number,
-    checked_weight,
-    next_number,
 )
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.options import Options
-from xffl.aggregation.report import RoundReport
-from xffl.distributed.consistency import check_consistent
+from xffl.aggregation.report import RoundProfile, RoundReport
+from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, RoundError, XfflError
-from xffl.parallel.zero_view import refresh_view
 from xffl.topology import Topology
-
-if TYPE_CHECKING:
-    from xffl.aggregation.aggregator import Assembly
 
 __all__ = [
     "AFRESH",
@@ -49,10 +41,9 @@ __all__ = [
     "PreparedRound",
     "RoundCoordinator",
     "RoundInput",
-    "agree_start",
+    "RoundPhase",
+    "check_start",
     "digest_of",
-    "prepare_round",
-    "report_of",
 ]
 
 
@@ -61,45 +52,107 @@ AFRESH = "start the processes anew, or end the process group on all ranks and jo
 
 
 @dataclass(frozen=True)
-class PreparedRound:
-    """What a rank opens a round with.
+class RoundInput:
+    """What a rank gives to a round, and what it says of itself.
 
-    :param status: What it says.
-    :param found: Names of its tensors that hold values which are not finite.
-    :param error: Why it cannot take part.
+    :param weight: Its own count since the last round (samples, tokens), or a function that returns it; not read where
+        ``is_absent``. ``None`` on all ranks: every cell counts 1.
+    :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
+    :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
+    :param steps: Effective number of this cell's local steps since the last round, for combiners that ask for it.
+    :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
+    :param prepare: Called before the model is read; what it raises is told to all ranks.
     """
 
+    weight: float | Callable[[], float] | None = None
+    is_absent: bool = False
+    is_finished: bool = False
+    steps: float = 1.0
+    seconds: float = 0.0
+    prepare: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class PreparedRound:
+    """What a rank opens a round with: its status, and the values that it has read, or why it cannot take part."""
+
     status: RoundStatus
-    found: list[str]
+    profile: RoundProfile
+    run: RoundRun | None
     error: XfflError | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A round that all ranks have agreed to take.
+    """A round that all ranks have agreed to take."""
 
-    :param context: Whose values counted.
-    :param dropped: Cells that were left out for values that are not finite.
-    :param is_last: Whether all ranks had finished.
-    :param is_empty: Whether no cell had anything for this part of the model, so that nothing moved.
-    :param is_skipped: Whether the cells' models were so close that nothing moved.
-    :param nonfinite: Of the cells that were left out, the tensors with such values.
-    :param unfit: All cells with values that are not finite, those of weight 0, too.
-    :param step_seconds: Seconds of a local step in each cell.
-    """
+    run: RoundRun  # what this rank has exchanged, and still has to write
+    context: RoundContext  # whose values counted
+    dropped: tuple[int, ...] = ()  # cells that were left out for values that are not finite
+    is_last: bool = False  # all ranks had finished
+    is_empty: bool = False  # no cell had anything for this part of the model, so that nothing moved
+    is_skipped: bool = False  # the cells' models were so close that nothing moved
+    nonfinite: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # of dropped cells, the tensors
+    unfit: frozenset[int] = frozenset()  # all cells with values that are not finite, those of weight 0, too
+    step_seconds: tuple[float, ...] = ()  # seconds of a local step in each cell
 
-    context: RoundContext
-    dropped: tuple[int, ...]
-    is_last: bool
-    is_empty: bool = False
-    is_skipped: bool = False
-    nonfinite: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    unfit: frozenset[int] = frozenset()
-    step_seconds: tuple[float, ...] = ()
+    def report(self, seconds: float) -> RoundReport:
+        """Tell what the round did, and that it took so many seconds here; local."""
+        context, profile = self.context, self.run.profile
+        total = math.fsum(context.counts)
+        return RoundReport(
+            round=context.number,
+            weights=context.weights,
+            bytes_across=profile.bytes_across,
+            bytes_home=profile.bytes_home,
+            seconds=seconds,
+            dropped=self.dropped,
+            is_last=self.is_last,
+            fragment=self.run.fragment,
+            shares=tuple(count / total for count in context.counts),
+            scale=context.scale,
+            steps=context.steps,
+            step_seconds=self.step_seconds,
+            update_norms=context.norms,
+            nonfinite=self.nonfinite,
+            is_skipped=self.is_skipped,
+            phases=profile.phases,
+            hidden=profile.hidden,
+            codec_error=self.run.codec_error,
+        )
+
+
+class RoundPhase(Enum):
+    """How far a rank is in a round. :class:`RoundCoordinator` alone moves it on; the last two are never left."""
+
+    READY = auto()
+    """Another round may follow."""
+    COMMITTED = auto()
+    """All ranks have agreed on new values, which this one has not written yet: what stops it tears the model."""
+    INTERRUPTED = auto()
+    """Messages of an exchange may be under way that nobody waits for. The next opening tells all ranks so."""
+    CUT_OFF = auto()
+    """Messages of a vote may be under way: what is still to come would be taken for an answer to the next one."""
 
 
 class RoundCoordinator:
-    """The votes around an exchange, over the group of all ranks; making one is collective over that group."""
+    """The votes around an exchange, over the group of all ranks; making one is collective over that group.
+
+    ==========================  =======================================================================================
+    what happens                what follows
+    ==========================  =======================================================================================
+    a rank cannot take part     it says so in the first vote, all raise its reason, nobody has moved anything
+    the first vote breaks       this rank raises; it cannot know what others do, so it is cut off
+    the exchange fails here     the rank goes on to the second vote and says no there; all keep their weights
+    a rank says no              all gather the reasons and raise them; all keep their weights
+    all say yes                 the round is committed; from here on a rank that does not write tears the model
+    the second vote breaks      before this rank's yes nobody writes, so it keeps its weights and is cut off; after it
+                                others may write, so the model is torn
+    without ``atomic``          values are written while they are exchanged, so each failure in between tears the model
+    ==========================  =======================================================================================
+    """
+
+    _last_number: ClassVar[int] = 0  # of the aggregators of this process
 
     def __init__(
         self,
@@ -112,80 +165,92 @@ class RoundCoordinator:
     ) -> None:
         self._exchange = exchange
         self._topology, self._rank = scope.topology, scope.rank
-        self._device, self._number = device, next_number(round_groups.world)
-        self._round_groups = round_groups
+        self._device, self._round_groups = device, round_groups
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state._timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
-        self.is_over = False
-        self.is_cut_off = self.is_interrupted = False
-        self.is_owed = False
-        """Whether all ranks have agreed on new values that this one has not written yet."""
+        self._phase = RoundPhase.READY
+        self.all_finished = False
+        """Whether all ranks had finished when they last opened a round."""
+        # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
+        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=control_device(self._group))
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+        self._number = RoundCoordinator._last_number = int(highest)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return self._round_groups.world
 
     @property
+    def phase(self) -> RoundPhase:
+        """How far this rank is in a round."""
+        return self._phase
+
+    @property
     def is_out_of_step(self) -> bool:
         """Whether messages of this rank may be under way that nobody waits for, so that no round can follow."""
-        return self.is_cut_off or self.is_interrupted
+        return self._phase in (RoundPhase.INTERRUPTED, RoundPhase.CUT_OFF)
 
-    def run(self, opening: PreparedRound, fragment: int, least_divergence: float | None = None) -> Outcome | None:
-        """Vote, exchange, and vote on what came of it.
+    def release(self) -> None:
+        """End a committed round: its values are written here, or given up; local."""
+        if self._phase is RoundPhase.COMMITTED:
+            self._phase = RoundPhase.READY
 
-        Collective over the world. The new values then wait in the exchange to be committed.
+    def _interrupt(self) -> None:
+        """Note that messages of an exchange may be under way."""
+        if self._phase is not RoundPhase.CUT_OFF:
+            self._phase = RoundPhase.INTERRUPTED
 
-        :param opening: What this rank says at the opening.
-        :param fragment: The part of the model that takes part.
-        :param least_divergence: Root mean square of the updates' norms below which nothing moves; the same on all
-            ranks.
-        :return: What was agreed; ``None`` where all ranks have finished and none had anything to give.
-        :raises ConfigError: if a weight is negative or not finite, or all are zero; on all ranks.
-        :raises RoundError: if the round does not take place; all ranks keep their weights.
-        :raises TornError: if ranks may hold different weights now.
+    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> Outcome | None:
+        """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
+
+        Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
+        same on all ranks, nothing moves. Returns ``None`` where all ranks have finished and none had anything to give.
+        Raises on all ranks ConfigError, if the weights are invalid, and RoundError, if the round does not take place;
+        all keep their weights then. TornError: ranks may hold different weights now.
         """
-        self.is_owed = False
-        statuses = self._prepare(opening.status, opening.error)
+        self.release()
+        statuses = self._prepare(prepared)
+        run = prepared.run
+        assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
-        if self.is_over and not any(weights):
+        if self.all_finished and not any(weights):
             return None
         if all(other.is_absent for other in statuses):
-            return Outcome(RoundContext(weights, 0, int(opening.status.round)), (), False, is_empty=True)
+            return Outcome(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
         dropped = tuple(sorted(cell for cell in bad if weights[cell]))
         if dropped and not self._drops_cells:
-            self._refuse_nonfinite(dropped, opening.found)
+            self._refuse_nonfinite(dropped, run.findings.nonfinite)
         context = self._count(statuses, weights, dropped)
-        seconds = by_cell([other.seconds for other in statuses], self._topology, max)
-        nonfinite = self._share_nonfinite(dropped, opening.found) if dropped else {}
-        if least_divergence is not None and not self.is_over and _divergence(context) < least_divergence:
-            return Outcome(context, dropped, False, is_skipped=True, nonfinite=nonfinite, step_seconds=seconds)
-        self._check_turnout(context, statuses)
-        bad |= self._commit(context, fragment)
-        return Outcome(
-            self._exchange.context,
+        outcome = Outcome(
+            run,
+            context,
             dropped,
-            self.is_over,
-            nonfinite=nonfinite,
-            unfit=frozenset(bad),
-            step_seconds=seconds,
+            self.all_finished,
+            nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
+            step_seconds=by_cell([other.seconds for other in statuses], self._topology, max),
         )
+        if least_divergence is not None and not self.all_finished and _divergence(context) < least_divergence:
+            return replace(outcome, is_skipped=True)
+        self._check_possible(context, statuses)
+        context, unfit = self._commit(run, context)
+        return replace(outcome, context=context, unfit=frozenset(bad | unfit))
 
     @contextmanager
-    def owing(self) -> Iterator[None]:
-        """Run a round and write it; what ends the block in between tears the model, since others write their part.
+    def tear_if_unwritten(self) -> Iterator[None]:
+        """Run a round and write it; what ends the block between the two tears the model, since others write their part.
 
-        :raises TornError: if all ranks have agreed on new values, and this one has not written them.
+        Raises TornError where all ranks have agreed on new values and this one has not written them.
         """
         try:
             yield
         except BaseException as stop:
-            if self.is_owed:
-                self.is_owed = False
+            if self._phase is RoundPhase.COMMITTED:
+                self.release()
                 raise TornError(f"a round was agreed, but {type(stop).__name__} came before it was written") from stop
             raise
 
@@ -197,13 +262,13 @@ class RoundCoordinator:
         except XfflError:
             raise
         except Exception as broken:
-            self.is_cut_off = True
+            self._phase = RoundPhase.CUT_OFF
             raise RoundError(
                 f"a round did not take place, and this rank could not learn what others have found; it keeps its "
                 f"weights: {broken}; see the other ranks' output"
             ) from broken
         except BaseException:
-            self.is_interrupted = True
+            self._interrupt()
             raise
 
     def _count(self, statuses: list[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]) -> RoundContext:
@@ -217,14 +282,14 @@ class RoundCoordinator:
         return RoundContext(
             counted,
             first=next(cell for cell in range(self._topology.cells) if cell not in dropped),
-            number=int(statuses[0].round),
-            is_fused=all(status.is_moderate for status in statuses) and _has_one_arithmetic(statuses),
+            number=statuses[0].round,
+            is_fused=all(status.squares_fit_fp32 for status in statuses) and _has_one_arithmetic(statuses),
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
             norms=norms if self._exchange.has_norms else None,
-            attempt=int(max(status.attempt for status in statuses)),
+            attempt=max(status.attempt for status in statuses),
         )
 
-    def _check_turnout(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
+    def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
         """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
         try:
             self._exchange.check(context)
@@ -242,33 +307,33 @@ class RoundCoordinator:
                 "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
             )
 
-    def _prepare(self, status: RoundStatus, error: XfflError | None) -> list[RoundStatus]:
+    def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
-        number = int(status.round)
-        if self.is_interrupted:  # what was posted then would take the next attempt's messages
+        status, error = prepared.status, prepared.error
+        if self._phase is RoundPhase.INTERRUPTED:  # what was posted then would take the next attempt's messages
             status = status._replace(is_failed=True)
             error = RoundError(f"an exchange was interrupted here, and its messages may still be under way; {AFRESH}")
         try:
-            statuses = self._gather_status(status, self._opens_within_s)
+            statuses = self._gather_status(status, prepared.profile, self._opens_within_s)
         except RuntimeError as broken:
             self._abort()
-            self.is_cut_off = True
+            self._phase = RoundPhase.CUT_OFF
             raise RoundError(
-                f"round {number} could not be opened, this rank keeps its weights: {broken}; see the other ranks' "
-                "output"
+                f"round {status.round} could not be opened, this rank keeps its weights: {broken}; see the other "
+                "ranks' output"
             ) from broken
         except BaseException:
-            self.is_cut_off = True  # what is still to come would be taken for an answer to the next status
+            self._phase = RoundPhase.CUT_OFF
             raise
-        self.is_over = all(other.is_finished for other in statuses)
+        self.all_finished = all(other.is_finished for other in statuses)
         check_rounds(statuses, self._topology)
         if any(other.is_failed for other in statuses):
             with self._exchange_reasons():
-                check_consistent(f"opening of round {number}", "", error=error, group=self._group)
+                check_consistent(f"opening of round {status.round}", "", error=error, group=self._group)
         return statuses
 
-    def _gather_status(self, status: RoundStatus, within_s: float) -> list[RoundStatus]:
-        with self._exchange.profile.phase("vote"):
+    def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:
+        with profile.phase("vote"):
             status = status._replace(aggregator=self._number)
             return all_gather_status(status, self._topology, self._group, self._round_groups.first, within_s)
 
@@ -294,43 +359,48 @@ class RoundCoordinator:
             for cell in cells
         }
 
-    def _commit(self, context: RoundContext, fragment: int) -> set[int]:
-        """Exchange, and vote on the outcome; return the cells in which values that are not finite were sent."""
+    def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
+        """Exchange, and vote on the outcome.
+
+        Returns what the cells counted for, and the cells in which values that are not finite were sent.
+        """
         number = context.number
         failure: Exception | None = None
         found = FiniteReport([], False)
+        # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
-            self._exchange.run(context, fragment)
-            found = self._exchange.inspect_deferred()
-            failure = self._exchange.profile.failure
+            context = run.exchange(context)
+            found = run.inspect_deferred()
+            failure = run.profile.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
             if not self._atomic:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
-            self.is_interrupted = True
+            self._interrupt()
             raise
-        is_refused = failure is not None  # without this rank's yes nobody writes
+        # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
+        others_may_write = failure is None
         try:
             status = RoundStatus(
-                number + COMMIT_PHASE,
+                number,
+                phase=VotePhase.COMMIT,
                 is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
-                is_moderate=found.squares_fit_fp32,
+                squares_fit_fp32=found.squares_fit_fp32,
             )
-            statuses = self._gather_status(status, self._closes_within_s)
+            statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
-            is_refused = not is_agreed
+            others_may_write = is_agreed
             check_rounds(statuses, self._topology)
-            self.is_owed = is_agreed
+            if is_agreed:
+                self._phase = RoundPhase.COMMITTED
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:
             self._abort()
-            why = failure or error
-            if not isinstance(error, Exception):
-                why = error
-            if self._atomic and is_refused:
-                self.is_cut_off = True
+            why = error if failure is None or not isinstance(error, Exception) else failure
+            if self._atomic and not others_may_write:
+                self._phase = RoundPhase.CUT_OFF
                 if not isinstance(error, Exception):
                     raise
                 raise RoundError(
@@ -339,8 +409,9 @@ class RoundCoordinator:
             raise TornError(
                 f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
             ) from why
+        # 3. All ranks know the same now.
         if is_agreed:
-            return self._accept_late(context, statuses, found.nonfinite)
+            return self._accept_deferred(context, statuses, found.nonfinite)
         self._abort()
         told = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -356,32 +427,35 @@ class RoundCoordinator:
         """
         if self._device.type == "cuda":
             self._round_groups.abort()
-            self.is_cut_off |= self._round_groups.make is None
+            if self._round_groups.make is None:  # others belong to more than this aggregator's rounds
+                self._phase = RoundPhase.CUT_OFF
 
     def reconnect(self) -> None:
         """Make new groups after a round that failed on GPUs; collective over the world then.
 
-        :raises RoundError: if not all ranks come.
+        Raises RoundError if not all ranks come.
         """
         if not self._round_groups.is_aborted:
             return
         try:
             self._round_groups.renew()
         except Exception as broken:
-            self.is_cut_off = True
+            self._phase = RoundPhase.CUT_OFF
             raise RoundError(
                 f"the ranks could not make new process groups after a failed round, this rank keeps its weights: "
                 f"{broken}; see the other ranks' output"
             ) from broken
 
-    def _accept_late(self, context: RoundContext, statuses: list[RoundStatus], found: list[str]) -> set[int]:
-        """Go on with what was found while values were sent, or refuse it; only where no weights have changed yet."""
+    def _accept_deferred(
+        self, context: RoundContext, statuses: list[RoundStatus], found: list[str]
+    ) -> tuple[RoundContext, set[int]]:
+        """Go on with what was found while values were sent, or refuse it; no rank has changed a weight yet then."""
         bad = {self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite}
         if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
-            self.is_owed = False
+            self.release()
             self._refuse_nonfinite(counted, found)
-        self._exchange.settle(squares_fit_fp32=all(status.is_moderate for status in statuses))
-        return bad
+        is_fused = context.is_fused and all(status.squares_fit_fp32 for status in statuses)
+        return replace(context, is_fused=is_fused), bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
@@ -389,40 +463,6 @@ class RoundCoordinator:
         told = "" if failure is None else f"{type(failure).__name__}: {failure}"
         dist.all_gather_object(reasons, told, group=self._group)
         return reasons
-
-
-def report_of(outcome: Outcome, exchange: Exchange, number: int, fragment: int, seconds: float) -> RoundReport:
-    """Tell what a round did; local.
-
-    :param outcome: What was agreed.
-    :param exchange: What moved.
-    :param number: The round's number.
-    :param fragment: The part of the model that took part.
-    :param seconds: How long it took here.
-    :return: The report.
-    """
-    context, profile = outcome.context, exchange.profile
-    total = math.fsum(context.counts)
-    return RoundReport(
-        round=number,
-        weights=context.weights,
-        bytes_across=profile.bytes_across,
-        bytes_home=profile.bytes_home,
-        seconds=seconds,
-        dropped=outcome.dropped,
-        is_last=outcome.is_last,
-        fragment=fragment,
-        shares=tuple(count / total for count in context.counts),
-        scale=context.scale,
-        steps=context.steps,
-        step_seconds=outcome.step_seconds,
-        update_norms=context.norms,
-        nonfinite=outcome.nonfinite,
-        is_skipped=outcome.is_skipped,
-        phases=profile.phases,
-        hidden=profile.hidden,
-        codec_error=exchange.memory.codec_error,
-    )
 
 
 def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
@@ -434,85 +474,6 @@ def _divergence(context: RoundContext) -> float:
     assert context.norms is not None, "checked by who asks for it"
     squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
     return math.sqrt(total_of(squares) / math.fsum(context.weights))
-
-
-@dataclass(frozen=True)
-class RoundInput:
-    """What a rank gives to a round, and what it says of itself.
-
-    :param weight: Its own count since the last round (samples, tokens), or a function that returns it; not read where
-        ``is_absent``. ``None`` on all ranks: every cell counts 1.
-    :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
-    :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
-    :param steps: Effective number of this cell's local steps since the last round, for combiners that ask for it.
-    :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
-    :param prepare: Called before the model is read; what it raises is told to all ranks.
-    """
-
-    weight: float | Callable[[], float] | None = None
-    is_absent: bool = False
-    is_finished: bool = False
-    steps: float = 1.0
-    seconds: float = 0.0
-    prepare: Callable[[], None] | None = None
-
-
-def prepare_round(
-    made: Assembly, model: nn.Module, number: int, fragment: int, given: RoundInput, merging: float = AT_ONCE
-) -> PreparedRound:
-    """Read the model and fill in this rank's status; local. What goes wrong is told to all ranks by the vote.
-
-    :param made: What the aggregator works with.
-    :param model: The model.
-    :param number: The round's number.
-    :param fragment: The part of the model that takes part.
-    :param given: What this rank gives.
-    :param merging: As in :class:`~xffl.aggregation.engine.status.RoundStatus`; where training goes on meanwhile, all is
-        copied now.
-    :return: The status, and what belongs to it.
-    """
-    error: XfflError | None = None
-    count = steps = seconds = 0.0
-    findings = FiniteReport([], False)
-    try:
-        reshard(model)
-        refresh_view(model)
-        made.manifest.check()
-        if made.exchange.global_model is not None:
-            made.exchange.global_model.check(fragment)
-        if given.prepare is not None:
-            given.prepare()
-        steps = checked_number("steps", given.steps, "give the effective number of local steps")
-        seconds = checked_number("seconds", given.seconds, "give those of a local step, or 0")
-        if made.options.privacy is not None and given.weight is not None:
-            raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
-        if not given.is_absent:
-            weight = given.weight
-            count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
-        findings = made.exchange.inspect(fragment, is_snapshot=merging != AT_ONCE, keeps_snapshot=merging == NO_ALPHA)
-    except XfflError as wrong:
-        error = wrong
-    except Exception as wrong:  # noqa: BLE001 - told to all ranks
-        error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
-    masker = made.exchange.masker
-    status = RoundStatus(
-        round=number,
-        weight=count,
-        is_uniform=given.weight is None,
-        is_absent=given.is_absent,
-        is_finished=given.is_finished,
-        is_nonfinite=bool(findings.nonfinite),
-        is_failed=error is not None,
-        is_encoding=made.has_codecs and made.exchange.memory.is_encoding(fragment),
-        is_moderate=findings.squares_fit_fp32,
-        arithmetic=made.arithmetic,
-        merging=merging if error is None else AT_ONCE,
-        norm=findings.norm,
-        steps=steps,
-        seconds=seconds,
-        attempt=0.0 if masker is None else masker.next_attempt,
-    )
-    return PreparedRound(status, findings.nonfinite, error)
 
 
 PRIME = 1_000_003
@@ -528,7 +489,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def agree_start(
+def check_start(
     entries: Sequence[TensorInfo],
     exchange: Exchange,
     topology: Topology,
@@ -536,22 +497,14 @@ def agree_start(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise where the cells hold different parameters.
+    """Raise ConfigError, on all ranks, where the cells hold different parameters.
 
-    Collective over the topology's ranks; moves one number for each tensor and cell. Each element is counted once in
-    each cell, whatever its cut, by the bits of its value and its place.
-
-    :param entries: The moving tensors, in the plan's order.
-    :param exchange: What holds this rank's elements.
-    :param topology: The federation.
-    :param rank: This rank.
-    :param device: Where the world's backend communicates from.
-    :param group: A group of all ranks; by default the world.
-    :raises ConfigError: if two cells differ; on all ranks, with the tensor and the cells.
+    Collective over ``group``, the topology's ranks; moves one number for each tensor and cell. Each element is counted
+    once in each cell, whatever its cut, by the bits of its value and its place.
     """
     sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
     mine = sums[topology.cell_of(rank)]
-    for item, start, values in exchange.carried_parts():
+    for item, start, values in exchange.own_values():
         mine[item] = (mine[item] + _sum_of_bits(values, start) % RANGE) % RANGE
     dist.all_reduce(sums, group=group)
     by_tensor = (sums % RANGE).t().tolist()

@@ -1,6 +1,6 @@
 """The exchange of a round: swap buckets between cells, combine them, and hand the result round inside each cell.
 
-A bucket's way is a generator, :meth:`Exchange._exchange_bucket`; :class:`BucketPipeline` keeps several under way::
+A bucket's way is a generator, :meth:`RoundRun._exchange_bucket`; :class:`BucketPipeline` keeps several under way::
 
     bucket 0   pack  recv.. send ....wire....  mean  bcast-in-cell  write
     bucket 1         pack  recv.. send ....wire....  mean  bcast ...
@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -32,11 +33,11 @@ import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
 from xffl.aggregation.compression.error_feedback import ResidualStore
-from xffl.aggregation.engine.buffers import Layout, Pool, StagingBuffers, aligned
+from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
+from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import TAG, CrossCellTransport, add_distances
+from xffl.aggregation.engine.transport import TAG, CrossCellTransport, Link, add_distances
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy.differential import Accountant, Privacy, privatize
@@ -44,7 +45,6 @@ from xffl.aggregation.privacy.secure_sum import Masker
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.consistency import control_device
-from xffl.topology import Topology
 
 __all__ = [
     "BucketPipeline",
@@ -53,64 +53,51 @@ __all__ = [
     "FiniteReport",
     "PairwiseSwap",
     "Protection",
+    "RoundRun",
     "sum_of_squares",
     "weigh_cells",
 ]
 
 
 HOME_LAG = 2
-"""Buckets after which a broadcast at home is waited for: the next one is combined meanwhile."""
+"""Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
 
 
 class Exchange:
-    """Everything that one rank moves in a round.
+    """What one rank exchanges, and what rounds use again: buffers, codecs' memories, the last global model.
 
-    With ``atomic`` the new values are collected beside the model, one copy of this rank's shard, until :meth:`commit`
-    writes them; else they are written bucket by bucket.
+    With ``atomic`` the new values are collected beside the model, one copy of this rank's shard, until
+    :meth:`RoundRun.commit` writes them; else they are written bucket by bucket.
     """
 
     def __init__(
         self,
         layout: Layout,
         transfers: Sequence[GroupTransfer],
-        transport: CrossCellTransport,
+        link: Link,
         *,
-        topology: Topology,
-        rank: int,
-        round_groups: RoundGroups,
         device: torch.device,
         options: Options,
         global_model: GlobalModel | None,
-        progress: Progress,
-        masker: Masker | None,
     ) -> None:
-        self._layout = layout
-        self._transfers = tuple(transfers)
-        self._transport = transport
-        self._device = device
-        self._atomic = options.atomic
-        self._topology = topology
-        self._cell = topology.cell_of(rank)
-        self._round_groups = round_groups
+        self.layout, self.transfers, self.link = layout, tuple(transfers), link
+        self.device, self.atomic = device, options.atomic
         self.combiner = options.combiner
-        self._is_gathering = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
-        self.global_model, self._progress = global_model, progress
+        self.compares_models = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
+        self.global_model = global_model
         self.has_norms = options.has_norms
-        privacy = options.privacy
-        self._protection = None if privacy is None else Protection(privacy, round_groups.first + rank, masker)
-        self.masker = masker
-        self.context = RoundContext((1.0,), 0)
+        self.round_groups, self.masker = link.round_groups, link.masker
+        rank = self.round_groups.first + link.rank
+        self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
         # Buffers are made in the first round and kept, since fresh memory is slow.
-        self._homes = Pool(0, device)
-        self._staging = StagingBuffers(layout, device, atomic=options.atomic)
-        self.memory = ResidualStore(transfers, transport.feedback)
-        self.profile = RoundProfile(device)
-        self._pairwise_swap = PairwiseSwap(layout, self._staging, transport, round_groups, self._cell)
+        self.cell_rows = Pool(0, device)
+        self.staging = StagingBuffers(layout, device, atomic=options.atomic)
+        self.residuals = ResidualStore(transfers, link.feedback)
 
     @property
     def accountant(self) -> Accountant | None:
         """What privacy has cost so far; ``None`` where rounds are not private."""
-        return None if self._protection is None else self._protection.accountant
+        return None if self.protection is None else self.protection.accountant
 
     @property
     def needs_one_arithmetic(self) -> bool:
@@ -118,284 +105,303 @@ class Exchange:
         has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
         return has_scale or (self.global_model is not None and self.global_model.has_optimizer)
 
-    @torch.no_grad()
-    def inspect(self, fragment: int, *, is_snapshot: bool = False, keeps_snapshot: bool = False) -> FiniteReport:
-        """Look the tensors up and read those of this round that this rank sends; local.
-
-        What is combined late is looked at when it is sent, while the processor has it at hand: see :meth:`settle`.
-        """
-        self.profile = RoundProfile(self._device, self.profile)
-        self._progress.forget()
-        self.memory.begin()
-        self._staging.begin(is_snapshot=is_snapshot or self._protection is not None, keeps_snapshot=keeps_snapshot)
-        with self.profile.phase("pack"):
-            self._layout.look_up()
-            # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
-            with torch.inference_mode(False):
-                self._make_buffers(fragment)
-            self._pairwise_swap.begin()
-            finite_check = FiniteCheck(self._layout)
-            norms: list[torch.Tensor] = []
-            for transfer, bucket in self._walk(fragment):
-                if transfer.deferred_mean:
-                    continue
-                is_sender = self._transport.senders.is_here(transfer.group, bucket)
-                if keeps_snapshot or transfer.group.is_mean_at_home or is_sender:
-                    values, lent = self._staging.pack(transfer, bucket)
-                    if transfer.group.rule == "average":
-                        finite_check.add(bucket, values)
-                    if is_sender and self.has_norms and transfer.group.is_stepped:
-                        assert self.global_model is not None
-                        norms.append(self.global_model.squared_distance(transfer, bucket, values))
-                    self._staging.keep(bucket, lent)
-            return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
-
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
         self.combiner.check(len(context.cells))
         if self.masker is not None:
             self.masker.check(context.cells)
-        if not self._is_gathering:
+        if not self.compares_models:
             weigh_cells(context, self.combiner)
 
+    def own_values(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
+        for transfer in self.transfers:
+            for bucket in transfer.buckets if transfer.group.is_stepped else ():
+                if not self.link.senders.is_here(transfer.group, bucket):
+                    continue
+                values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
+                self.layout.pack(bucket, values)
+                sizes = [piece.stop - piece.start for piece in bucket.pieces]
+                for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
+                    yield piece.item, piece.start, part
+
     @torch.no_grad()
-    def run(self, context: RoundContext, fragment: int) -> None:
-        """Swap, combine and hand round every bucket of every group, once :meth:`inspect` has read them.
+    def restart(self) -> None:
+        """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
+        self.layout.look_up()
+        for transfer in self.transfers:
+            if (feedback := self.link.feedback.get(transfer.number)) is not None:
+                for bucket in transfer.buckets:
+                    self.layout.pack(bucket, feedback.reference[bucket.start : bucket.stop])
+        if self.global_model is not None:
+            self.global_model.reset_from_model()
+
+
+class RoundRun:
+    """One round of this rank, from the values that it reads to those that it writes.
+
+    Making one is local: it makes the buffers that the round needs, and reads and checks those values of this rank that
+    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand: see
+    :meth:`inspect_deferred`.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, exchange: Exchange, fragment: int, profile: RoundProfile, copy: ModelCopy = ModelCopy.NONE
+    ) -> None:
+        self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
+        self.fragment, self.profile = fragment, profile
+        self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
+        self._pairwise_swap = PairwiseSwap(exchange, profile)
+        self._link.progress.forget()
+        exchange.residuals.begin()
+        if exchange.protection is not None and copy is ModelCopy.NONE:
+            copy = ModelCopy.STAGED  # what is clipped and noised is not the model itself
+        with profile.phase("pack"):
+            self._layout.look_up()
+            # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
+            with torch.inference_mode(False):
+                self._buffers = self._make_buffers(copy)
+            self.findings = self._inspect()
+
+    @property
+    def codec_error(self) -> float | None:
+        """What lossy codecs have left out of what this rank sent, see :class:`xffl.RoundReport`."""
+        return self._exchange.residuals.codec_error
+
+    def _make_buffers(self, copy: ModelCopy) -> RoundBuffers:
+        """Make what a round needs, so that it does not run out of memory on its way."""
+        transfers, link = self._transfers, self._link
+        pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
+        # What is combined late is free again once it has been sent; a few more spare small models a second packing.
+        pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
+        buffers = RoundBuffers(self._exchange.staging, transfers, pauses, copy)
+        for transfer in transfers if self._exchange.compares_models else ():
+            if any(link.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets):
+                is_encoded = transfer.codec is not None and self._is_encoding
+                link.gathered.reserve(transfer, torch.float32 if is_encoded else transfer.dtype)
+        link.reserve(transfers)
+        rows = [
+            aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.home.size()
+            for transfer, bucket in self._walk()
+            if transfer.group.is_mean_at_home and transfer.home is not None
+        ]
+        self._exchange.cell_rows.reserve(bool(rows), max(rows, default=0))
+        return buffers
+
+    def _inspect(self) -> FiniteReport:
+        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update."""
+        keeps = self._buffers.copy is ModelCopy.KEPT
+        finite_check = FiniteCheck(self._layout)
+        norms: list[torch.Tensor] = []
+        for transfer, bucket in self._walk():
+            if transfer.deferred_mean:
+                continue
+            is_sender = self._link.senders.is_here(transfer.group, bucket)
+            if keeps or transfer.group.is_mean_at_home or is_sender:
+                values, lent = self._buffers.pack(transfer, bucket)
+                if transfer.group.rule == "average":
+                    finite_check.add(bucket, values)
+                if is_sender and self._exchange.has_norms and transfer.group.is_stepped:
+                    assert self._exchange.global_model is not None
+                    norms.append(self._exchange.global_model.squared_distance(transfer, bucket, values))
+                self._buffers.keep(bucket, lent)
+        return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
+
+    @torch.no_grad()
+    def exchange(self, context: RoundContext) -> RoundContext:
+        """Swap, combine and hand round every bucket of every group; return what the cells counted for.
 
         Collective over the world; a GPU has done its part then. Afterwards :attr:`profile` tells what this rank sent,
-        how long it took, and what failed here, and :attr:`context` what the cells counted for.
+        how long it took, and what failed here.
         """
-        self.context = context if self._is_gathering else weigh_cells(context, self.combiner)
-        if self.masker is not None:
-            self.masker.begin(context.attempt, context.cells)
-        self._transport.begin(self.context, self.profile)
-        if self._protection is not None:
-            assert self.global_model is not None
-            self._protection.apply(
-                list(self._carried(fragment)),
-                self.global_model,
-                self._staging,
-                self.profile,
-                cells=context.cells,
-                cell=self._cell,
-                home=self._round_groups.cell,
-            )
-        if not self._is_gathering:
-            self._run_pipeline(fragment, self._exchange_bucket)
-            return
-        self._run_pipeline(fragment, self._gather)
+        exchange = self._exchange
+        if not exchange.compares_models:
+            context = weigh_cells(context, exchange.combiner)
+        if exchange.masker is not None:
+            exchange.masker.begin(context.attempt, context.cells)
+        if exchange.protection is not None:
+            exchange.protection.apply(list(self._sent()), exchange, self._buffers, self.profile, context.cells)
+        transport = self._transport(context)
+        if not exchange.compares_models:
+            self._run_pipeline(context, partial(self._exchange_bucket, transport))
+            return context
+        self._run_pipeline(context, partial(self._gather, transport))
         with self.profile.phase("weigh"):
-            distances = self._compare(fragment)
-        self.context = weigh_cells(context, self.combiner, distances)
-        self._transport.weigh(self.context)
-        self._run_pipeline(fragment, self._spread)
+            distances = self._compare(context)
+        context = weigh_cells(context, exchange.combiner, distances)
+        transport = self._transport(context)
+        self._run_pipeline(context, partial(self._spread, transport))
+        return context
 
     def inspect_deferred(self) -> FiniteReport:
-        """Return what was found in the values that are combined late, once :meth:`run` has sent them; local."""
+        """Return what was found in the values that are combined late, once :meth:`exchange` has sent them; local."""
         return self._pairwise_swap.report()
 
-    def settle(self, *, squares_fit_fp32: bool) -> None:
-        """Go on with what all ranks have found in the values that are combined late; local."""
-        self.context = replace(self.context, is_fused=self.context.is_fused and squares_fit_fp32)
+    @torch.no_grad()
+    def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
+        """Write the collected values into the model; local. Without ``atomic`` they are there already.
 
-    def _run_pipeline(self, fragment: int, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
-        """Start a flight for each bucket, in order, and keep several under way."""
+        Where another cell's values were collected and not the mean, the mean is written.
+        """
+        exchange = self._exchange
+        stages = exchange.staging.stages
+        with self.profile.phase("commit"):
+            if is_merged or self._buffers.copy is not ModelCopy.NONE:
+                self._layout.look_up()  # local steps may have moved tensors since
+            if exchange.global_model is not None:
+                exchange.global_model.step(self.fragment, stages, context.scale)
+            deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
+            self._pairwise_swap.write(deferred, self._buffers, context)
+            for transfer, bucket in self._walk() if exchange.atomic else ():
+                if transfer.deferred_mean:
+                    continue
+                mean = exchange.staging.stage(transfer, bucket)
+                keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
+                if keeps_some and not transfer.group.is_mean_at_home:
+                    self._buffers.merge(transfer, bucket, mean, alpha)
+                else:
+                    self._layout.unpack(bucket, mean)
+            exchange.residuals.settle(self.fragment, stages)
+
+    @property
+    def _is_encoding(self) -> bool:
+        return self._exchange.residuals.is_encoding(self.fragment)
+
+    def _transport(self, context: RoundContext) -> CrossCellTransport:
+        return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+
+    def _walk(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+        return ((transfer, bucket) for transfer in self._transfers for bucket in transfer.buckets)
+
+    def _sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+        """Yield what this rank sends of what training changes."""
+        for transfer, bucket in self._walk():
+            if transfer.group.is_stepped and self._link.senders.is_here(transfer.group, bucket):
+                yield transfer, bucket
+
+    def _run_pipeline(self, context: RoundContext, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
+        """Start the way of each bucket, in order, and keep several under way."""
         pipeline = BucketPipeline()
         before: tuple[object, ...] = ()
-        for transfer in self._transfers_of(fragment):
+        for transfer in self._transfers:
             # Others are in step with this rank only as long as they walk the same groups; and what is asked for is sent
             # in the same order only as long as it is asked for as far ahead.
             if transfer.pace != before or transfer.deferred_mean:
                 pipeline.drain()
             before = transfer.pace
             if transfer.deferred_mean:
-                self._pairwise_swap.swap(transfer, self.context, self.profile)
+                self._pairwise_swap.swap(transfer, self._buffers, context)
                 continue
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()
-        self._progress.drain()
+        self._link.progress.drain()
 
-    def _compare(self, fragment: int) -> list[list[float]]:
-        """Return the squared distances between all cells' models; collective over the world.
-
-        The senders of the first cell measure what they hold, and all ranks get the same sums from its first rank.
-        """
-        cells = self._topology.cells
-        table = torch.zeros(cells, cells, dtype=torch.float64, device=self._device)
-        if self._cell == 0:
-            with self.profile.capture_failure("weigh"):
-                for transfer, bucket in self._carried(fragment):
-                    rows = self._transport.gathered.rows(transfer, bucket, self._kept_dtype(transfer))
-                    add_distances(rows, self.context.cells, table)
-        table = table.to(control_device(self._round_groups.world))
-        if self._cell == 0 and self._round_groups.cell is not None:
-            dist.all_reduce(table, group=self._round_groups.cell)
-        dist.broadcast(table, src=self._round_groups.first, group=self._round_groups.world)
-        distances: list[list[float]] = table.tolist()
-        return distances
-
-    @torch.no_grad()
-    def commit(self, fragment: int, *, is_merged: bool = False, alpha: float | None = None) -> None:
-        """Write the collected values into the model; local. Without ``atomic`` they are there already.
-
-        Where another cell's values were collected and not the mean, the mean is written.
-        """
-        with self.profile.phase("commit"):
-            if is_merged or self._staging.is_snapshot:
-                self._layout.look_up()
-            if self.global_model is not None:
-                self.global_model.step(fragment, self._staging.stages, self.context.scale)
-            self._pairwise_swap.write(
-                [transfer for transfer in self._transfers_of(fragment) if transfer.deferred_mean], self.context
-            )
-            for transfer, bucket in self._walk(fragment) if self._atomic else ():
-                if transfer.deferred_mean:
-                    continue
-                mean = self._staging.stage(transfer, bucket)
-                if (
-                    is_merged
-                    and alpha != 0.0
-                    and transfer.group.rule == "average"
-                    and not transfer.group.is_mean_at_home
-                ):
-                    self._staging.merge(transfer, bucket, mean, alpha)
-                else:
-                    self._layout.unpack(bucket, mean)
-            self.memory.settle(fragment, self._staging.stages)
-
-    def carried_parts(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield what training changes of the model that this rank carries: tensor, first element, values; local."""
-        for transfer in self._transfers:
-            for bucket in transfer.buckets if transfer.group.is_stepped else ():
-                if not self._transport.senders.is_here(transfer.group, bucket):
-                    continue
-                values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self._device)
-                self._layout.pack(bucket, values)
-                sizes = [piece.stop - piece.start for piece in bucket.pieces]
-                for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
-                    yield piece.item, piece.start, part
-
-    def _make_buffers(self, fragment: int) -> None:
-        """Make what a round needs, so that it does not run out of memory on its way."""
-        transfers = self._transfers_of(fragment)
-        pauses = {transfer.number: self._transport.pause(transfer) + HOME_LAG for transfer in transfers}
-        # What is combined late is free again once it has been sent; a few more spare small models a second packing.
-        pauses |= {
-            transfer.number: min(pauses[transfer.number], MOST_IN_FLIGHT)
-            for transfer in transfers
-            if transfer.deferred_mean
-        }
-        self._staging.make(transfers, pauses)
-        for transfer in transfers if self._is_gathering else ():
-            if any(self._transport.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets):
-                self._transport.gathered.reserve(transfer, self._kept_dtype(transfer))
-        self._transport.reserve(transfers)
-        homes = [
-            aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.home.size()
-            for transfer, bucket in self._walk(fragment)
-            if transfer.group.is_mean_at_home and transfer.home is not None
-        ]
-        self._homes.reserve(bool(homes), max(homes, default=0))
-
-    def _carried(self, fragment: int) -> Iterator[tuple[GroupTransfer, Bucket]]:
-        """Yield what this rank carries of what training changes."""
-        for transfer, bucket in self._walk(fragment):
-            if transfer.group.is_stepped and self._transport.senders.is_here(transfer.group, bucket):
-                yield transfer, bucket
-
-    def _walk(self, fragment: int) -> Iterator[tuple[GroupTransfer, Bucket]]:
-        return ((transfer, bucket) for transfer in self._transfers_of(fragment) for bucket in transfer.buckets)
-
-    def _transfers_of(self, fragment: int) -> list[GroupTransfer]:
-        return [transfer for transfer in self._transfers if transfer.group.fragment == fragment]
-
-    def _exchange_bucket(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+    def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
-        group = transfer.group
-        values, out, lent = self._staging.own(transfer, bucket)
-        if lent is not None:
-            with self.profile.capture_failure("pack"):
-                self._staging.fill(bucket, values)
-        if group.is_mean_at_home and transfer.home is not None:
-            self._mean_at_home(transfer.home, values)
-        is_sender = self._transport.senders.is_here(group, bucket)
+        values, out, lent = self._read(transfer, bucket)
+        is_sender = self._link.senders.is_here(transfer.group, bucket)
         if is_sender:
-            yield from self._transport.exchange(transfer, bucket, values, out, is_encoded=self._is_encoded(transfer))
+            yield from transport.exchange(transfer, bucket, values, out)
         if transfer.home is not None:
             if not is_sender:  # in step with the rank that is
-                yield self._transport.pause(transfer)
+                yield self._link.pause(transfer)
             yield from self._share(transfer, bucket, out, is_sender=is_sender)
         self._write(transfer, bucket, out, lent)
 
-    def _gather(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+    def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
-        values, _, lent = self._staging.own(transfer, bucket)
-        if lent is not None:
-            with self.profile.capture_failure("pack"):
-                self._staging.fill(bucket, values)
-        if transfer.group.is_mean_at_home and transfer.home is not None:
-            self._mean_at_home(transfer.home, values)
-        if self._transport.senders.is_here(transfer.group, bucket):
-            yield from self._transport.gather(transfer, bucket, values, is_encoded=self._is_encoded(transfer))
-        self._staging.give(lent)
+        values, _, lent = self._read(transfer, bucket)
+        if self._link.senders.is_here(transfer.group, bucket):
+            yield from transport.gather(transfer, bucket, values)
+        self._buffers.release(lent)
 
-    def _spread(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+    def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
-        _, out, lent = self._staging.own(transfer, bucket)
-        is_sender = self._transport.senders.is_here(transfer.group, bucket)
+        _, out, lent = self._buffers.acquire(transfer, bucket)
+        is_sender = self._link.senders.is_here(transfer.group, bucket)
         if is_sender:
-            self._transport.settle(transfer, bucket, out, is_encoded=self._is_encoded(transfer))
+            transport.combine_gathered(transfer, bucket, out)
         if transfer.home is not None:
             yield from self._share(transfer, bucket, out, is_sender=is_sender)
         self._write(transfer, bucket, out, lent)
 
-    def _kept_dtype(self, transfer: GroupTransfer) -> torch.dtype:
-        return torch.float32 if self._is_encoded(transfer) else transfer.dtype
-
-    def _is_encoded(self, transfer: GroupTransfer) -> bool:
-        return transfer.codec is not None and self.memory.is_encoding(transfer.group.fragment)
+    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return a bucket's values, where its result goes, and the buffer lent for it, if any."""
+        values, out, lent = self._buffers.acquire(transfer, bucket)
+        if lent is not None:
+            with self.profile.capture_failure("pack"):
+                self._buffers.fill(bucket, values)
+        if transfer.group.is_mean_at_home and transfer.home is not None:
+            self._mean_in_cell(transfer.home, values)
+        return values, out, lent
 
     def _write(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
         """Write a bucket into the model, unless it waits for the commit."""
-        if self._atomic:
+        if self._exchange.atomic:
             return
         with self.profile.capture_failure("commit"):
             self._layout.unpack(bucket, out)
-            feedback = self._transport.feedback.get(transfer.number)
+            feedback = self._link.feedback.get(transfer.number)
             if feedback is not None:
                 feedback.reference[bucket.start : bucket.stop].copy_(out)
-        self._staging.give(lent)
+        self._buffers.release(lent)
 
-    def _mean_at_home(self, home: dist.ProcessGroup, values: torch.Tensor) -> None:
+    def _mean_in_cell(self, home: dist.ProcessGroup, values: torch.Tensor) -> None:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
+        pool = self._exchange.cell_rows
         with self.profile.phase("home"):
-            lent = self._homes.take(aligned(values.nbytes) * home.size())
-            rows = [row[: values.nbytes] for row in self._homes.rows(lent, torch.uint8, home.size())]
+            lent = pool.acquire(aligned(values.nbytes) * home.size())
+            rows = [row[: values.nbytes] for row in pool.rows(lent, torch.uint8, home.size())]
             dist.all_gather(rows, values.view(torch.uint8), group=home)
             self.profile.bytes_home += values.nbytes * (len(rows) - 1)
         with self.profile.capture_failure("combine"):
             weighted_mean([row.view(values.dtype) for row in rows], [1.0] * len(rows), values)
-        self._homes.give(lent)
+        pool.release(lent)
 
     def _share(
         self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, *, is_sender: bool
     ) -> Iterator[int]:
-        """Hand a result round at home."""
+        """Hand a result round inside the cell."""
         home = transfer.home
         assert home is not None
         with self.profile.phase("home"):
-            source = self._round_groups.first + self._transport.senders.at_home(transfer.group, bucket)
+            source = self._exchange.round_groups.first + self._link.senders.at_home(transfer.group, bucket)
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.profile.bytes_home += values.nbytes * (home.size() - 1) if is_sender else 0
         yield HOME_LAG
         with self.profile.phase("home"):
             work.wait()
-        self._progress.note()
+        self._link.progress.note()
+
+    def _compare(self, context: RoundContext) -> list[list[float]]:
+        """Return the squared distances between all cells' models; collective over the world.
+
+        The senders of the first cell measure what they hold, and all ranks get the same sums from its first rank.
+        """
+        cells, groups = self._link.topology.cells, self._exchange.round_groups
+        table = torch.zeros(cells, cells, dtype=torch.float64, device=self._exchange.device)
+        if self._link.cell == 0:
+            with self.profile.capture_failure("weigh"):
+                for transfer, bucket in self._sent():
+                    is_encoded = transfer.codec is not None and self._is_encoding
+                    rows = self._link.gathered.rows(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+                    add_distances(rows, context.cells, table)
+        table = table.to(control_device(groups.world))
+        if self._link.cell == 0 and groups.cell is not None:
+            dist.all_reduce(table, group=groups.cell)
+        dist.broadcast(table, src=groups.first, group=groups.world)
+        distances: list[list[float]] = table.tolist()
+        return distances
 
 
 class BucketPipeline:
-    """What is under way: iterators that yield for how many starts of others they can pause; local and deterministic."""
+    """Keeps the ways of several buckets under way, so that link, processor and cell work at the same time.
+
+    A way is an iterator that yields for how many starts of others it can pause. Local and deterministic: which step
+    follows which depends on the numbers of starts alone.
+    """
 
     def __init__(self) -> None:
         self._tick = 0
@@ -420,41 +426,37 @@ class BucketPipeline:
 
 
 class PairwiseSwap:
-    """The groups of a rank that are combined late, see :class:`~xffl.aggregation.engine.plan.GroupTransfer`."""
+    """The exchange of groups with ``deferred_mean``: two cells swap whole buckets, of one holder in each cell.
 
-    def __init__(
-        self,
-        layout: Layout,
-        staging: StagingBuffers,
-        transport: CrossCellTransport,
-        round_groups: RoundGroups,
-        cell: int,
-    ) -> None:
-        self._layout, self._staging, self._transport, self._round_groups = layout, staging, transport, round_groups
-        self._cell, self._other = cell, 1 - cell
-        self._finite_check = FiniteCheck(layout)
+    Each rank takes the mean where its values lie in the model, when it writes it: one pass over memory less. Values are
+    checked when they are sent.
+    """
 
-    def begin(self) -> None:
-        """Forget what was found in the round before."""
+    def __init__(self, exchange: Exchange, profile: RoundProfile) -> None:
+        self._layout, self._staging, self._link = exchange.layout, exchange.staging, exchange.link
+        self._profile = profile
+        self._cell, self._other = self._link.cell, 1 - self._link.cell
         self._finite_check = FiniteCheck(self._layout)
 
     def report(self) -> FiniteReport:
         """Return what was found in the values that were sent; local."""
         return self._finite_check.report()
 
-    def swap(self, transfer: GroupTransfer, context: RoundContext, profile: RoundProfile) -> None:
+    def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
         """Swap all of a group with its sender in the other cell.
 
-        A loop of its own instead of a flight for each bucket: where buckets empty the caches, a step of Python costs
+        A loop of its own instead of a generator for each bucket: where buckets empty the caches, a step of Python costs
         ten times as much, and there are hundreds.
         """
         buckets, sources, ahead = transfer.buckets, context.source_cells(transfer.group), transfer.ahead
         sends, receives = self._cell in sources, self._other in sources
-        groups = self._round_groups.across or (None,)
-        peer = self._round_groups.first + self._transport.senders.of(transfer.group, buckets[0])[self._other]
+        round_groups, profile = self._link.round_groups, self._profile
+        groups = round_groups.across or (None,)
+        peer = round_groups.first + self._link.senders.of(transfer.group, buckets[0])[self._other]
         stages = self._staging.stages_of(transfer)
         arriving: deque[list[dist.Work]] = deque()
         leaving: deque[tuple[Bucket, torch.Tensor | None, list[dist.Work]]] = deque()
+        # Each tick asks for a bucket, sends the one `ahead` before it, and waits for the one `depth` before that.
         for tick in range(len(buckets) + ahead + transfer.depth):
             if tick >= ahead + transfer.depth:
                 bucket, lent, works = leaving.popleft()
@@ -462,10 +464,10 @@ class PairwiseSwap:
                     for work in arriving.popleft() + works:
                         work.wait()
                 if lent is not None:
-                    self._staging.keep(bucket, lent)
+                    round_buffers.keep(bucket, lent)
             if ahead <= tick < len(buckets) + ahead:
                 bucket = buckets[tick - ahead]
-                values, lent = self._read(transfer, bucket, profile)
+                values, lent = self._read(transfer, bucket, round_buffers)
                 profile.record_send(values.nbytes if sends else 0)
                 with profile.phase("post"):
                     moves = [(values, peer)] if sends else []
@@ -478,17 +480,17 @@ class PairwiseSwap:
         profile.arrived()
 
     def _read(
-        self, transfer: GroupTransfer, bucket: Bucket, profile: RoundProfile
+        self, transfer: GroupTransfer, bucket: Bucket, round_buffers: RoundBuffers
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a bucket's values, looked at, and the buffer lent for them, if any."""
-        values, lent = self._staging.lend(transfer, bucket)
-        with profile.capture_failure("pack"):
+        """Return a bucket's values, checked, and the buffer lent for them, if any."""
+        values, lent = round_buffers.acquire_values(transfer, bucket)
+        with self._profile.capture_failure("pack"):
             if lent is not None:
-                self._staging.fill(bucket, values)
+                round_buffers.fill(bucket, values)
             self._finite_check.add(bucket, values)
         return values, lent
 
-    def write(self, transfers: Sequence[GroupTransfer], context: RoundContext) -> None:
+    def write(self, transfers: Sequence[GroupTransfer], round_buffers: RoundBuffers, context: RoundContext) -> None:
         """Write the mean of groups into the model; local."""
         # What shares memory is written once all of it has been read.
         waits = self._layout.shares_memory
@@ -496,15 +498,15 @@ class PairwiseSwap:
             sources = context.source_cells(transfer.group)
             counts = [context.counts[cell] for cell in sources]
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
-                values, lent = self._staging.lend(transfer, bucket)
+                values, lent = round_buffers.acquire_values(transfer, bucket)
                 if lent is not None:
-                    self._staging.fill(bucket, values)
+                    round_buffers.fill(bucket, values)
                 both = (values, stage) if self._cell == 0 else (stage, values)
                 mean = stage if waits else values
                 weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=context.is_fused)
                 if lent is not None and not waits:
                     self._layout.unpack(bucket, values)
-                self._staging.give(lent)
+                round_buffers.release(lent)
         for transfer in transfers if waits else ():
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
                 self._layout.unpack(bucket, stage)
@@ -581,55 +583,54 @@ class Protection:
 
     def apply(
         self,
-        carried: Sequence[tuple[GroupTransfer, Bucket]],
-        global_model: GlobalModel,
-        staging: StagingBuffers,
+        sent: Sequence[tuple[GroupTransfer, Bucket]],
+        exchange: Exchange,
+        buffers: RoundBuffers,
         profile: RoundProfile,
-        *,
         cells: Collection[int],
-        cell: int,
-        home: dist.ProcessGroup | None,
     ) -> None:
-        """Clip this cell's update and add noise to what this rank carries of it, in the stages.
+        """Clip this cell's update and add noise to what this rank sends of it, in the stages.
 
         Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
         something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
         sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
         """
+        global_model, staging, group = exchange.global_model, exchange.staging, exchange.round_groups.cell
+        assert global_model is not None, "kept where updates are clipped"
         self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
-        if cell not in cells:
+        if exchange.link.cell not in cells:
             return
-        staging.read_from_stages()
+        buffers.read_from_stages()
         # What could not be measured is too long to be clipped, on all ranks of the cell.
         total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
         with profile.capture_failure("protect"):
-            for transfer, bucket in carried:
+            for transfer, bucket in sent:
                 stage = staging.stage(transfer, bucket)
-                values = staging.copied(transfer, bucket)
+                values = buffers.copy_of(transfer, bucket)
                 if values.data_ptr() != stage.data_ptr():
-                    stage.copy_(values)  # the snapshot is what later steps are measured from
+                    stage.copy_(values)  # the copy is what later steps are measured from
             norms = [
                 global_model.squared_distance(transfer, bucket, staging.stage(transfer, bucket))
-                for transfer, bucket in carried
+                for transfer, bucket in sent
             ]
             total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
-        if home is not None:
+        if group is not None:
             with profile.phase("home"):
-                total = total.to(control_device(home))
-                dist.all_reduce(total, group=home)
+                total = total.to(control_device(group))
+                dist.all_reduce(total, group=group)
         protected = 0
         with profile.capture_failure("protect"):
             scale = self._privacy.scale_of(math.sqrt(total.item()))
             deviation = self._privacy.deviation(len(cells))
             noise = self._privacy.noise_of(self._rank, self.accountant.rounds)
-            for transfer, bucket in carried:
+            for transfer, bucket in sent:
                 privatize(
                     staging.stage(transfer, bucket), global_model.written(transfer, bucket), scale, deviation, noise
                 )
                 protected += 1
         if profile.failure is None:
             return
-        for transfer, bucket in carried[protected:]:
+        for transfer, bucket in sent[protected:]:
             staging.stage(transfer, bucket).zero_()
         if self._masker is not None:
             self._masker.abandon()

@@ -58,7 +58,7 @@ class GlobalModel:
         return self._has_optimizer
 
     @torch.no_grad()
-    def take(self) -> None:
+    def reset_from_model(self) -> None:
         """Take the model as it is for what all cells agree on; local."""
         self._layout.look_up()
         for transfer in self._transfers:
@@ -112,7 +112,7 @@ class GlobalModel:
                 kept.copy_(mean)
                 continue
             # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
-            gradient = self._way(transfer, mean.to(self._kept_on), scale)
+            gradient = self._pseudo_gradient(transfer, mean.to(self._kept_on), scale)
             if optimizer is None:
                 mean.copy_(kept.sub_(gradient))
             else:
@@ -130,7 +130,7 @@ class GlobalModel:
             kept.grad = None
             means[transfer.number].copy_(kept)
 
-    def _way(self, transfer: GroupTransfer, mean: torch.Tensor, scale: float) -> torch.Tensor:
+    def _pseudo_gradient(self, transfer: GroupTransfer, mean: torch.Tensor, scale: float) -> torch.Tensor:
         """Return ``scale * (written - mean)``, in the mean's own memory where the type allows it."""
         kept = self._values[transfer.number]
         out = mean if mean.dtype == kept.dtype else torch.empty_like(kept)

@@ -1,0 +1,41 @@
+"""What tests plant into the rounds of an aggregator: another exchange, and a look at what was agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import xffl
+from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.plan import RoundContext
+
+__all__ = ["agreed_contexts", "replace_exchange"]
+
+
+def replace_exchange(aggregator: xffl.Aggregator, instead: Callable[[Callable[[], RoundContext]], Any]) -> None:
+    """Have all further rounds of an aggregator call ``instead``, which is given their exchange, in its place."""
+    exchange = RoundRun.exchange
+
+    def called(run: RoundRun, context: RoundContext) -> Any:
+        if run._exchange is not aggregator._exchange:
+            return exchange(run, context)
+        return instead(partial(exchange, run, context))
+
+    RoundRun.exchange = called  # type: ignore[method-assign]
+
+
+@contextmanager
+def agreed_contexts() -> Iterator[list[RoundContext]]:
+    """Collect what the rounds that are written meanwhile have agreed on."""
+    contexts: list[RoundContext] = []
+    commit = RoundRun.commit
+
+    def noting(run: RoundRun, context: RoundContext, **options: Any) -> None:
+        contexts.append(context)
+        commit(run, context, **options)
+
+    with mock.patch.object(RoundRun, "commit", noting):
+        yield contexts
