@@ -43,7 +43,7 @@ def resumed(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None
             moved(one, state, number)
             assert runs.aggregate().round == number + 1
     assert same_bits(model, world_size)
-    with pytest.raises(xffl.CheckpointError, match="the state has not the last agreed model"):
+    with pytest.raises(xffl.CheckpointError, match="the state lacks the last agreed model"):
         second.load_state_dict({"rounds": 3})
     wrong = {**saved, "agreed": {**saved["agreed"], "model": {}}}
     if saved["agreed"]["model"]:  # four ranks cut five rows, so that one gets none

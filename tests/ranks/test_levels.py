@@ -670,10 +670,10 @@ def wrong(rank: int, world_size: int) -> None:
     model = build(state)
     top = Level(groups=(2, 1))
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        ([], {}, "no list of Level"),
-        ([2], {}, "no list of Level"),
-        ([Level(2)], {}, "every=2 of level 0"),
-        ([Level(), Level(0, groups=(2, 1))], {}, "every=0 of level 1"),
+        ([], {}, "a list of at least one Level"),
+        ([2], {}, "level 0 must be a Level"),
+        ([Level(2)], {}, "every of level 0 must be .*got 2"),
+        ([Level(), Level(0, groups=(2, 1))], {}, "every of level 1 must be a positive integer, got 0"),
         ([Level(groups=(1, 1, 1))], {}, r"groups=\(1, 1, 1\) of level 0"),
         ([Level(), Level()], {}, "groups=None of level 1"),
         ([Level(), Level(groups=(2, 0, 1))], {}, r"groups=\(2, 0, 1\) of level 1"),

@@ -23,8 +23,8 @@ from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import RoundScope, make_scope
 from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.report import RoundReport
-from xffl.checks import index_of
-from xffl.distributed.consistency import barrier, check_consistent
+from xffl.checks import integer
+from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -35,28 +35,17 @@ __all__ = ["Level", "Levels", "read_levels", "worlds_of"]
 
 @dataclass
 class _Stage:
-    """One level as this rank sees it.
+    """One level as this rank sees it."""
 
-    :param aggregator: Runs its rounds.
-    :param participate: Takes part in one.
-    :param every: As in :class:`Level`.
-    :param unit: The unit that this rank belongs to, of those that meet with it.
-    :param is_first: Whether the rank is its unit's first, which says what the unit counts.
-    :param since: Rounds of the level below since the last of this one.
-    :param count: What this rank has to say for its unit since then.
-    :param is_over: Whether no unit that meets here goes on.
-    :param is_apart: Whether these units were left different at the end, since their last round was rejected.
-    """
-
-    aggregator: Aggregator
-    participate: Callable[..., RoundReport | None]
-    every: int
-    unit: int
-    is_first: bool
-    since: int = 0
-    count: float = 0.0
-    is_over: bool = False
-    is_apart: bool = False
+    aggregator: Aggregator  # runs its rounds
+    participate: Callable[..., RoundReport | None]  # takes part in one
+    every: int  # as in Level
+    unit: int  # the unit that this rank belongs to, of those that meet with it
+    is_first: bool  # whether the rank is its unit's first, which says what the unit counts
+    since: int = 0  # rounds of the level below since the last of this one
+    count: float = 0.0  # what this rank has to say for its unit since then
+    is_over: bool = False  # whether no unit that meets here goes on
+    is_apart: bool = False  # whether these units were left different at the end, since their last round was rejected
 
 
 class Levels(Aggregator):
@@ -102,20 +91,15 @@ class Levels(Aggregator):
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
-        error: XfflError | None = None
-        text = ""
-        try:
+        with run_on_all_ranks("levels") as share:
             base = state.topology
             given = read_levels(levels, options)
             worlds = worlds_of(base, [level.groups for level in given[1:]], dist.get_rank())
-            text = f"{[(level.every, level.groups) for level in given]}"
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("levels", text, error=error)
-        self._places = [make_scope(state, topology, first) for topology, first in worlds]
+            share([(level.every, level.groups) for level in given])
+        self._scopes = [make_scope(state, topology, first) for topology, first in worlds]
         self._stages: list[_Stage] = []
         try:
-            for level, scope in zip(given, self._places, strict=True):
+            for level, scope in zip(given, self._scopes, strict=True):
                 self._stages.append(self._make(model, level, scope, options))
         except XfflError:
             self._destroy()
@@ -128,20 +112,19 @@ class Levels(Aggregator):
 
     def _make(self, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:
         """Make the aggregator of one level; collective over the world."""
-        error: XfflError | None = None
         number, keywords = len(self._stages), {**options, **level.options}
-        aggregator: Aggregator = self
+        aggregator: Aggregator = self  # this object runs the rounds of the lowest level itself
         participate = super().participate
-        try:
-            if not number:
-                super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-            else:
-                aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-                participate = aggregator.participate
-        except XfflError as wrong:
-            error = type(wrong)(f"{wrong}{_where(number, scope)}")
-        # Some parts of the world may have made theirs.
-        check_consistent(f"aggregators of level {number}", "", error=error)
+        # Other parts of the world may have made theirs when one fails here.
+        with run_on_all_ranks(f"aggregators of level {number}"):
+            try:
+                if not number:
+                    super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
+                else:
+                    aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
+                    participate = aggregator.participate
+            except XfflError as wrong:
+                raise type(wrong)(f"{wrong}{_where(number, scope)}") from wrong
         at = scope.topology.coordinates(scope.rank)
         return _Stage(aggregator, participate, level.every, at.cell, at.local_rank == 0)
 
@@ -230,7 +213,7 @@ class Levels(Aggregator):
                 stage.is_over = stage.is_apart = True
                 if stage is self._stages[-1]:
                     self._end()
-            raise type(error)(f"{error}{_where(number, self._places[number])}") from error
+            raise type(error)(f"{error}{_where(number, self._scopes[number])}") from error
         stage.is_over = report is None or report.is_last
         self._reports[number] = report
         if report is None:
@@ -271,7 +254,7 @@ class Levels(Aggregator):
     def _destroy(self) -> None:
         own = [
             *(stage.aggregator.own_groups for stage in self._stages),
-            *(scope.own for scope in self._places),
+            *(scope.own for scope in self._scopes),
         ]
         for group in dict.fromkeys(itertools.chain.from_iterable(own)):
             destroy_group(group)
@@ -348,11 +331,9 @@ class Level:
 def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: int) -> list[tuple[Topology, int]]:
     """Return, for each level, the part of the world in which a rank's rounds take place; pure.
 
-    :param base: The cells.
-    :param groups: For each level above the lowest, how many units of the level below make up each of its own.
-    :param rank: The rank.
-    :return: The units that meet, as a topology of the part's own, and the part's first rank.
-    :raises ConfigError: if the groups do not hold all units of the level below, or cells are cut unlike.
+    That is the units that meet, as a topology of the part's own, and the part's first rank. ``groups`` tells for each
+    level above the lowest how many units of the level below make up each of its own. Raises ConfigError if they do not
+    hold all units of the level below, or cells are cut unlike.
     """
     if groups and not base.is_cut_alike:
         raise ConfigError(
@@ -401,54 +382,34 @@ def _joined_shape(base: Topology) -> tuple[tuple[str, int], ...] | None:
 
 
 def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[Level, ...]:
-    """Read the levels that were asked for, and check what does not depend on the model; local.
-
-    :param levels: The levels, the lowest first; each an object or its fields, as a configuration file has them.
-    :param options: Keywords of all levels' aggregators.
-    :return: The levels.
-    :raises ConfigError: if a level or an option cannot be meant.
-    """
-    given = tuple(_plain(_read(level)) for level in levels) if isinstance(levels, Sequence) else ()
-    if not given or not all(isinstance(level, Level) for level in given):
-        raise ConfigError(f"levels {levels!r} are no list of Level; give at least one, the lowest first")
-    for number, level in enumerate(given):
-        every, groups = level.every, level.groups
-        if index_of(every) is None or every < 1 or (not number and every != 1):
-            raise ConfigError(
-                f"every={every!r} of level {number} is no number of rounds of the level below; give a positive whole "
-                "number, and 1 for level 0, whose rounds are those that the caller asks for"
-            )
-        is_list = isinstance(groups, tuple) and bool(groups)
-        if is_list != bool(number) or (groups and not all(index_of(size) is not None and size > 0 for size in groups)):
-            raise ConfigError(
-                f"groups={groups!r} of level {number} cannot be meant; give a tuple of the numbers of units that make "
-                "up each larger one, and None for level 0, whose units are the cells"
-            )
-        if unknown := sorted({*options, *level.options} - KEYWORDS):
-            raise ConfigError(
-                f"levels take no {', '.join(unknown)}; choose from {', '.join(sorted(KEYWORDS))}, and codec for each "
-                "level"
-            )
-    return given
+    """Read the levels, objects or mappings of their fields, and check what does not depend on the model; local."""
+    if not isinstance(levels, Sequence) or not levels:
+        raise ConfigError(f"levels must be a list of at least one Level, the lowest first, got {levels!r}")
+    return tuple(_read_level(number, level, options) for number, level in enumerate(levels))
 
 
-def _plain(level: Level) -> Level:
-    """Return a level with plain integers in the place of whatever else counts as such."""
+def _read_level(number: int, level: Level | Mapping[str, Any], options: Mapping[str, Any]) -> Level:
+    """Return one level with plain integers; raise ConfigError where it is invalid."""
+    if isinstance(level, Mapping):
+        names = [one.name for one in fields(Level)]
+        if unknown := sorted(level.keys() - set(names)):
+            raise ConfigError(f"a level has no {', '.join(map(str, unknown))}; choose from {', '.join(names)}")
+        sizes = level.get("groups")
+        level = Level(**{**level, "groups": tuple(sizes) if isinstance(sizes, Sequence) else sizes})
     if not isinstance(level, Level):
-        return level  # is refused
-
-    def plain(value: Any) -> Any:
-        return value if index_of(value) is None else index_of(value)
-
-    groups = tuple(map(plain, level.groups)) if isinstance(level.groups, tuple) else level.groups
-    return replace(level, every=plain(level.every), groups=groups)
-
-
-def _read(level: Level | Mapping[str, Any]) -> Level:
-    if not isinstance(level, Mapping):
-        return level
-    names = [one.name for one in fields(Level)]
-    if unknown := sorted(level.keys() - set(names)):
-        raise ConfigError(f"a level has no {', '.join(map(str, unknown))}; choose from {', '.join(names)}")
-    groups = level.get("groups")
-    return Level(**{**level, "groups": tuple(groups) if isinstance(groups, Sequence) else groups})
+        raise ConfigError(f"level {number} must be a Level or a mapping of its fields, got {level!r}")
+    hint = "give the rounds of the level below, and 1 for level 0, whose rounds are those that the caller asks for"
+    every = integer(f"every of level {number}", level.every, 1, None if number else 1, hint=hint)
+    groups, what = level.groups, f"groups={level.groups!r} of level {number}"
+    if (isinstance(groups, tuple) and bool(groups)) != bool(number) or (not number and groups is not None):
+        raise ConfigError(
+            f"{what} is invalid; give a tuple of the numbers of units that make up each larger one, and None for "
+            "level 0, whose units are the cells"
+        )
+    if groups is not None:
+        groups = tuple(integer(what, size, hint="give the units that make up each larger one") for size in groups)
+    if unknown := sorted({*options, *level.options} - KEYWORDS):
+        raise ConfigError(
+            f"levels take no {', '.join(unknown)}; choose from {', '.join(sorted(KEYWORDS))}, and codec for each level"
+        )
+    return replace(level, every=every, groups=groups)

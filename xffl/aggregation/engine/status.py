@@ -105,7 +105,7 @@ def all_gather_status(
     children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
     parent = first + start + (place - 1) // 2
     table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
-    table[rank] = torch.tensor(list(PACKED.pack(*status)), dtype=torch.uint8)
+    table[rank] = torch.tensor(list(PACKED.pack(*status)), dtype=torch.uint8, device=device)
     own_cell = table[start:stop]
     below = torch.zeros(len(children), *own_cell.shape, dtype=torch.uint8, device=device)
     _swap({}, dict(zip(children, below, strict=True)), group)
