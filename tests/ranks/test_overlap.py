@@ -385,7 +385,7 @@ def wrong(rank: int, world_size: int) -> None:
     plain, overlapping = xffl.Aggregator(model, state), xffl.Aggregator(model, state, overlap=True)
     with pytest.raises(xffl.StateError, match="overlap=True"):
         plain.aggregate_async()
-    with pytest.raises(xffl.ConfigError, match=r"alpha 1\.0 is no number from 0 to below 1"):
+    with pytest.raises(xffl.ConfigError, match=r"alpha must be a number >= 0 and < 1, got 1\.0"):
         overlapping.aggregate_async(alpha=1.0).merge()
     with pytest.raises(xffl.ConfigError, match="needs atomic=True"):
         xffl.Aggregator(model, state, overlap=True, atomic=False)

@@ -169,8 +169,8 @@ def wrong(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Linear(3, 3)
     for options, told in (
-        ({"form": "ring"}, "form 'ring' is unknown; choose one of auto, all_gather, two_hop"),
-        ({"rails": 2}, "rails 2 is neither True nor False"),
+        ({"form": "ring"}, "form must be one of 'auto', 'all_gather', 'two_hop', got 'ring'"),
+        ({"rails": 2}, "rails must be one of True, False, got 2"),
         ({"fragments": 0}, "fragments must be a positive integer, got 0"),
         ({"fragments": 3}, "2 tensors make no 3 fragments"),
         ({"codec": "int9"}, "int9"),

@@ -560,7 +560,7 @@ WRONG_ROUNDS = [
     ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 merges late results, but delay is 0; give a delay, too"),
     (
         "--federation.algorithm fedavg --federation.every 3 --federation.alpha 2",
-        "federation: alpha 2.0 is no number from 0 to below 1",
+        "federation: alpha must be a number >= 0 and < 1, got 2.0",
     ),
     ("--federation.every 9 --federation.client fedprix", "federation: client 'fedprix' is unknown; choose one of"),
     ("--federation.algorithm fedavg --federation.every 9 --federation.client fedprix", "client 'fedprix' is unknown"),

@@ -25,9 +25,7 @@ _under_way: WeakSet[PendingRound] = WeakSet()
 class Background(Generic[T]):
     """A call on a thread of its own, which raises where its result is asked for.
 
-    :param call: What to do.
-    :param stream: On a GPU, the stream that the thread works on; it starts from what the caller's stream has been given
-        so far.
+    On a GPU the thread works on ``stream``, which starts from what the caller's stream has been given so far.
     """
 
     def __init__(self, call: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
@@ -54,10 +52,7 @@ class Background(Generic[T]):
         self._thread.join()
 
     def stop(self, within_s: float) -> None:
-        """Have the thread end, by itself or else by an exception; one that still waits for a message stays.
-
-        :param within_s: Seconds that it gets for either.
-        """
+        """End the thread, by itself within some seconds or else by an exception; one that waits for a message stays."""
         if not self._done.wait(within_s) and self._thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
             self._done.wait(within_s)
@@ -69,11 +64,7 @@ class Background(Generic[T]):
         return self._error is error
 
     def result(self) -> T:
-        """Wait for the result; if that is interrupted, it can be asked for again.
-
-        :return: What the call returned.
-        :raises BaseException: what the call raised.
-        """
+        """Wait for what the call returns or raises; if that is interrupted, it can be asked for again."""
         self._done.wait()
         if self._error is not None:  # then the stream may never end, and the caller's must not wait for it
             raise self._error
@@ -99,9 +90,7 @@ class Background(Generic[T]):
 def apart(call: Callable[[], T], stream: torch.cuda.Stream | None) -> T:
     """Call something that works on a stream of its own, which the caller's waits for once it has succeeded.
 
-    :param call: What to do.
-    :param stream: As for :class:`Background`; without a GPU the call is made as it is.
-    :return: What it returned.
+    Without a GPU, and so without a stream, the call is made as it is.
     """
     if stream is None:
         return call()
@@ -174,9 +163,9 @@ class PendingRound:
 
 
 def overtake(tensors: Callable[[], Collection[torch.Tensor]]) -> None:
-    """Note that a round has written tensors: what others under way have copied of them is from before; local.
+    """Note that a round has written tensors: what other rounds under way have copied of them is outdated; local.
 
-    :param tensors: Returns the model's tensors; asked only while a round is under way.
+    ``tensors`` returns them, and is called only while a round is under way.
     """
     if _under_way:
         written = frozenset(map(id, tensors()))

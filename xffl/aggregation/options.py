@@ -10,7 +10,7 @@ from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
 from xffl.aggregation.privacy.differential import Privacy
 from xffl.aggregation.privacy.secure_sum import SecureSum
-from xffl.checks import integer
+from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS
 from xffl.errors import ConfigError
 
@@ -63,19 +63,25 @@ class Options:
 
         Raises ConfigError if one is invalid, or two do not go together.
         """
-        plain |= _check_plain(**plain)
+        hint = f"give bytes, such as {DEFAULT_BUCKET_BYTES}"
+        plain["bucket_bytes"] = integer("bucket_bytes", plain["bucket_bytes"], hint=hint)
+        plain["fragments"] = integer("fragments", plain["fragments"], hint="give the parts to exchange in turn")
+        for switch in ("atomic", "rails", "overlap", "norms"):
+            one_of(switch, plain[switch], (True, False))
+        one_of("nonfinite", plain["nonfinite"], NONFINITE)
+        one_of("form", plain["form"], FORMS)
         combiner = make("combine", combine)
         if not isinstance(combiner, Coordinatewise | WeightedCombiner):
-            raise ConfigError(f"combine {combine!r} is no Combiner; derive it from Coordinatewise or WeightedCombiner")
+            raise ConfigError(
+                f"combine must be a Combiner (derive it from Coordinatewise or WeightedCombiner), got {combine!r}"
+            )
         optimizer = server_of(server)
         private = None if privacy is None else make("privacy", privacy)
         if not isinstance(private, Privacy | None):
-            raise ConfigError(
-                f"privacy {privacy!r} is no Privacy; give xffl.aggregation.privacy.differential.Privacy(clip, noise)"
-            )
+            raise ConfigError(f"privacy must be a xffl.aggregation.privacy.differential.Privacy, got {privacy!r}")
         sums = None if secure is False else SecureSum() if secure is True else make("privacy", secure)
         if not isinstance(sums, SecureSum | None):
-            raise ConfigError(f"secure {secure!r} is neither True nor False, nor a SecureSum; give one of them")
+            raise ConfigError(f"secure must be True, False or a SecureSum, got {secure!r}")
         options = cls(**plain, combiner=combiner, server=optimizer, privacy=private, secure=sums)
         options._check_together()
         return options
@@ -134,41 +140,8 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _check_plain(
-    *,
-    bucket_bytes: object,
-    atomic: object,
-    nonfinite: object,
-    form: object,
-    rails: object,
-    fragments: object,
-    overlap: object,
-    norms: object,
-) -> dict[str, int]:
-    """Check the options that are numbers, switches and names; return the numbers as plain ones."""
-    numbers = {
-        "bucket_bytes": integer("bucket_bytes", bucket_bytes, hint=f"give bytes, such as {DEFAULT_BUCKET_BYTES}"),
-        "fragments": integer("fragments", fragments, hint="give the parts to exchange in turn"),
-    }
-    for what, switch in (("atomic", atomic), ("rails", rails), ("overlap", overlap), ("norms", norms)):
-        if not isinstance(switch, bool):
-            raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
-    for what, choice, choices in (("nonfinite", nonfinite, NONFINITE), ("form", form, FORMS)):
-        if choice not in choices:
-            raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
-    return numbers
-
-
 def check_merge(alpha: object) -> None:
-    """Check how a delayed mean is to be merged; local.
-
-    :param alpha: ``None``, or the part of a local value that stays.
-    :raises ConfigError: if it is no number from 0 to 1, 1 excluded.
-    """
-    if alpha is None:
-        return
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0.0 <= alpha < 1.0:
-        raise ConfigError(
-            f"alpha {alpha!r} is no number from 0 to below 1; give the part of the local value that stays, or None to "
-            "keep the steps made meanwhile"
-        )
+    """Raise ConfigError unless the part of a local value that stays is ``None`` or a number in [0, 1); local."""
+    if alpha is not None:
+        hint = "give the part of the local value that stays, or None to keep the steps made meanwhile"
+        number("alpha", alpha, 0.0, below=1.0, hint=hint)

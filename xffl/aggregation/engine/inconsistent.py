@@ -23,10 +23,8 @@ _COUNT = "_xffl_tears"
 class InconsistentModel:
     """Mark a model as torn: every forward pass of it and its parts raises until a whole state dict is loaded.
 
-    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses it.
-
-    :param model: The model, wrapped or not.
-    :param reason: Why the ranks may no longer agree.
+    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses the model, and for copies
+    of it. ``reason`` says why the ranks may no longer agree.
     """
 
     def __init__(self, model: nn.Module, reason: str) -> None:
@@ -46,14 +44,11 @@ class InconsistentModel:
         _forget_compiled()
 
     def check(self) -> None:
-        """Raise.
-
-        :raises RoundError: always; a mended model has no tear.
-        """
+        """Raise RoundError."""
         raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
 
     def remove(self) -> None:
-        """Take away what is left of a mended tear; not from within a hook of loading, which torch goes through."""
+        """Remove the mark of a repaired model; not from within a hook of loading, since torch iterates over these."""
         object.__delattr__(self._model, _MARK)
         for handle in self._loads:
             handle.remove()
@@ -75,10 +70,9 @@ class InconsistentModel:
 
 @contextmanager
 def mark_inconsistent(model: nn.Module) -> Iterator[None]:
-    """Mark a model where the ranks may hold different weights.
+    """Mark a model, wrapped or not, where a :class:`TornError` says that the ranks may hold different weights.
 
-    :param model: The model, wrapped or not.
-    :raises RoundError: in the place of a :class:`TornError`; an interrupt that caused it goes on as it is.
+    A RoundError is raised in its place; an interrupt that caused it goes on as it is.
     """
     try:
         yield
@@ -95,11 +89,7 @@ def mark_inconsistent(model: nn.Module) -> Iterator[None]:
 
 
 def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
-    """Return the mark of a torn model; ``None`` where it is whole.
-
-    :param model: The model, wrapped or not.
-    :return: The mark.
-    """
+    """Return the mark of an inconsistent model, wrapped or not; ``None`` where it is whole."""
     tear: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
     if tear is None or not tear.is_repaired:
         return tear
@@ -108,11 +98,7 @@ def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
 
 
 def count_inconsistent(model: nn.Module) -> int:
-    """Return how often a model was torn, also where it is mended: whoever remembers it must forget it then.
-
-    :param model: The model, wrapped or not.
-    :return: A number that only grows.
-    """
+    """Return how often a model became inconsistent, even if it is repaired: what was remembered of it is void then."""
     return int(getattr(_without_wrappers(model), _COUNT, 0))
 
 
