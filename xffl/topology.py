@@ -173,16 +173,12 @@ class Topology:
         outer, inner = divmod(shard, run)
         return self.offsets[cell] + (outer * replicas + replica) * run + inner
 
-    def sender(self, cell: int, shard: int) -> int:
-        """Return the rank that carries a shard between this cell and the others.
+    def sender(self, cell: int, shard: int, turn: int = 0) -> int:
+        """Return the rank that exchanges a shard with the other cells, or whose turn it is where its holders take turns.
 
         Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so that they spread over replicas, nodes and
         network cards.
         """
-        return self.carrier(cell, shard)
-
-    def carrier(self, cell: int, shard: int, turn: int = 0) -> int:
-        """Return the rank whose turn it is to carry a shard, where its holders take turns; the sender has turn 0."""
         return self.rank_of(cell, (shard + turn) % self.replicas(cell), shard)
 
     def senders(self, cell: int) -> tuple[int, ...]:

@@ -367,7 +367,7 @@ class RoundRun:
         home = transfer.home
         assert home is not None
         with self.profile.phase("home"):
-            source = self._exchange.round_groups.first + self._link.senders.at_home(transfer.group, bucket)
+            source = self._exchange.round_groups.first + self._link.senders.in_own_cell(transfer.group, bucket)
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.profile.bytes_home += values.nbytes * (home.size() - 1) if is_sender else 0
         yield HOME_LAG

@@ -482,7 +482,7 @@ def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:
 
 
 class SenderMap:
-    """The ranks that carry buckets, as one rank asks for them; pure."""
+    """The senders of buckets, as one rank asks for them; pure."""
 
     def __init__(self, topology: Topology, rank: int, *, multi_rail: bool) -> None:
         self._topology, self._rank = topology, rank
@@ -492,19 +492,19 @@ class SenderMap:
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
     def of(self, group: BucketGroup, bucket: Bucket) -> tuple[int, ...]:
-        """Return the rank of each cell that carries a bucket."""
+        """Return the sender of a bucket in each cell."""
         # What is taken from one cell is taken from one rank.
         turn = bucket.number % self._turns if group.rule == "average" else 0
         senders = self._known.get((group.owners, turn))
         if senders is None:
-            senders = tuple(self._topology.carrier(c, owner, turn) for c, owner in enumerate(group.owners))
+            senders = tuple(self._topology.sender(c, owner, turn) for c, owner in enumerate(group.owners))
             self._known[group.owners, turn] = senders
         return senders
 
-    def at_home(self, group: BucketGroup, bucket: Bucket) -> int:
-        """Return the rank that carries a bucket for this rank's cell."""
+    def in_own_cell(self, group: BucketGroup, bucket: Bucket) -> int:
+        """Return the sender of a bucket in this rank's cell."""
         return self.of(group, bucket)[self._cell]
 
     def is_here(self, group: BucketGroup, bucket: Bucket) -> bool:
-        """Tell whether this rank carries a bucket for its cell."""
-        return self.at_home(group, bucket) == self._rank
+        """Tell whether this rank sends a bucket for its cell."""
+        return self.in_own_cell(group, bucket) == self._rank
