@@ -174,7 +174,7 @@ class Topology:
         return self.offsets[cell] + (outer * replicas + replica) * run + inner
 
     def sender(self, cell: int, shard: int, turn: int = 0) -> int:
-        """Return the rank that exchanges a shard with the other cells, or whose turn it is where its holders take turns.
+        """Return the rank that exchanges a shard with the other cells; with a turn, where its holders take turns.
 
         Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so that they spread over replicas, nodes and
         network cards.
