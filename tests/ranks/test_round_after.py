@@ -184,8 +184,14 @@ def wrong_words(rank: int, world_size: int) -> None:
     calls: list[tuple[str, Callable[[], object]]] = [
         ("steps None is no number", lambda: aggregator.aggregate(1.0, steps=None if rank else 2.0)),  # type: ignore[arg-type]
         ("steps nan is negative or not finite", lambda: aggregator.aggregate(1.0, steps=float("nan") if rank else 2.0)),
-        ("alpha must be a number >= 0 and < 1, got 1.0", lambda: aggregator.aggregate_async(1.0, alpha=1.0 if rank else 0.5).merge()),
-        ("alpha must be a number >= 0 and < 1, got 'x'", lambda: aggregator.aggregate_async(1.0, alpha="x" if rank else 0.5).merge()),  # type: ignore[arg-type]
+        (
+            "alpha must be a number >= 0 and < 1, got 1.0",
+            lambda: aggregator.aggregate_async(1.0, alpha=1.0 if rank else 0.5).merge(),
+        ),
+        (
+            "alpha must be a number >= 0 and < 1, got 'x'",
+            lambda: aggregator.aggregate_async(1.0, alpha="x" if rank else 0.5).merge(),
+        ),  # type: ignore[arg-type]
         ("seconds -1.0 is neg", lambda: aggregator.aggregate_async(1.0, seconds=-1.0 if rank else 0.5).merge()),
     ]
     for told, call in calls:
@@ -418,7 +424,7 @@ def started_before_a_tear(rank: int, world_size: int) -> None:
     pending = two.aggregate_async()
     tear(one, one)
     model.load_state_dict(good)
-    with pytest.raises(xffl.StateError, match="a checkpoint after a tear has written tensors"):
+    with pytest.raises(xffl.StateError, match="a checkpoint after an inconsistent round has written tensors"):
         pending.merge()
     assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
     assert two.under_way is None and two.aggregate().round == 1

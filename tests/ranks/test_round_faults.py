@@ -322,10 +322,13 @@ def wrong_arguments(rank: int, world_size: int) -> None:
     for call, told in (
         (lambda: xffl.shard(model, state, wrap=nn.Linear if odd else ()), "cannot be read"),  # type: ignore[arg-type]
         (lambda: xffl.shard(None if odd else model, state), "cannot be read"),  # type: ignore[arg-type]
-        (lambda: xffl.Aggregator(model, None if odd else state), "NoneType is no state"),  # type: ignore[arg-type]
-        (lambda: xffl.Aggregator([1] if odd else model, state), "list is no model"),  # type: ignore[arg-type]
-        (lambda: xffl.FederatedScaling([1] if odd else model, optimizer, state, every=1), "list is no model"),  # type: ignore[arg-type]
-        (lambda: xffl.FederatedScaling(model, optimizer, None if odd else state, every=1), "NoneType is no state"),  # type: ignore[arg-type]
+        (lambda: xffl.Aggregator(model, None if odd else state), "got NoneType"),  # type: ignore[arg-type]
+        (lambda: xffl.Aggregator([1] if odd else model, state), "got list"),  # type: ignore[arg-type]
+        (lambda: xffl.FederatedScaling([1] if odd else model, optimizer, state, every=1), "got list"),  # type: ignore[arg-type]
+        (
+            lambda: xffl.FederatedScaling(model, optimizer, None if odd else state, every=1),
+            "got NoneType",
+        ),  # type: ignore[arg-type]
         (lambda: xffl.FederatedScaling(model, 5 if odd else optimizer, state, every=1), "optimizer 5"),  # type: ignore[arg-type]
         (lambda: xffl.FederatedScaling(model, optimizer, state, every=1, weight=5 if odd else None), "weight 5"),  # type: ignore[arg-type]
     ):

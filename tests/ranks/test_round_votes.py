@@ -202,7 +202,11 @@ def wrong_options(rank: int, world_size: int) -> None:
     check_alike(told, "ConfigError", "aggregator 'int8' is no mapping")
     aggregator = xffl.Aggregator(model, state, policies=local)
     for wrong in (None, {}):
-        check_alike(raised(lambda w=wrong: aggregator.load_state_dict(w)), "CheckpointError", "no aggregator's state")  # type: ignore[misc]
+        check_alike(
+            raised(lambda w=wrong: aggregator.load_state_dict(w)),
+            "CheckpointError",
+            "must be what its state_dict returned",
+        )  # type: ignore[misc]
 
 
 def policies(rank: int, world_size: int) -> None:

@@ -67,9 +67,9 @@ class Aggregator:
     """Average a model over the cells of a federation, shard by shard.
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
-    moves each shard once from its sender to each peer in the other cells, and from there to the replicas at home; the
-    number of replicas does not change what crosses. Memory: on a sender 52 MiB for what arrives, or six buckets of each
-    other cell if that is more, a few for what has to be packed, and with ``atomic`` one copy of this rank's shard.
+    moves each shard once from its sender to each peer in the other cells, and from there to the replicas of its cell;
+    the number of replicas does not change what crosses. Memory: on a sender 52 MiB for what arrives, or six buckets of
+    each other cell if that is more, a few for what has to be packed, and with ``atomic`` a copy of this rank's shard.
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
@@ -95,7 +95,7 @@ class Aggregator:
         over gloo and without rails, two cells combine whole buckets in turn.
         ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB; two cells
         without replicas swap fp32 values over gloo, and each rank takes the mean when it writes it.
-    :param rails: Let the replicas of a shard take turns in carrying its buckets, so that all their network cards work,
+    :param rails: Let the replicas of a shard take turns in sending its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
     :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
         ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression.codecs`), or a mapping of name patterns to
@@ -120,7 +120,7 @@ class Aggregator:
     :param norms: Measure the norm of each cell's update, for the reports and for rounds that depend on it.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
-    :raises ConfigError: if an argument or a tensor cannot be meant, or the ranks' models differ; on all ranks alike.
+    :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class Aggregator:
     def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
-        Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica at home,
-        after a vote of 128 bytes a rank and before another.
+        Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica of the
+        cell, after a vote of 128 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
@@ -276,7 +276,8 @@ class Aggregator:
                 self._exchange.global_model.check(fragment)
             if given.prepare is not None:
                 given.prepare()
-            check_merge(alpha)
+            if alpha is not None:
+                check_merge(alpha)
             steps = checked_number("steps", given.steps, "give the effective number of local steps")
             seconds = checked_number("seconds", given.seconds, "give those of a local step, or 0")
             if options.privacy is not None and given.weight is not None:
@@ -330,7 +331,7 @@ class Aggregator:
             replaced. The same on all ranks.
         :param steps: As in :meth:`aggregate`.
         :param seconds: Seconds of a local step here; 0 where nobody has measured.
-        :return: The round under way. An argument that cannot be meant raises when it is merged, on all ranks.
+        :return: The round under way. An invalid argument raises when it is merged, on all ranks.
         :raises StateError: if the aggregator was made without ``overlap``, or a round of it is under way.
         """
         if not self.overlaps:
@@ -398,7 +399,7 @@ class Aggregator:
 
     def _check_free(self) -> None:
         self.check()
-        self._forget_torn()
+        self._forget_if_inconsistent()
         if self._is_closed:
             raise StateError("this aggregator is closed; make another one")
         if self._pending is not None:
@@ -407,13 +408,13 @@ class Aggregator:
             raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
 
     def check(self) -> None:
-        """Raise while the model is torn; local.
+        """Raise while the model is inconsistent; local.
 
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        if (tear := find_inconsistent(self._model)) is not None:
-            tear.check()
+        if (mark := find_inconsistent(self._model)) is not None:
+            mark.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the number of rounds, what lossy codecs remember, and the server's state.
@@ -425,7 +426,7 @@ class Aggregator:
         """
         if self._pending is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
-        self._forget_torn()
+        self._forget_if_inconsistent()
         state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
         exchange = self._exchange
         if self._has_codecs:
@@ -459,7 +460,9 @@ class Aggregator:
     def _check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
         if not isinstance(state, Mapping) or "rounds" not in state:
-            raise CheckpointError(f"{type(state).__name__} is no aggregator's state; give what state_dict returned")
+            raise CheckpointError(
+                f"an aggregator's state must be what its state_dict returned, got {type(state).__name__}"
+            )
         fragments = state.get("fragments", self.fragments)
         if fragments != self.fragments:
             raise CheckpointError(
@@ -486,10 +489,10 @@ class Aggregator:
             with mark_inconsistent(self._model):
                 yield
         finally:
-            self._forget_torn()
+            self._forget_if_inconsistent()
 
-    def _forget_torn(self) -> None:
-        """Forget what codecs and servers start from where the model was torn since, by whichever aggregator."""
+    def _forget_if_inconsistent(self) -> None:
+        """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
         if (inconsistent_count := count_inconsistent(self._model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
             self._exchange.residuals.forget()
@@ -590,10 +593,10 @@ def _compare_models(
 def check_given(model: object, state: object) -> None:
     """Raise where the model is no module, or the state neither a state nor a part of the world."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{type(model).__name__} is no model; give a torch.nn.Module")
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(state, DistributedState | RoundScope):
         raise ConfigError(
-            f"{type(state).__name__} is no state; give the DistributedState of xffl.session() or a set-up"
+            f"state must be the DistributedState of xffl.session() or a set-up, got {type(state).__name__}"
         )
 
 

@@ -128,7 +128,7 @@ class PendingRound:
 
         :raises StateError: always.
         """
-        what = "another aggregator's round" if self.is_overtaken else "a checkpoint after a tear"
+        what = "another aggregator's round" if self.is_overtaken else "a checkpoint after an inconsistent round"
         raise StateError(
             f"{what} has written tensors of this one since it started, so the steps before it would count twice; it was"
             " not merged: merge one round before the next of these tensors starts"
@@ -156,8 +156,8 @@ class PendingRound:
         :return: What the round did. ``phases["wait"]`` is how long this call had to wait: what was not hidden.
         :raises RoundError: as :meth:`Aggregator.aggregate`; without a result the model stays as it is.
         :raises StateError: if it has ended already, merged, refused or discarded; or where another aggregator's round
-            has written some of the same tensors meanwhile, or a tear was mended. The model stays as it is then, and
-            this round does not count.
+            has written some of the same tensors meanwhile, or an inconsistent model was repaired. The model stays as
+            it is then, and this round does not count.
         """
         return self._conclude(self, keeps_steps)
 

@@ -83,7 +83,7 @@ class Levels(Aggregator):
     :param \**options: Keywords of all levels' aggregators: ``policies``, ``bucket_bytes``, ``atomic``, ``nonfinite``,
         ``form``, ``rails``, ``combine``, ``server``.
     :raises StateError: if torch.distributed is not initialized.
-    :raises ConfigError: if the levels or an option cannot be meant; on all ranks alike.
+    :raises ConfigError: if the levels or an option are invalid; on all ranks alike.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class Options:
                 raise ConfigError("privacy clips whole updates, so it needs fragments=1")
         if self.has_norms and (self.privacy is not None or self.secure is not None):
             raise ConfigError(
-                "the norm of a cell's update is told to all cells, which privacy and secure=True are to prevent; leave "
+                "all cells learn the norm of a cell's update, which privacy and secure=True are to prevent; leave "
                 f"out norms=True, rounds that need it, and combiners such as {_text(self.combiner)} that ask for it"
             )
         if self.secure is not None and (compares or not isinstance(self.combiner, WeightedCombiner)):

@@ -346,7 +346,7 @@ class RoundBuffers:
             values, lent = self.acquire_values(transfer, bucket)
             return values, values, lent
         stage = self._staging.stage(transfer, bucket)
-        if transfer.group.is_mean_at_home or self._reads_stages:
+        if transfer.group.is_mean_in_cell or self._reads_stages:
             return stage, stage, None
         if self.copy is not ModelCopy.NONE:
             return self.copy_of(transfer, bucket), stage, None

@@ -351,11 +351,11 @@ class RoundCoordinator:
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
-        told: list[list[str]] = [[]] * self._topology.world_size
+        gathered: list[list[str]] = [[]] * self._topology.world_size
         with self._exchange_reasons():
-            dist.all_gather_object(told, found[:3], group=self._group)
+            dist.all_gather_object(gathered, found[:3], group=self._group)
         return {
-            cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in told[rank]}))
+            cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in gathered[rank]}))
             for cell in cells
         }
 
@@ -413,12 +413,12 @@ class RoundCoordinator:
         if is_agreed:
             return self._accept_deferred(context, statuses, found.nonfinite)
         self._abort()
-        told = "; ".join(
+        shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
         if not self._atomic:
-            raise TornError(f"round {number} failed with atomic=False: {told}") from failure
-        raise RoundError(f"round {number} was not taken, all ranks keep their weights of before: {told}") from failure
+            raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
+        raise RoundError(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.
@@ -460,8 +460,8 @@ class RoundCoordinator:
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
         reasons: list[str] = [""] * self._topology.world_size
-        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(reasons, told, group=self._group)
+        own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(reasons, own, group=self._group)
         return reasons
 
 

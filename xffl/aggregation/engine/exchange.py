@@ -182,9 +182,9 @@ class RoundRun:
                 link.gathered.reserve(transfer, torch.float32 if is_encoded else transfer.dtype)
         link.reserve(transfers)
         rows = [
-            aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.home.size()
+            aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.cell_group.size()
             for transfer, bucket in self._walk()
-            if transfer.group.is_mean_at_home and transfer.home is not None
+            if transfer.group.is_mean_in_cell and transfer.cell_group is not None
         ]
         self._exchange.cell_rows.reserve(bool(rows), max(rows, default=0))
         return buffers
@@ -198,7 +198,7 @@ class RoundRun:
             if transfer.deferred_mean:
                 continue
             is_sender = self._link.senders.is_here(transfer.group, bucket)
-            if keeps or transfer.group.is_mean_at_home or is_sender:
+            if keeps or transfer.group.is_mean_in_cell or is_sender:
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
                     finite_check.add(bucket, values)
@@ -258,7 +258,7 @@ class RoundRun:
                     continue
                 mean = exchange.staging.stage(transfer, bucket)
                 keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
-                if keeps_some and not transfer.group.is_mean_at_home:
+                if keeps_some and not transfer.group.is_mean_in_cell:
                     self._buffers.merge(transfer, bucket, mean, alpha)
                 else:
                     self._layout.unpack(bucket, mean)
@@ -304,7 +304,7 @@ class RoundRun:
         is_sender = self._link.senders.is_here(transfer.group, bucket)
         if is_sender:
             yield from transport.exchange(transfer, bucket, values, out)
-        if transfer.home is not None:
+        if transfer.cell_group is not None:
             if not is_sender:  # in step with the rank that is
                 yield self._link.pause(transfer)
             yield from self._share(transfer, bucket, out, is_sender=is_sender)
@@ -323,7 +323,7 @@ class RoundRun:
         is_sender = self._link.senders.is_here(transfer.group, bucket)
         if is_sender:
             transport.combine_gathered(transfer, bucket, out)
-        if transfer.home is not None:
+        if transfer.cell_group is not None:
             yield from self._share(transfer, bucket, out, is_sender=is_sender)
         self._write(transfer, bucket, out, lent)
 
@@ -333,8 +333,8 @@ class RoundRun:
         if lent is not None:
             with self.profile.capture_failure("pack"):
                 self._buffers.fill(bucket, values)
-        if transfer.group.is_mean_at_home and transfer.home is not None:
-            self._mean_in_cell(transfer.home, values)
+        if transfer.group.is_mean_in_cell and transfer.cell_group is not None:
+            self._mean_in_cell(transfer.cell_group, values)
         return values, out, lent
 
     def _write(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
@@ -364,7 +364,7 @@ class RoundRun:
         self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, *, is_sender: bool
     ) -> Iterator[int]:
         """Hand a result round inside the cell."""
-        home = transfer.home
+        home = transfer.cell_group
         assert home is not None
         with self.profile.phase("home"):
             source = self._exchange.round_groups.first + self._link.senders.in_own_cell(transfer.group, bucket)

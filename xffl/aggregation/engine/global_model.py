@@ -196,8 +196,8 @@ class GlobalModel:
             optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
             if fragment in self._schedules:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
-        told = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
-        self._ended = {fragment: why for fragment, why in told.items() if why is not None}
+        ended = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
+        self._ended = {fragment: why for fragment, why in ended.items() if why is not None}
         self._is_known = True
 
     def _check_asked(self, fragment: int, saved: Mapping[str, str]) -> None:

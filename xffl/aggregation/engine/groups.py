@@ -53,7 +53,7 @@ class RoundScope:
 
 @dataclass(eq=False)
 class RoundGroups:
-    """The process groups that a rank's rounds use, and who carries what.
+    """The process groups that a rank's rounds use.
 
     An exchange that fails on GPUs leaves messages under way in them; :meth:`abort` ends those, and :meth:`renew` puts
     other groups in their place.
@@ -65,9 +65,7 @@ class RoundGroups:
     across: tuple[dist.ProcessGroup | None, ...]
     replica: dist.ProcessGroup | None  # the ranks of the cell that hold this rank's shard; None where there is one
     cell: dist.ProcessGroup | None  # all ranks of the cell; None where there is one
-    multi_rail: bool = (
-        False  # whether the replicas of a shard take turns in carrying its buckets, instead of one sender
-    )
+    multi_rail: bool = False  # whether the replicas of a shard take turns in sending its buckets
     own: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for this alone, placeholders too
     first: int = 0  # the rank of the world that the topology's ranks are counted from
     # by the shards that hold the same elements, where they are several but not all, the ranks of the cell that hold

@@ -21,7 +21,7 @@ _COUNT = "_xffl_tears"
 
 
 class InconsistentModel:
-    """Mark a model as torn: every forward pass of it and its parts raises until a whole state dict is loaded.
+    """The mark of an inconsistent model: each forward pass of it and its parts raises until a state dict is loaded.
 
     Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses the model, and for copies
     of it. ``reason`` says why the ranks may no longer agree.
@@ -90,11 +90,11 @@ def mark_inconsistent(model: nn.Module) -> Iterator[None]:
 
 def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
     """Return the mark of an inconsistent model, wrapped or not; ``None`` where it is whole."""
-    tear: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
-    if tear is None or not tear.is_repaired:
-        return tear
-    tear.remove()
-    return None
+    mark: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
+    if mark is not None and mark.is_repaired:
+        mark.remove()
+        return None
+    return mark
 
 
 def count_inconsistent(model: nn.Module) -> int:

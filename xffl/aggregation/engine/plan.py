@@ -60,7 +60,7 @@ class Cut(NamedTuple):
     """How one cell cuts one tensor: consecutive parts of ``chunk`` elements, the last ones shorter or empty.
 
     ``is_held_by_part`` tells a sharded tensor (a rank holds its part only) from a replicated one (every rank of the
-    cell holds all of it, and the parts only share out the carrying).
+    cell holds all of it, and each part is sent by another one).
     """
 
     numel: int
@@ -104,7 +104,7 @@ class Part(NamedTuple):
 class MeshCut(NamedTuple):
     """How every cell cuts a tensor of which shards hold parts of any size: an order of the parts, one after the other.
 
-    Where several shards hold the same part, they share out the carrying, ``least`` elements or more to each.
+    Where several shards hold the same part, each sends some of it, ``least`` elements or more.
     """
 
     parts: tuple[Part, ...]
@@ -127,7 +127,7 @@ class MeshCut(NamedTuple):
         return True
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Return the first element that a shard carries and the first one after these."""
+        """Return the first element that a shard sends, and the first one after these."""
         for (numel, holders), end in zip(self.parts, self.ends, strict=True):
             if part in holders:
                 chunk = self._chunk(numel, holders)
@@ -136,7 +136,7 @@ class MeshCut(NamedTuple):
         return 0, 0
 
     def part_of(self, element: int) -> int:
-        """Return the shard that carries an element."""
+        """Return the shard that sends an element."""
         index = bisect_right(self.ends, element)
         numel, holders = self.parts[index]
         return holders[(element - self.ends[index] + numel) // self._chunk(numel, holders)]
@@ -160,7 +160,7 @@ class MeshCut(NamedTuple):
 class Item(NamedTuple):
     """One tensor of the manifest: its place there, data type, rule, and one cut for each cell.
 
-    ``is_mean_at_home`` asks for the mean over the ranks at home before anything crosses (buffers); ``codec`` names how
+    ``is_mean_in_cell`` asks for the mean over the cell's ranks before anything crosses (buffers); ``codec`` names how
     its values are written between cells, ``fragment`` says in which rounds it takes part, ``is_stepped`` whether
     training changes it.
     """
@@ -168,7 +168,7 @@ class Item(NamedTuple):
     position: int
     dtype: str
     rule: str
-    is_mean_at_home: bool
+    is_mean_in_cell: bool
     cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
     codec: str = "none"
     fragment: int = 0
@@ -205,10 +205,10 @@ class BucketGroup:
     fragment: int  # part of the model that the group belongs to
     # for each cell, whether ranks hold the group's elements only as a part of their shard
     held_by_part: tuple[bool, ...]
-    owners: tuple[int, ...]  # the shard that carries the group, in each cell
+    owners: tuple[int, ...]  # the shard that sends the group, in each cell
     dtype: str  # data type of every element
     rule: str  # average or first
-    is_mean_at_home: bool  # whether the ranks at home are averaged first
+    is_mean_in_cell: bool  # whether the cell's ranks are averaged first
     codec: str  # how values are written on the link between cells
     is_stepped: bool  # whether they are what training changes: parameters that are averaged and not frozen
     pieces: tuple[Piece, ...]  # the intervals, by tensor
@@ -218,7 +218,7 @@ class BucketGroup:
     @property
     def key(self) -> tuple[object, ...]:
         """The group's place in the order that all ranks keep."""
-        return (*self.participants, self.dtype, self.rule, self.is_mean_at_home, self.codec, self.is_stepped)
+        return (*self.participants, self.dtype, self.rule, self.is_mean_in_cell, self.codec, self.is_stepped)
 
     @property
     def participants(self) -> tuple[object, ...]:
@@ -259,7 +259,7 @@ class BucketGroup:
 
 
 def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[BucketGroup, ...]:
-    """List the groups that a rank takes part in, as owner or at home, in the order in which all ranks walk them."""
+    """List the groups that a rank sends or receives within its cell, in the order in which all ranks walk them."""
     at = topology.coordinates(rank)
     groups: dict[_Key, list[Piece]] = {}
     for item in items:
@@ -269,7 +269,7 @@ def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[B
         for owners, piece in _refine(item, start, end):
             key = (
                 (item.fragment, held, owners, mine.holders(piece.start)),
-                (item.dtype, item.rule, item.is_mean_at_home, item.codec, item.is_stepped),
+                (item.dtype, item.rule, item.is_mean_in_cell, item.codec, item.is_stepped),
             )
             groups.setdefault(key, []).append(piece)
     return tuple(
@@ -356,8 +356,8 @@ class GroupTransfer:
     combiners: tuple[int | None, ...] = ()
 
     @property
-    def home(self) -> dist.ProcessGroup | None:
-        """Who gets the result at home; ``None`` where nobody else does."""
+    def cell_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this cell that get the result; ``None`` where nobody else does."""
         if self.group.holders:
             return self.round_groups.holders[self.group.holders]
         return self.round_groups.replica if self.is_part else self.round_groups.cell
@@ -416,14 +416,14 @@ def plan_transfers(
         dtype = getattr(torch, group.dtype)
         assert isinstance(dtype, torch.dtype)
         limit = bucket_bytes // dtype.itemsize
-        if group.is_mean_at_home:
+        if group.is_mean_in_cell:
             # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
             homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
             holders = max(1, len(group.holders))
             limit //= max(replicas * holders if is_part else size for is_part, replicas, size in homes)
         turns = max(topology.replica_counts) if round_groups.multi_rail else 1
         if round_groups.multi_rail:
-            limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to carry
+            limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
         buckets = tuple(group.buckets(max(1, limit)))
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         # What is taken from one cell needs no combining.
@@ -462,7 +462,7 @@ def plan_transfers(
 
 def _is_alone(group: BucketGroup, topology: Topology) -> bool:
     """Tell whether two cells average a group of which each has one holder, so that no other rank waits for the mean."""
-    if topology.cells != 2 or group.rule != "average" or group.is_mean_at_home or group.holders:
+    if topology.cells != 2 or group.rule != "average" or group.is_mean_in_cell or group.holders:
         return False
     homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
     return all((replicas if is_part else size) == 1 for is_part, replicas, size in homes)

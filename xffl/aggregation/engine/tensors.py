@@ -604,9 +604,9 @@ class Manifest:
                     for cell, of_cell in enumerate(by_cell)
                 )
             dtype = str(entry.real_dtype).removeprefix("torch.")
-            is_mean_at_home = entry.is_buffer and entry.policy == "average"
+            is_mean_in_cell = entry.is_buffer and entry.policy == "average"
             items.append(
-                Item(index, dtype, entry.policy, is_mean_at_home, cuts, entry.codec, dealt[index], entry.is_stepped)
+                Item(index, dtype, entry.policy, is_mean_in_cell, cuts, entry.codec, dealt[index], entry.is_stepped)
             )
         return tuple(items)
 

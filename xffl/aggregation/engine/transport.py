@@ -433,7 +433,7 @@ class GatheredSteps(EncodedSteps):
 
 
 class GatheredRows:
-    """Of each group that this rank carries one row for each cell; as large as the cells' shards together."""
+    """One row for each cell of each group that this rank sends; as large as the cells' shards together."""
 
     def __init__(self, cells: int, device: torch.device) -> None:
         self._cells = cells
