@@ -576,7 +576,7 @@ def test_a_trainer_is_asked_by_either_name_and_takes_no_rounds(tmp_path: Path) -
     for wrong, told in (
         ({"min_replica_size": 0}, "fault_tolerance.min_replica_size must be a positive integer, got 0"),
         ({"max_consecutive_failures": -1}, "fault_tolerance.max_consecutive_failures must be an integer of 0 or more"),
-        ({"enable": "yes"}, "fault_tolerance.enable 'yes' is no truth value"),
+        ({"enable": "yes"}, "fault_tolerance.enable must be one of True, False, got 'yes'"),
     ):
         with pytest.raises(ConfigError, match=told):
             FaultToleranceParameters(**wrong)  # type: ignore[arg-type]
