@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.cluster.network import Timeouts
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
@@ -31,6 +30,7 @@ from xffl.distributed.groups import (
     check_streams,
     destroy_group,
     make_groups,
+    new_group,
 )
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -231,13 +231,7 @@ class DistributedState:
             timeout_s = levels.across_s
         elif name.startswith(_RELAYING):
             timeout_s = (levels.across_s + levels.session_s) / 2
-        group: dist.ProcessGroup = dist.new_group(
-            list(_check_ranks(ranks, rank, world_size)),
-            timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-            group_desc=group_desc,
-        )
-        return group
+        return new_group(_check_ranks(ranks, rank, world_size), timeout_s, group_desc)
 
     # The process, its node and its device ----------------------------------------------------------------------------
 
@@ -301,8 +295,8 @@ class DistributedState:
             _check_node((*local, *node), self.world_size)
             return (*local, *node)
 
-        found = self._compare("arguments of set_node", check, lambda it: f"{it[3]} nodes")
-        self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = found
+        node = self._compare("arguments of set_node", check, lambda it: f"{it[3]} nodes")
+        self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = node
 
     def set_exec_device(self, current_device: torch.device | int, streams: int | None = None) -> None:
         """Set the device that this process works on, and make it torch's current one.
@@ -351,8 +345,10 @@ class DistributedState:
         def check() -> tuple[torch.device | None, bool]:
             return _check_init_device(init_device, meta_initialization)
 
-        found = self._compare("arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}")
-        self.init_device, self.meta_initialization = found
+        device, is_meta = self._compare(
+            "arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}"
+        )
+        self.init_device, self.meta_initialization = device, is_meta
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
@@ -712,11 +708,8 @@ def _world() -> dist.ProcessGroup | None:
 
 def _check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
     """Return a place counted from 0 and the number of places."""
-    whole = integer(size_name, size, error=TopologyError)
-    part = integer(what, place, None, hint=f"give 0 to {whole - 1}", error=TopologyError)
-    if not 0 <= part < whole:
-        raise TopologyError(f"{what} {part} is outside {size_name} {whole}; give 0 to {whole - 1}")
-    return part, whole
+    places = integer(size_name, size, error=TopologyError)
+    return integer(what, place, 0, places - 1, hint=f"{size_name} is {places}", error=TopologyError), places
 
 
 def _check_world(place: tuple[int, int]) -> None:
@@ -743,28 +736,22 @@ def _check_node(node: tuple[int | None, int | None, int | None, int | None], wor
 def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
     """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
     if master_addr is not None and not isinstance(master_addr, str):
-        raise ConfigError(f"master_addr {master_addr!r} is no host name or address; give rank 0's")
-    if master_port is None:
-        port = None
-    else:
-        port = integer("master_port", master_port, None, hint="give 1 to 65535")
-        if not 0 <= port < 65536:
-            raise ConfigError(f"master_port {port} is no port; give 1 to 65535")
+        raise ConfigError(f"master_addr must be a host name or an address, got {master_addr!r}; give rank 0's")
+    port = None if master_port is None else integer("master_port", master_port, 0, 65535)
     if bool(master_addr) != bool(port):
         raise ConfigError(f"master_addr {master_addr!r} and master_port {port} belong together; give both or neither")
     return master_addr, port
 
 
-def _check_init_device(device: object, is_meta: object) -> tuple[torch.device | None, bool]:
+def _check_init_device(device: object, is_meta: bool) -> tuple[torch.device | None, bool]:
     """Return where models are initialized: on the meta device where that is asked for and no device is given."""
-    if not isinstance(is_meta, bool):
-        raise ConfigError(f"meta_initialization {is_meta!r} is no truth value; give True or False")
+    one_of("meta_initialization", is_meta, (True, False))
     if device is None:
         return (torch.device("meta") if is_meta else None), is_meta
-    found = check_device("init_device", device, may_be_meta=True)
-    if found.type == "meta" and not is_meta:
+    checked = check_device("init_device", device, may_be_meta=True)
+    if checked.type == "meta" and not is_meta:
         raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
-    return found, is_meta
+    return checked, is_meta
 
 
 def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
@@ -772,13 +759,8 @@ def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
     if isinstance(ranks, torch.Tensor):
         ranks = ranks.flatten().tolist()
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
-        raise TopologyError(f"ranks {ranks!r} name no group; give a tuple of ranks")
-    members = tuple(
-        integer("rank", member, None, hint=f"give 0 to {world_size - 1}", error=TopologyError) for member in ranks
-    )
-    for member in members:
-        if not 0 <= member < world_size:
-            raise TopologyError(f"rank {member} is outside the world of {world_size}; give 0 to {world_size - 1}")
+        raise TopologyError(f"ranks must be a tuple of ranks, got {ranks!r}")
+    members = tuple(integer("rank", member, 0, world_size - 1, error=TopologyError) for member in ranks)
     if len(set(members)) != len(members):
         raise TopologyError(f"ranks {members} name a rank twice; give each once")
     if rank not in members:
@@ -796,7 +778,7 @@ def _check_replicas(
     rank, world_size = place
     knob = "give the replicas of each federated group, (n,) without federation"
     if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
-        raise TopologyError(f"replica_world_size {counts!r} counts no replicas; {knob}")
+        raise TopologyError(f"replica_world_size must be a tuple of integers, got {counts!r}; {knob}")
     numbers = [_check_place("replica 0", 0, "replica_world_size", count)[1] for count in counts]
     shard, ranks = _check_place("replica_local_rank", shard, "replica_local_size", size)
     if sum(numbers) * ranks != world_size:
@@ -818,7 +800,7 @@ def _check_replicas(
 def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
     """Return a mesh that FSDP can shard over."""
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh {mesh!r} is no DeviceMesh; give a one-dimensional one, or None for all ranks")
+        raise ConfigError(f"mesh must be a DeviceMesh of one dimension, or None for all ranks, got {mesh!r}")
     if mesh.ndim != 1:
         raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
     if mesh.device_type != kind:
