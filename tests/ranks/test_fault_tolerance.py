@@ -399,7 +399,7 @@ def one_for_all() -> dict[str, Any]:
     total, mean = world.all_reduce(mine, "sum", "dp"), world.all_reduce(mine, "mean", "dp")
     assert world.dp_size == 4 and total.item() == 6.0 and mean.item() == 1.5
     assert world.all_reduce(mine, "sum", "world").item() == 4.0 * world.replica_group[0] + 1
-    with pytest.raises(ConfigError, match="op 'max' over replica groups is none of sum, mean"):
+    with pytest.raises(ConfigError, match="op over replica groups must be one of 'sum', 'mean', got 'max'"):
         world.all_reduce(mine, "max", "dp")
     with pytest.raises(ConfigError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
