@@ -158,7 +158,12 @@ class DistributedState:
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
-        return _state_table({f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")})
+        values = {item.name: getattr(self, item.name) for item in fields(self) if not item.name.startswith("_")}
+        texts = {name: _text_of(value) for name, value in values.items() if value is not None}
+        if not texts:
+            return "DistributedState: nothing is set"
+        width = max(map(len, texts))
+        return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in texts.items())])
 
     @property
     def topology(self) -> Topology:
@@ -216,7 +221,7 @@ class DistributedState:
         Collective over these ranks only. All ranks of the world must make the same number of groups in the same order
         (a rank that has none makes one of itself), since torch derives a group's name from how many the rank has. The
         group's timeout is that of its level (:class:`xffl.cluster.network.Timeouts`); a group over which the results of
-        rounds are handed round at home waits longer than the exchange that it waits for.
+        rounds are broadcast in a cell waits longer than the exchange that it waits for.
 
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
@@ -254,7 +259,7 @@ class DistributedState:
         :param master_port: Port of the master node for the rendez-vous; 0 where ranks meet otherwise.
         :param rank: Global process rank, ``0 <= rank < world_size``.
         :param world_size: Global world size, at least 1.
-        :raises ConfigError: if backend, device or rendez-vous cannot be meant.
+        :raises ConfigError: if backend, device or rendez-vous are invalid.
         :raises TopologyError: if the rank is outside the world, or torch.distributed or the node says otherwise.
         :raises StateError: if a set-up stands on what was said before.
         """
@@ -341,14 +346,11 @@ class DistributedState:
         :param meta_initialization: If meta device initialization is required.
         :raises ConfigError: if the device does not exist, or is the meta device without meta initialization.
         """
-
-        def check() -> tuple[torch.device | None, bool]:
-            return _check_init_device(init_device, meta_initialization)
-
-        device, is_meta = self._compare(
-            "arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}"
+        self.init_device, self.meta_initialization = self._compare(
+            "arguments of set_init_device",
+            lambda: _check_init_device(init_device, meta_initialization),
+            lambda it: f"meta_initialization={it[1]}",
         )
-        self.init_device, self.meta_initialization = device, is_meta
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
@@ -378,11 +380,11 @@ class DistributedState:
             self._check_order("set_fsdp")
             return None if mesh is None else _check_mesh(mesh, self._device_kind())
 
-        given = self._compare("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
+        checked = self._compare("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
         replaced = self._setups[-1] if self._setups else None
         with setup_transaction(self, "set_fsdp"):
-            self.fsdp_mesh = self._get_global_fsdp_mesh() if given is None else given
-        if replaced is not None:
+            self.fsdp_mesh = self._get_global_fsdp_mesh() if checked is None else checked
+        if replaced is not None:  # its groups stay until all ranks have the new ones; undoing goes back to before it
             self._setups[-1].before = replaced.before
             self._setups.remove(replaced)
             replaced.destroy()
@@ -572,11 +574,8 @@ class DistributedState:
 
         Collective over the world, where it is initialized. Nothing happens where no federation is set up.
         """
-
-        def check() -> str:
-            return "a federation" if self.is_federated_scaling_setup() else "no federation"
-
-        if self._compare("states at unset_federated_scaling", check) == "a federation":
+        state = "a federation" if self.is_federated_scaling_setup() else "no federation"
+        if self._compare("states at unset_federated_scaling", lambda: state) == "a federation":
             rollback(self)
 
     def _rollback_all(self, *, destroys: bool = True) -> None:
@@ -771,7 +770,7 @@ def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
 def _check_replicas(
     shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
 ) -> Topology:
-    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told.
+    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank has its place.
 
     The order of the ranks in a cell is that of ``inside``, if any: its shape.
     """
@@ -810,32 +809,17 @@ def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
     return mesh
 
 
-def _state_table(values: Mapping[str, Any]) -> str:
-    """Write the values that are set as a table of two columns."""
-    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
-    if not rows:
-        return "DistributedState: nothing is set"
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in rows)])
-
-
-def _shown(value: Any) -> str:
+def _text_of(value: Any) -> str:
+    """Write the value of a field: the ranks of groups, the first members of long tuples."""
     if isinstance(value, dist.ProcessGroup):
-        return _group(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], dist.ProcessGroup):
-        return f"{_group(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
-    if isinstance(value, tuple):
-        return _elided(value)
-    return str(value)
-
-
-def _group(group: dist.ProcessGroup) -> str:
-    return f"ranks {_elided(dist.get_process_group_ranks(group))}" if dist.is_initialized() else "destroyed"
-
-
-def _elided(values: Any) -> str:
-    shown = ", ".join(str(value) for value in values[:_MEMBERS_SHOWN])
-    return f"({shown}, ... {len(values)} in all)" if len(values) > _MEMBERS_SHOWN else f"({shown})"
+        ranks = tuple(dist.get_process_group_ranks(value)) if dist.is_initialized() else None
+        return "destroyed" if ranks is None else f"ranks {_text_of(ranks)}"
+    if not isinstance(value, tuple):
+        return str(value)
+    if value and isinstance(value[0], dist.ProcessGroup):
+        return f"{_text_of(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
+    first = ", ".join(str(member) for member in value[:_MEMBERS_SHOWN])
+    return f"({first}, ... {len(value)} in all)" if len(value) > _MEMBERS_SHOWN else f"({first})"
 
 
 def _shape_text(topology: Topology) -> str:
@@ -855,8 +839,8 @@ def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:
     :raises TopologyError: if there is no dimension, or one is less than 1.
     """
     knob = "give the number of ranks along each dimension"
-    given: object = mesh_shape
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise TopologyError(f"mesh shape {given!r} has no dimensions; {knob}")
-    shape = [integer("mesh dimension", size, hint=knob, error=TopologyError) for size in given]
+    asked: object = mesh_shape
+    if isinstance(asked, str) or not isinstance(asked, Sequence) or not asked:
+        raise TopologyError(f"mesh shape must be a tuple of integers, got {asked!r}; {knob}")
+    shape = [integer("mesh dimension", size, hint=knob, error=TopologyError) for size in asked]
     return torch.arange(prod(shape)).reshape(shape)

@@ -500,6 +500,7 @@ class FaultTolerantWorld(DistributedWorld):
             self._store = TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
+            # All that torchft tells other groups of this one is a number, so the group's own stands in its last digits.
             number, most = self._group or (NOWHERE, NOWHERE)
             place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]
         if self.world_size > 1:

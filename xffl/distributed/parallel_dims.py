@@ -65,6 +65,7 @@ class ParallelDims:
 
     def peers(self, axes: Sequence[str], first: int) -> tuple[int, ...]:
         """Return the ranks that differ from this one along some axes only, in order."""
+        # A step along an axis passes over all ranks of the axes inside of it.
         steps = {axis: prod(self.sizes[inner] for inner in AXES[AXES.index(axis) + 1 :]) for axis in AXES}
         own = first + sum(self.at[axis] * steps[axis] for axis in AXES if axis not in axes)
         ranges = [range(0, self.sizes[axis] * steps[axis], steps[axis]) for axis in axes]
