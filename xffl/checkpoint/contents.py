@@ -39,7 +39,7 @@ Part = nn.Module | torch.optim.Optimizer | Stateful
 ``load_state_dict`` (a scheduler, a sampler)."""
 
 UNNAMED = ("params", "param_names")
-"""Entries of a parameter group that list its parameters, which are named otherwise here."""
+"""Entries of a parameter group that list its parameters, which have other names here."""
 
 
 EXTRA_STATE = "_extra_state"
@@ -115,7 +115,7 @@ def collect(parts: Mapping[str, Part]) -> Contents:
 
 
 def model_names(name: str, tensors: Iterable[str], values: Mapping[str, Plain]) -> list[str]:
-    """Return the names of a model's state dict among those of tensors and values; what a value holds is none; pure."""
+    """Return the names of a model's state dict among those of tensors and values, without what values hold; pure."""
     own = {key: value for key, value in values.items() if key.startswith(f"{name}/")}
     inner = {key for value in own.values() for key in tensors_named(value)}
     return [key for key in tensors if key.startswith(f"{name}/") and key not in inner] + list(own)
@@ -177,7 +177,7 @@ def find_buffers(parts: Mapping[str, Part], contents: Contents) -> dict[str, tor
     buffers: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            # A state dict does not tell buffers from parameters, whose memory it shows.
+            # A state dict mixes buffers and parameters; its tensors share the memory of the parameters.
             plain = {p.data_ptr() for p in sharded_parameters(part).values() if type(p.detach()) is torch.Tensor}
             buffers |= {
                 key: tensor

@@ -132,7 +132,7 @@ def _write_shards(
     part: str,
     ties: dict[str, str],
 ) -> list[str]:
-    """Write the files, and where there are several what tells which tensor is where."""
+    """Write the files, and where there are several an index of which tensor is in which."""
     files: list[str] = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards):

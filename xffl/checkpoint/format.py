@@ -64,7 +64,7 @@ __all__ = [
 LATEST = "latest"
 RECORD = "checkpoint.json"
 INDEX = "index.json"
-"""Name of the file that tells where a cell's tensors lie."""
+"""Name of the file that says where a cell's tensors are."""
 FORMAT = "xffl checkpoint"
 VERSION = 2
 
@@ -251,7 +251,7 @@ def read_pointer(folder: Path) -> str | None:
 
 
 ALGORITHM = "sha256"
-"""Name of the algorithm, as the index of a cell tells it."""
+"""Name of the algorithm in the index of a cell."""
 BLOCK_BYTES = 1 << 20
 
 FileEntry = tuple[int, str]

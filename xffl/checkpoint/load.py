@@ -117,12 +117,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into the parts, in place, and return the values that were saved with it.
 
-    Collective over the world. The parts may be spread otherwise than they were: another number of ranks in a cell or of
-    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers that the ranks of
-    a cell held otherwise come back as each had them, in another layout as the cell's first rank had them. All names,
-    shapes and dtypes are compared before anything is changed. Extra states of modules are taken as they were saved,
-    whatever is there now, and are given to their modules before any weight is written: where one refuses its own, all
-    get back what they had, and nothing was loaded. Tensors do not move between ranks.
+    Collective over the world. The parts may be spread in another way than when they were saved: another number of ranks
+    in a cell or of replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers
+    that differed between the ranks of a cell come back as each had them, in another layout as the cell's first rank had
+    them. All names, shapes and dtypes are compared before anything is changed. Extra states of modules are taken as
+    they were saved, whatever is there now, and are given to their modules before any weight is written: where one
+    refuses its own, all get back what they had, and nothing was loaded. Tensors do not move between ranks.
 
     The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
     ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between

@@ -1,6 +1,6 @@
-"""What each rank keeps for itself: one file for each rank, for the same layout only.
+"""State that each rank keeps for itself: one file for each rank, for the same layout only.
 
-Beside the caller's objects these are the buffers that the ranks of a cell hold otherwise: between rounds, statistics
+Beside the caller's objects these are the buffers that differ between the ranks of a cell: between rounds, statistics
 that each has made of its own data.
 """
 
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankState:
-    """Values and tensors of this rank, by name, and buffers of models that other ranks of its cell hold otherwise."""
+    """Values and tensors of this rank, by name, and buffers of models that differ between the ranks of its cell."""
 
     values: dict[str, Plain]
     tensors: dict[str, torch.Tensor]
@@ -97,7 +97,7 @@ def hash_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names of what the ranks of a cell hold otherwise; pure."""
+    """Return the names of what differs between the ranks of a cell; pure."""
     by_name: dict[str, set[str]] = {}
     for of_rank in digests:
         for name, digest in of_rank.items():

@@ -112,7 +112,7 @@ def save_checkpoint(
 
     Collective over the world; the folder must be on a file system that all ranks share. Each cell writes its own
     tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
-    not sharded its first rank. Buffers that the ranks of a cell hold otherwise, such as statistics of their own data
+    not sharded its first rank. Buffers that differ between the ranks of a cell, such as statistics of their own data
     since the last round, each rank writes for itself as well. Tensors do not move between ranks. A small all-reduce
     over the world ends each step, so that all ranks fail alike. The files are written aside, flushed to the disk, read
     back for their checksums, and take their name in the end; a checkpoint of the same name is replaced only then. A

@@ -37,7 +37,7 @@ def own_values(tensor: torch.Tensor) -> torch.Tensor:
         raise ConfigError(
             f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
         )
-    # A backend moves the memory, which does not tell whether it is to be conjugated or negated.
+    # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
     return tensor.detach().resolve_conj().resolve_neg()
 
 

@@ -117,7 +117,7 @@ def run_on_all_ranks(
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
     Collective over the world, as :func:`check_consistent`, which ends the block: the block itself may not use a group
-    that a rank with an error has left. It is given a function that takes what the ranks must have in common.
+    that a rank with an error has left. It gets a function that takes what the ranks must have in common.
     """
     values = [""]
     error: XfflError | None = None

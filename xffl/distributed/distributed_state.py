@@ -191,7 +191,7 @@ class DistributedState:
         if self._lone_cell is None:
             return self.topology, rank
         cell, sizes = self._lone_cell
-        replica = self.topology.replica_size  # other cells may be laid out otherwise
+        replica = self.topology.replica_size  # other cells may have another layout
         if replica is not None and any(size % replica for size in sizes):
             replica = None
         dealt = Topology(sum(sizes), sizes, replica, self.topology.cell_shape)
@@ -226,7 +226,7 @@ class DistributedState:
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
         :return: Process group handle.
-        :raises TopologyError: if the ranks are none of this world, or this rank is not among them.
+        :raises TopologyError: if the ranks are not of this world, or this rank is not among them.
         :raises StateError: if torch.distributed is not initialized.
         """
         rank, world_size = self._initialized_place("create_process_group")
@@ -372,7 +372,7 @@ class DistributedState:
         Collective over the world: one group of all ranks is made where no mesh is given.
 
         :param mesh: An FSDP device mesh of one dimension that holds this rank; None means all ranks.
-        :raises ConfigError: if the mesh is none that FSDP can shard over.
+        :raises ConfigError: if FSDP cannot shard over the mesh.
         :raises StateError: if HSDP or a federation is set up, or torch.distributed is not initialized.
         """
 

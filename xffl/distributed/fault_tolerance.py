@@ -360,7 +360,7 @@ class FaultTolerantWorld(DistributedWorld):
         :param mesh: As there.
         :return: The same values on all ranks. Where a group was lost meanwhile they mean nothing, and
             :meth:`commit_step` says so.
-        :raises ConfigError: if the operation is none of these.
+        :raises ConfigError: if the operation is invalid.
         """
         if self._manager is None or mesh != "dp":
             return super().all_reduce(tensor, op, mesh)

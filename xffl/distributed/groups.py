@@ -37,7 +37,7 @@ __all__ = [
 logger = logging.getLogger("xffl")
 
 Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
-"""Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is no member."""
+"""Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is not a member."""
 
 ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
 """Kinds of groups that a federation needs."""
@@ -66,7 +66,7 @@ def make_groups(
     """Make this rank's groups of the given kinds.
 
     Collective over the world: every rank makes the same number of groups in the same order, a placeholder of itself
-    where it is no member, since torch derives a group's name from how many groups the rank has.
+    where it is not a member, since torch derives a group's name from how many groups the rank has.
     """
     made: Groups = {}
     for group in topology.groups_of(rank):

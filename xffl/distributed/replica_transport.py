@@ -313,7 +313,7 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
 
 
 def local(value: Any) -> Any:
-    """Return this rank's part of a tensor, without gradient; what is no tensor as it is."""
+    """Return this rank's part of a tensor, without gradient; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
