@@ -45,6 +45,7 @@ from xffl.checkpoint.rank_state import (
     write_rank_state,
 )
 from xffl.checkpoint.storage import CellWriter
+from xffl.checks import one_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
@@ -154,8 +155,7 @@ def prepare_save(
 
     def check() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
         check_parts(request.parts)
-        if not isinstance(request.after_round, bool):
-            raise ConfigError(f"after_round is {request.after_round!r}; give True or False")
+        one_of("after_round", request.after_round, (True, False))
         own = check_rank_state(request.rank_state)
         return check_path(path), _plain_values(request.metadata), this_cell(state, groups), own
 

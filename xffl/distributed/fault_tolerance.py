@@ -193,11 +193,12 @@ class FaultTolerantWorld(DistributedWorld):
         :return: The model to use: the same one, or torchft's DDP around a whole one.
         :raises ConfigError: if the model is spread in a way that the groups cannot average.
         """
-        if self._manager is None:
+        manager = self._manager
+        if manager is None:
             return model
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            unit.set_all_reduce_hook(self._average)
+            unit.set_all_reduce_hook(lambda gradients: manager.allreduce(gradients).wait())
         if units:
             return model
         if self.world_size > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
@@ -205,7 +206,7 @@ class FaultTolerantWorld(DistributedWorld):
                 f"the model is whole on each of the {self.world_size} ranks of this group, which would be replicas; "
                 "give dp_shard=auto, or start one rank in each group"
             )
-        return _data_parallel(self._manager, model)
+        return _data_parallel(manager, model)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to use: ``zero_grad`` begins a step of all groups, ``step`` takes it or does not.
@@ -428,10 +429,6 @@ class FaultTolerantWorld(DistributedWorld):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return manager.errored() is None and self._pg.errored() is None
-
-    def _average(self, gradients: torch.Tensor) -> None:
-        assert self._manager is not None, "the hook is set where there is one"
-        self._manager.allreduce(gradients).wait()
 
     def _connect(self) -> None:
         """Make the manager, and with it this rank's servers: all of them listen at one address."""

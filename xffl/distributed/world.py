@@ -189,8 +189,7 @@ class DistributedWorld:
     @property
     def local_rank(self) -> int:
         """Rank of this process on its node."""
-        local_rank = self.state.node_local_rank
-        return 0 if local_rank is None else local_rank
+        return self.state.node_local_rank or 0
 
     @property
     def device(self) -> torch.device:
