@@ -160,7 +160,7 @@ def test_readable_errors() -> None:
         pick_gpu(3, 4, 2, {})
     with pytest.raises(xffl.ConfigError, match=r"hsdp=2 was asked for, but the device parameters make replicas of 1"):
         xffl.distributed.setup_distributed_process_group(hsdp=2, device_parameters=DeviceParameters.DDP())
-    with pytest.raises(xffl.ConfigError, match="timeout_s -1 is no positive number of seconds"):
+    with pytest.raises(xffl.ConfigError, match=r"timeout_s must be a number > 0 and < 1e\+09, got -1; give seconds"):
         xffl.distributed.setup_distributed_process_group(join_timeout_s=-1)
     assert not dist.is_initialized()
 

@@ -184,12 +184,17 @@ FOUR: list[Wrong] = [
     Wrong("unknown world", lambda s, r: DistributedState().set_fsdp(), StateError, ["call set_global first"]),
     Wrong("partial hsdp twice", lambda s, r: s._partial_hsdp_setup(1), StateError, ["unset_hsdp()"], before=HSDP),
     # The process
-    Wrong("rank outside", new_and_global(rank=9), TopologyError, ["rank 9 is outside world_size 4", "give 0 to 3"]),
-    Wrong("rank is the size", new_and_global(rank=4), TopologyError, ["rank 4 is outside world_size 4"]),
-    Wrong("negative rank", new_and_global(rank=-1), TopologyError, ["rank -1 is outside world_size 4"]),
-    Wrong("rank a bool", new_and_global(rank=True), TopologyError, ["rank must be an integer, got True"]),
-    Wrong("rank a string", new_and_global(rank="0"), TopologyError, ["rank must be an integer, got '0'"]),
-    Wrong("no rank", new_and_global(rank=None), TopologyError, ["rank must be an integer, got None"]),
+    Wrong(
+        "rank outside",
+        new_and_global(rank=9),
+        TopologyError,
+        ["rank must be an integer from 0 to 3, got 9; world_size is 4"],
+    ),
+    Wrong("rank is the size", new_and_global(rank=4), TopologyError, ["rank must be an integer from 0 to 3, got 4"]),
+    Wrong("negative rank", new_and_global(rank=-1), TopologyError, ["rank must be an integer from 0 to 3, got -1"]),
+    Wrong("rank a bool", new_and_global(rank=True), TopologyError, ["integer from 0 to 3, got True"]),
+    Wrong("rank a string", new_and_global(rank="0"), TopologyError, ["integer from 0 to 3, got '0'"]),
+    Wrong("no rank", new_and_global(rank=None), TopologyError, ["integer from 0 to 3, got None"]),
     Wrong("empty world", new_and_global(world_size=0), TopologyError, ["world_size must be a positive integer, got 0"]),
     Wrong(
         "negative world",
@@ -201,20 +206,37 @@ FOUR: list[Wrong] = [
         "another world", new_and_global(rank=0, world_size=5), TopologyError, ["rank 0 of 5", "was initialized with"]
     ),
     Wrong("unknown backend", new_and_global(backend="glu"), ConfigError, ["'glu' is unknown", "gloo"]),
-    Wrong("no backend", new_and_global(backend=None), ConfigError, ["None is no name"]),
-    Wrong("unknown device", new_and_global(device_type="gpu"), ConfigError, ["'gpu' is no device"]),
-    Wrong("meta device", new_and_global(device_type="meta"), ConfigError, ["'meta' computes nothing"]),
-    Wrong("bad port", new_and_global(master_addr="a", master_port=70000), ConfigError, ["70000 is no port"]),
+    Wrong("no backend", new_and_global(backend=None), ConfigError, ["backend must be a name", "got None"]),
+    Wrong("unknown device", new_and_global(device_type="gpu"), ConfigError, ["must be a device", "got 'gpu'"]),
+    Wrong("meta device", new_and_global(device_type="meta"), ConfigError, ["must be 'cpu' or 'cuda', got 'meta'"]),
+    Wrong(
+        "bad port",
+        new_and_global(master_addr="a", master_port=70000),
+        ConfigError,
+        ["master_port must be an integer from 0 to 65535, got 70000"],
+    ),
     Wrong("port alone", new_and_global(master_port=29511), ConfigError, ["belong together"]),
-    Wrong("address a number", new_and_global(master_addr=1, master_port=1), ConfigError, ["1 is no host name"]),
+    Wrong(
+        "address a number",
+        new_and_global(master_addr=1, master_port=1),
+        ConfigError,
+        ["master_addr must be a host name or an address, got 1"],
+    ),
     Wrong(
         "another master on one rank",
         lambda s, r: new_and_global(master_addr=f"host{r // 3}", master_port=1234)(s, r),
         ConfigError,
         ["different arguments of set_global", "ranks 0-2: ", "host0", "rank 3: ", "host1"],
     ),
-    Wrong("local rank outside", lambda s, r: s.set_node(4, 4, 0, 1), TopologyError, ["node_local_rank 4 is outside"]),
-    Wrong("node rank outside", lambda s, r: s.set_node(0, 2, 2, 2), TopologyError, ["node_rank 2 is outside"]),
+    Wrong(
+        "local rank outside", lambda s, r: s.set_node(4, 4, 0, 1), TopologyError, ["node_local_rank must be", "got 4"]
+    ),
+    Wrong(
+        "node rank outside",
+        lambda s, r: s.set_node(0, 2, 2, 2),
+        TopologyError,
+        ["node_rank must be", "got 2; node_world_size is 2"],
+    ),
     Wrong(
         "empty node",
         lambda s, r: s.set_node(0, 0, 0, 1),
@@ -224,16 +246,21 @@ FOUR: list[Wrong] = [
     Wrong("node too large", lambda s, r: s.set_node(0, 4, 0, 2), TopologyError, ["does not fit the world of 4"]),
     Wrong("one small node", lambda s, r: s.set_node(0, 3, 0, 1), TopologyError, ["does not fit the world of 4"]),
     Wrong("other nodes", lambda s, r: s.set_node(0, 1, 0, 2 + r % 2), ConfigError, ["ranks 0, 2: 2 nodes"]),
-    Wrong("a GPU on CPU", lambda s, r: s.set_exec_device(0), ConfigError, ["is no cpu device"]),
+    Wrong("a GPU on CPU", lambda s, r: s.set_exec_device(0), ConfigError, ["must be a cpu device, got 'cuda:0'"]),
     Wrong("streams on CPU", lambda s, r: s.set_exec_device(CPU, 2), ConfigError, ["streams 2", "cpu has none"]),
     Wrong(
         "no streams", lambda s, r: s.set_exec_device(CPU, 0), ConfigError, ["streams must be a positive integer, got 0"]
     ),
-    Wrong("no device", lambda s, r: s.set_exec_device(None), ConfigError, ["None is no device"]),
+    Wrong("no device", lambda s, r: s.set_exec_device(None), ConfigError, ["must be a device", "got None"]),
     Wrong("meta as init device", lambda s, r: s.set_init_device("meta"), ConfigError, ["meta_initialization=True"]),
-    Wrong("meta no truth", lambda s, r: s.set_init_device(None, 1), ConfigError, ["1 is no truth value"]),
+    Wrong(
+        "meta no truth",
+        lambda s, r: s.set_init_device(None, 1),
+        ConfigError,
+        ["meta_initialization must be one of True, False, got 1"],
+    ),
     # Meshes and steps
-    Wrong("no mesh", lambda s, r: s.set_fsdp("shard"), ConfigError, ["'shard' is no DeviceMesh"]),
+    Wrong("no mesh", lambda s, r: s.set_fsdp("shard"), ConfigError, ["mesh must be a DeviceMesh", "got 'shard'"]),
     Wrong(
         "two-dimensional mesh",
         lambda s, r: s.set_fsdp(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))),
@@ -250,11 +277,13 @@ FOUR: list[Wrong] = [
         "no replicas by hand",
         lambda s, r: s._partial_hsdp_setup_manual(r % 2, 2, r // 2, ()),
         TopologyError,
-        ["() counts no replicas"],
+        ["replica_world_size must be", "got ()"],
     ),
     Wrong("no such cell", lambda s, r: s._get_communicating_processes(2), TopologyError, ["cell 2"], before=CELLS),
-    Wrong("group of strings", lambda s, r: s.create_process_group("0123", ""), TopologyError, ["name no group"]),
-    Wrong("group outside", lambda s, r: s.create_process_group((0, 4), ""), TopologyError, ["rank 4 is outside"]),
+    Wrong(
+        "group of strings", lambda s, r: s.create_process_group("0123", ""), TopologyError, ["must be a tuple of ranks"]
+    ),
+    Wrong("group outside", lambda s, r: s.create_process_group((0, 4), ""), TopologyError, ["rank must be", "got 4"]),
     Wrong("rank twice", lambda s, r: s.create_process_group((0, 0, 1, 2, 3), ""), TopologyError, ["twice"]),
 ]
 

@@ -58,7 +58,7 @@ def test_random_numbers_go_on_as_if_never_stopped(tmp_path: Path) -> None:
     state = RandomState().state_dict()
     with pytest.raises(xffl.CheckpointError, match="saved where a rank had a GPU"):
         RandomState("cpu").load_state_dict({**state, "cuda": torch.zeros(1)})
-    with pytest.raises(xffl.ConfigError, match="device 'toaster' is none"):
+    with pytest.raises(xffl.ConfigError, match="device must be this rank's device, got 'toaster'"):
         RandomState("toaster")
 
 

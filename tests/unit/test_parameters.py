@@ -33,18 +33,21 @@ from xffl.parallel import (
         ({"dp_shard": True}, "dp_shard must be a positive integer, got True"),
         ({"dp_shard": "all"}, "dp_shard must be a positive integer, got 'all'; give at least 1, or auto"),
         ({"dp_shard": "auto", "dp_replicate": "auto"}, "dp_replicate and dp_shard are all 'auto'"),
-        ({"param_dtype": "int8"}, "param_dtype 'int8' is none of float32, bfloat16, float16"),
-        ({"reduce_dtype": None}, "reduce_dtype None is none of"),
-        ({"activation_checkpointing": "all"}, "activation_checkpointing 'all' is none of none, selective, full"),
-        ({"pp": 2, "pp_schedule": "zb"}, "pp_schedule 'zb' is none of 1f1b, gpipe"),
-        ({"compile": "yes"}, "compile 'yes' is no truth value"),
+        ({"param_dtype": "int8"}, "param_dtype must be one of 'float32', 'bfloat16', 'float16', got 'int8'"),
+        ({"reduce_dtype": None}, "reduce_dtype must be one of .* got None"),
+        (
+            {"activation_checkpointing": "all"},
+            "activation_checkpointing must be one of 'none', .* got 'all'",
+        ),
+        ({"pp": 2, "pp_schedule": "zb"}, "pp_schedule must be one of '1f1b', 'gpipe', got 'zb'"),
+        ({"compile": "yes"}, "compile must be one of True, False, got 'yes'"),
         ({"pp_micro_batches": 4}, "pp_micro_batches 4 are a pipeline's, but pp is 1"),
         ({"pp": 2, "pp_micro_batches": 0}, "pp_micro_batches must be a positive integer, got 0; give at least 1"),
         ({"cpu_offload": True}, "cpu_offload is FSDP's"),
         ({"reduce_dtype": "bfloat16"}, "reduce_dtype 'bfloat16' is FSDP's"),
         ({"loss_parallel": True}, "loss_parallel cuts logits over tp, which is 1"),
         ({"pp": 2, "param_dtype": "float16"}, "param_dtype 'float16' needs a gradient scaler"),
-        ({"comm": 600}, "comm 600 holds no timeouts"),
+        ({"comm": 600}, "comm must be a CommParameters, which holds timeouts, got 600"),
     ],
 )
 def test_parameters_that_cannot_be_meant(asked: dict[str, Any], said: str) -> None:
@@ -60,7 +63,7 @@ def test_defaults_and_what_fits_together() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "10", None, True])
 def test_timeouts(seconds: Any) -> None:
-    with pytest.raises(ConfigError, match=r"comm\.init_timeout_seconds .* is no positive number of seconds"):
+    with pytest.raises(ConfigError, match=r"comm\.init_timeout_seconds .* must be a positive number of seconds"):
         CommParameters(init_timeout_seconds=seconds)
 
 

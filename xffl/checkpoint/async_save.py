@@ -1,4 +1,4 @@
-"""PreparedSave while the training goes on: tensors are copied, and a thread writes them."""
+"""Saves while the training goes on: tensors are copied, and a thread writes them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from xffl.checkpoint.contents import Part
 from xffl.checkpoint.format import this_cell
 from xffl.checkpoint.save import SaveRequest, prepare_save, write_checkpoint
-from xffl.distributed.consistency import barrier, check_consistent
+from xffl.checks import number
+from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import StateError
 
 __all__ = ["AsyncSaver", "PendingSave"]
 
@@ -68,19 +69,15 @@ class AsyncSaver:
 
     :param state: The state that says where this rank stands.
     :param timeout_s: Seconds that a rank may wait for others to have written, at least.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     :raises StateError: if the state does not fit torch.distributed.
     """
 
     def __init__(self, state: DistributedState, *, timeout_s: float = 1800.0) -> None:
-        error: XfflError | None = None
-        try:
-            if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e6:
-                raise ConfigError(f"timeout_s {timeout_s!r} is no time; give seconds above 0")
+        with run_on_all_ranks("arguments of AsyncSaver") as share:
+            timeout_s = number("timeout_s", timeout_s, above=0, below=1e6, hint="give seconds")
             cell = this_cell(state)
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("arguments of AsyncSaver", f"timeout_s={timeout_s}", error=error)
+            share(f"timeout_s={timeout_s}")
         self._state = state
         self._groups = make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -112,7 +109,7 @@ class AsyncSaver:
         :param own: Objects that each rank keeps for itself.
         :param after_round: Whether a round has just given all cells the same weights.
         :return: The save under way; :meth:`wait` tells whether it went well.
-        :raises ConfigError: if an argument cannot be meant or kept, or the ranks were given different ones.
+        :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
         :raises StateError: if the saver is closed.
         :raises CheckpointError: if the save before this one failed; nothing of this one is begun then.
         """
@@ -183,7 +180,7 @@ class AsyncSaver:
 
     def _run(self) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a thread begins with the first one
+            torch.cuda.set_device(self._device)  # a new thread has the first GPU as its current one
         while True:
             job = self._jobs.get()
             try:
@@ -194,5 +191,5 @@ class AsyncSaver:
             except BaseException as error:  # noqa: BLE001 - raised in wait()
                 self._error = error
             finally:
-                del job  # it holds the copy
+                del job  # it holds the copy of all tensors
                 self._jobs.task_done()

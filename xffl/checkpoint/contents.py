@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint hold: tensors and plain values under names that do not depend on the layout."""
+"""Contents of a checkpoint's parts: tensors and plain values under names that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Part = nn.Module | torch.optim.Optimizer | Stateful
 ``load_state_dict`` (a scheduler, a sampler)."""
 
 UNNAMED = ("params", "param_names")
-"""Entries of a parameter group that list its parameters, which are named otherwise here."""
+"""Entries of a parameter group that list its parameters, which have other names here."""
 
 
 EXTRA_STATE = "_extra_state"
@@ -74,7 +74,7 @@ def check_parts(parts: Mapping[str, Part]) -> None:
         raise ConfigError(f"parts is {type(parts).__name__} of nothing; give a mapping such as {{'model': model}}")
     for name, part in parts.items():
         if not isinstance(name, str) or not name or "/" in name:
-            raise ConfigError(f"part name {name!r} is no name without '/'; call it such as 'model'")
+            raise ConfigError(f"part name must be a string without '/', such as 'model', got {name!r}")
         if not isinstance(part, (nn.Module, torch.optim.Optimizer, Stateful)):
             raise ConfigError(
                 f"part {name!r} is {type(part).__name__}; give a module, an optimizer or an object with state_dict and "
@@ -91,9 +91,9 @@ def collect(parts: Mapping[str, Part]) -> Contents:
     contents = Contents()
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            found = get_model_state_dict(part)
-            contents.ties |= {f"{name}/{key}": f"{name}/{first}" for key, first in _ties(found).items()}
-            for key, value in found.items():
+            state = get_model_state_dict(part)
+            contents.ties |= {f"{name}/{key}": f"{name}/{first}" for key, first in _ties(state).items()}
+            for key, value in state.items():
                 plain = to_plain(value, f"{name}/{key}", contents.tensors)
                 if not isinstance(value, torch.Tensor):
                     contents.values[f"{name}/{key}"] = plain
@@ -103,8 +103,8 @@ def collect(parts: Mapping[str, Part]) -> Contents:
             contents.values[name] = to_plain(part.state_dict(), name, contents.tensors)
     for name, tensor in contents.tensors.items():
         _check_tensor(name, tensor)
-    for name in parts:
-        for key in model_names(name, contents.tensors, contents.values) if isinstance(parts[name], nn.Module) else ():
+    for name in (name for name, part in parts.items() if isinstance(part, nn.Module)):
+        for key in model_names(name, contents.tensors, contents.values):
             if key in contents.tensors and not is_extra_state(key) and is_overlapping(contents.tensors[key]):
                 raise ConfigError(
                     f"tensor {key!r} is expanded: several of its elements are one in memory, so nothing could be "
@@ -115,7 +115,7 @@ def collect(parts: Mapping[str, Part]) -> Contents:
 
 
 def model_names(name: str, tensors: Iterable[str], values: Mapping[str, Plain]) -> list[str]:
-    """Return the names of a model's state dict among those of tensors and values; what a value holds is none; pure."""
+    """Return the names of a model's state dict among those of tensors and values, without what values hold; pure."""
     own = {key: value for key, value in values.items() if key.startswith(f"{name}/")}
     inner = {key for value in own.values() for key in tensors_named(value)}
     return [key for key in tensors if key.startswith(f"{name}/") and key not in inner] + list(own)
@@ -177,6 +177,7 @@ def find_buffers(parts: Mapping[str, Part], contents: Contents) -> dict[str, tor
     buffers: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
+            # A state dict mixes buffers and parameters; its tensors share the memory of the parameters.
             plain = {p.data_ptr() for p in sharded_parameters(part).values() if type(p.detach()) is torch.Tensor}
             buffers |= {
                 key: tensor
@@ -192,10 +193,8 @@ def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[
     for home, model in parts.items():
         if not isinstance(model, nn.Module):
             continue
-        held = set(map(id, sharded_parameters(model).values()))
-        own = [
-            parameter for parameter in _parameters(optimizer) if id(parameter) in held and id(parameter) not in names
-        ]
+        wanted = set(map(id, sharded_parameters(model).values())) - names.keys()
+        own = [parameter for parameter in _parameters(optimizer) if id(parameter) in wanted]
         if not own:
             continue
         # torch names what an optimizer holds, and fills one without state by stepping it: this one has a state and is
@@ -231,11 +230,11 @@ def trained_names(parts: Mapping[str, Part]) -> list[str]:
     return parameter_names("", torch.optim.Optimizer(list(trained.values()), {}), parts)[0]
 
 
-def _ties(found: Mapping[str, Any]) -> dict[str, str]:
+def _ties(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the names under which a tensor comes again, with the first one."""
     first: dict[tuple[Any, ...], str] = {}
     ties = {}
-    for key, value in found.items():
+    for key, value in state.items():
         local = value.to_local() if isinstance(value, DTensor) else value
         if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.is_meta or not local.numel():
             continue
@@ -256,10 +255,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], contents: Contents) -> None:
     state = optimizer.state_dict()
     flat = [parameter for group in names for parameter in group]
-    if unknown := [
-        *(set(state) - {"state", "param_groups"}),
-        *(key for key in state["state"] if key not in range(len(flat))),
-    ]:
+    unknown = list(state.keys() - {"state", "param_groups"})
+    unknown += [key for key in state["state"] if key not in range(len(flat))]
+    if unknown:
         raise ConfigError(
             f"optimizer {name!r} ({type(optimizer).__name__}) keeps {unknown[0]!r} beside its parameters' state, which "
             "cannot be cut anew for other ranks; keep that in a part of its own"
@@ -269,9 +267,9 @@ def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[
             options = {key: value for key, value in group.items() if key not in UNNAMED}
             key = f"{name}/group/{members[0]}"
             contents.values[key] = {"params": members, "options": to_plain(options, key, contents.tensors)}
-    for number, kept in state["state"].items():
+    for number, of_parameter in state["state"].items():
         key = f"{name}/state/{flat[number]}"
-        contents.values[key] = to_plain(kept, key, contents.tensors)
+        contents.values[key] = to_plain(of_parameter, key, contents.tensors)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's model as safetensors files, that transformers and others read."""
+"""Export of a checkpoint's model as safetensors files, that transformers and others read."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def consolidate_checkpoint(
     :param pretrained: A folder with ``config.json``, which is copied with the files of the tokenizer, so that
         ``from_pretrained`` reads the result.
     :return: What was written.
-    :raises ConfigError: if an argument cannot be meant, or safetensors is not installed.
+    :raises ConfigError: if an argument is invalid, or safetensors is not installed.
     :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
     """
     save_file = _safetensors()
@@ -132,7 +132,7 @@ def _write_shards(
     part: str,
     ties: dict[str, str],
 ) -> list[str]:
-    """Write the files, and where there are several what tells which tensor is where."""
+    """Write the files, and where there are several an index of which tensor is in which."""
     files: list[str] = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards):
@@ -143,9 +143,9 @@ def _write_shards(
         files.append(file)
     if len(shards) > 1:
         size = sum(_bytes(index, name) for names in shards for name in names)
-        told = {"metadata": {"total_size": size}, "weight_map": places}
+        index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
         files.append(f"{NAME}.safetensors.index.json")
-        write_text(folder / files[-1], json.dumps(told, indent=2) + "\n")
+        write_text(folder / files[-1], index_text + "\n")
     return files
 
 
@@ -179,9 +179,8 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
         )
     if _GLOBAL in record.values:
         return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
-    names = [
-        name for name in model_names(part, index.tensors, index.values) if name in index.tensors.keys() - index.ties
-    ]
+    untied = index.tensors.keys() - index.ties
+    names = [name for name in model_names(part, index.tensors, index.values) if name in untied]
     values = [name for name in index.values if name.startswith(f"{part}/group/")]
     if part in index.values or values or not names:
         raise CheckpointError(
@@ -205,7 +204,7 @@ def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
 def _check_target(out: str | os.PathLike[str], max_shard_bytes: int) -> Path:
     integer("max_shard_bytes", max_shard_bytes)
     target = check_path(out)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
     return target
 
@@ -221,6 +220,7 @@ def _check_pretrained(pretrained: str | os.PathLike[str] | None) -> list[Path]:
 
 
 def _safetensors() -> Callable[..., None]:
+    """Return the function that writes a file of tensors."""
     with optional_import("safetensors", "consolidating needs safetensors"):
         from safetensors.torch import save_file
     found: Any = save_file

@@ -64,7 +64,7 @@ __all__ = [
 LATEST = "latest"
 RECORD = "checkpoint.json"
 INDEX = "index.json"
-"""Name of the file that tells where a cell's tensors lie."""
+"""Name of the file that says where a cell's tensors are."""
 FORMAT = "xffl checkpoint"
 VERSION = 2
 
@@ -126,26 +126,24 @@ def read_record(folder: Path) -> Record:
     file = folder / RECORD
     try:
         raw = file.read_bytes().decode("utf-8")
-        told = json.loads(raw)
+        fields = json.loads(raw)
     except FileNotFoundError:
-        what = (
-            "does not exist" if not folder.exists() else f"is no checkpoint of xffl, or an unfinished one: no {RECORD}"
-        )
+        what = f"is no checkpoint of xffl, or an unfinished one: no {RECORD}" if folder.exists() else "does not exist"
         raise CheckpointError(f"checkpoint {folder} {what}; give the folder of a finished one") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not of xffl; give the folder of a checkpoint of xffl")
-    if (version := told.get("version")) != VERSION:
+    if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
             f"{file} has format version {version!r}, this xffl reads version {VERSION}; load it with the xffl that "
-            f"wrote it ({told.get('xffl')})"
+            f"wrote it ({fields.get('xffl')})"
         )
-    if raw != _sealed(told):
+    if raw != _sealed(fields):
         raise CheckpointError(
             f"{file} is not as it was written (its checksum differs); the checkpoint is damaged, load another one"
         )
-    record = _record_of(told, file)
+    record = _record_of(fields, file)
     if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
         raise CheckpointError(
             f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; it is damaged, load another one"
@@ -159,17 +157,18 @@ def record_text(record: Record) -> str:
 
 
 def _sealed(fields: Mapping[str, Any]) -> str:
+    """Write the fields as JSON, with the SHA-256 of what the JSON of all others is."""
     body = {name: value for name, value in fields.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
 
 
-def _record_of(told: dict[str, Any], file: Path) -> Record:
+def _record_of(fields: dict[str, Any], file: Path) -> Record:
     try:
-        fields = {name: value for name, value in told.items() if name not in ("format", "version", "sha256")}
-        fields |= {name: tuple(told[name]) for name in ("cells", "parts", "own")}
-        fields["cell_shape"] = None if (shape := told["cell_shape"]) is None else tuple(map(tuple, shape))
-        return Record(**fields)
+        own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
+        own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
+        own["cell_shape"] = None if (shape := fields["cell_shape"]) is None else tuple(map(tuple, shape))
+        return Record(**own)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
 
@@ -224,13 +223,13 @@ def publish(path: Path, record: Record) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint; what a kill leaves of it is not taken for one."""
-    found, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
-    if found != old and old.exists():
+    folder, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
+    if folder != old and old.exists():
         delete(old)  # while the newer one stands: it would show again afterwards
     if removed.exists():
         delete(removed)
     # Out of the way first: a kill in the middle of a deletion must leave nothing under a checkpoint's name.
-    found.rename(removed)
+    folder.rename(removed)
     delete(removed)
 
 
@@ -252,7 +251,7 @@ def read_pointer(folder: Path) -> str | None:
 
 
 ALGORITHM = "sha256"
-"""Name of the algorithm, as the index of a cell tells it."""
+"""Name of the algorithm in the index of a cell."""
 BLOCK_BYTES = 1 << 20
 
 FileEntry = tuple[int, str]
@@ -276,10 +275,10 @@ def file_entry(path: Path) -> FileEntry:
 def check_file(path: Path, entry: FileEntry) -> None:
     """Read a file and compare it with what its index says."""
     size, digest = entry
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        told = "is missing" if found is None else f"has {found} bytes in place of {size}"
-        raise CheckpointError(f"{path} {told}; the checkpoint is damaged, load another one")
+    here = path.stat().st_size if path.is_file() else None
+    if here != size:
+        what = "is missing" if here is None else f"has {here} bytes in place of {size}"
+        raise CheckpointError(f"{path} {what}; the checkpoint is damaged, load another one")
     if checksum(path) != digest:
         raise CheckpointError(
             f"{path} is not as it was written (its {ALGORITHM} differs); the checkpoint is damaged, load another one"
@@ -338,11 +337,11 @@ def this_cell(
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a checkpoint."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ConfigError(f"path {path!r} is no path; give the checkpoint's folder")
-    found = Path(os.path.abspath(path))
-    if not found.name or found.name.startswith("."):
-        raise ConfigError(f"path {found} is hidden or has no name, which stands for unfinished ones; give another name")
-    return found
+        raise ConfigError(f"path must be the checkpoint's folder, got {path!r}")
+    folder = Path(os.path.abspath(path))
+    if not folder.name or folder.name.startswith("."):
+        raise ConfigError(f"path {folder} is hidden or has no name, as unfinished ones are; give another name")
+    return folder
 
 
 def run_collectively(
@@ -358,7 +357,7 @@ def run_collectively(
 
     Collective over the world, where it is initialized: one small all-reduce.
     """
-    error: XfflError | None = None
+    error: XfflError | None = None  # kept for the message where a rank dies before all have heard of it
     try:
         with run_on_all_ranks(f"{what} of a checkpoint", group=world) as share:
             try:

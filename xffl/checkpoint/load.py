@@ -1,4 +1,4 @@
-"""Loading: into models and optimizers however they are spread now."""
+"""Loading of a checkpoint, into models and optimizers however they are spread now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,8 +42,15 @@ from xffl.checkpoint.format import (
     run_collectively,
     this_cell,
 )
-from xffl.checkpoint.rank_state import check_rank_state, is_same_layout, load_own, read_rank_state, select_rank_state
+from xffl.checkpoint.rank_state import (
+    check_rank_state,
+    describe_difference,
+    is_same_layout,
+    read_rank_state,
+    select_rank_state,
+)
 from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
+from xffl.checks import shorten
 from xffl.distributed.collectives import bytes_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import from_plain, load_optimizer, spread_whole, tensors_named
@@ -53,8 +60,10 @@ from xffl.topology import Topology
 __all__ = ["compare_cells", "load_checkpoint"]
 
 
+T = TypeVar("T")
+
 SHOWN = 4
-"""Names that a message writes out."""
+"""Problems that a message writes out."""
 NOTHING_LOADED = "nothing was loaded; give what was saved, or another checkpoint"
 PARTLY_LOADED = "models and optimizers may be loaded in part: load another checkpoint before they are used"
 
@@ -91,8 +100,10 @@ class _LoadRequest:
 
     def __str__(self) -> str:
         """Write what must be the same on all ranks."""
-        told = f"path={self.path} parts={sorted(self.parts)} own={sorted(self.own)}"
-        return f"{told} reset={sorted(self.reset)} local={sorted(self.local)}"
+        names = (
+            f"parts={sorted(self.parts)} own={sorted(self.own)} reset={sorted(self.reset)} local={sorted(self.local)}"
+        )
+        return f"path={self.path} {names}"
 
 
 def load_checkpoint(
@@ -106,12 +117,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into the parts, in place, and return the values that were saved with it.
 
-    Collective over the world. The parts may be spread otherwise than they were: another number of ranks in a cell or of
-    replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers that the ranks of
-    a cell held otherwise come back as each had them, in another layout as the cell's first rank had them. All names,
-    shapes and dtypes are compared before anything is changed. Extra states of modules are taken as they were saved,
-    whatever is there now, and are given to their modules before any weight is written: where one refuses its own, all
-    get back what they had, and nothing was loaded. Tensors do not move between ranks.
+    Collective over the world. The parts may be spread in another way than when they were saved: another number of ranks
+    in a cell or of replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers
+    that differed between the ranks of a cell come back as each had them, in another layout as the cell's first rank had
+    them. All names, shapes and dtypes are compared before anything is changed. Extra states of modules are taken as
+    they were saved, whatever is there now, and are given to their modules before any weight is written: where one
+    refuses its own, all get back what they had, and nothing was loaded. Tensors do not move between ranks.
 
     The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
     ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between
@@ -129,85 +140,78 @@ def load_checkpoint(
     :param reset: Names of own state that are left as they are, whatever the checkpoint holds of them; ``*`` for all.
     :param local: Names of trained tensors, such as ``model/head.weight``, that may differ between the saved cells.
     :return: The values.
-    :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
+    :raises ConfigError: if an argument is invalid, or the ranks were given different ones.
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
 
-    def given() -> _LoadRequest:
+    def check() -> _LoadRequest:
         check_parts(parts)
         for knob, names in (("reset", reset), ("local", local)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(f"{knob} is {names!r}; give a list of names")
-        checked = check_rank_state(own)
-        asked = check_path(path), state.topology, this_cell(state)
-        return _LoadRequest(parts, checked, frozenset(reset), frozenset(local), *asked)
+        rank_state = check_rank_state(own)
+        place = check_path(path), state.topology, this_cell(state)
+        return _LoadRequest(parts, rank_state, frozenset(reset), frozenset(local), *place)
 
-    asked = run_collectively("arguments", given, Path(str(path)), NOTHING_LOADED, str)
-    target, cell = asked.path, asked.cell
-    folder, record, wanted = run_collectively("record", lambda: _record(asked), target, NOTHING_LOADED, str)
-    current = run_collectively("contents", lambda: collect(parts), target, NOTHING_LOADED)
+    request = run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, str)
+    target, cell = request.path, request.cell
+
+    def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
+        return run_collectively(what, act, target, advice)
+
+    folder, record, wanted = run_collectively("record", lambda: _record(request), target, NOTHING_LOADED, str)
+    current = on_all_ranks("contents", lambda: collect(parts))
     if len(record.cells) != len(cell.sizes):
-        names = run_collectively("contents", lambda: trained_names(parts), target, NOTHING_LOADED)
-        run_collectively(
-            "comparing cells",
-            lambda: compare_cells(folder, record, names, asked.local, cell),
-            target,
-            NOTHING_LOADED,
-        )
-    plan = run_collectively("comparing", lambda: _plan(folder, record, asked, current), target, NOTHING_LOADED)
-    run_collectively("comparing", lambda: _check_unused(plan, cell), target, NOTHING_LOADED)
-
-    def read_kept() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        is_same = is_same_layout(record, state.topology)
-        return read_rank_state(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same)
-
-    kept, buffers = run_collectively("own state", read_kept, target, NOTHING_LOADED)
-    run_collectively("reading extra states", lambda: _read_values(plan, buffers), target, NOTHING_LOADED)
+        names = on_all_ranks("contents", lambda: trained_names(parts))
+        on_all_ranks("comparing cells", lambda: compare_cells(folder, record, names, request.local, cell))
+    plan = on_all_ranks("comparing", lambda: _plan(folder, record, request, current))
+    on_all_ranks("comparing", lambda: _check_unused(plan, cell))
+    is_same = is_same_layout(record, state.topology)
+    rank_state, buffers = on_all_ranks(
+        "own state",
+        lambda: read_rank_state(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same),
+    )
+    on_all_ranks("reading extra states", lambda: _read_values(plan, buffers))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
     # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
     undo: list[Callable[[], None]] = []
     try:
-        run_collectively(
-            "giving extra states", lambda: _try_extra_states(plan, parts, current, undo), target, NOTHING_LOADED
-        )
+        on_all_ranks("giving extra states", lambda: _try_extra_states(plan, parts, current, undo))
     except XfflError:
-        run_collectively("taking extra states back", lambda: [call() for call in reversed(undo)], target, PARTLY_LOADED)
+        on_all_ranks("taking extra states back", lambda: [call() for call in reversed(undo)], PARTLY_LOADED)
         raise
-    run_collectively("reading", lambda: _read(plan, cell, buffers), target, PARTLY_LOADED)
-    run_collectively("applying", lambda: _name_partial_load(lambda: _apply(plan, parts)), target, PARTLY_LOADED)
-    run_collectively(
-        "applying own state",
-        lambda: _name_partial_load(lambda: load_own(asked.own, kept)),
-        target,
-        PARTLY_LOADED,
-    )
+    on_all_ranks("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
+    on_all_ranks("applying", lambda: _name_partial_load(lambda: _apply(plan, parts)), PARTLY_LOADED)
+
+    def apply_rank_state() -> None:
+        for name, kept in rank_state.items():
+            request.own[name].load_state_dict(kept)
+
+    on_all_ranks("applying own state", lambda: _name_partial_load(apply_rank_state), PARTLY_LOADED)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
-def _record(asked: _LoadRequest) -> tuple[Path, Record, list[str]]:
-    """Find the folder, read its record and see whether it fits the cells and parts; also tell the own state to load."""
-    folder = locate_checkpoint(asked.path)
-    record, parts, sizes = read_record(folder), asked.parts, asked.cell.sizes
+def _record(request: _LoadRequest) -> tuple[Path, Record, list[str]]:
+    """Find the folder, read its record, check that it fits cells and parts, and name the rank state to load."""
+    folder = locate_checkpoint(request.path)
+    record, parts, sizes = read_record(folder), request.parts, request.cell.sizes
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
             f"each cell holds other weights, so start {len(record.cells)} cells (of any sizes), or save right after a "
             "round (after_round=True)"
         )
-    missing, extra = sorted(set(parts) - set(record.parts)), sorted(set(record.parts) - set(parts))
-    if missing or extra:
-        told = [f"it has no {missing}"] * bool(missing) + [f"{extra} were not asked for"] * bool(extra)
+    if difference := describe_difference(set(parts), set(record.parts)):
         raise CheckpointError(
-            f"checkpoint {folder} has the parts {sorted(record.parts)}: {' and '.join(told)}; give the parts that were "
-            "saved"
+            f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
-    return folder, record, sorted(select_rank_state(folder, record, asked.own, asked.reset, asked.topology))
+    return folder, record, sorted(select_rank_state(folder, record, request.own, request.reset, request.topology))
 
 
-def _plan(folder: Path, record: Record, asked: _LoadRequest, current: Contents) -> _LoadPlan:
+def _plan(folder: Path, record: Record, request: _LoadRequest, current: Contents) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    parts, cell = asked.parts, asked.cell
+    parts, cell = request.parts, request.cell
     home = folder / f"cell_{cell.number % len(record.cells)}"
     index = read_index(home, record.indexes.get(home.name))
     check_data(home, index, cell.place, cell.sizes[cell.number])
@@ -225,7 +229,9 @@ def _plan(folder: Path, record: Record, asked: _LoadRequest, current: Contents) 
     for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys():
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
-        raise CheckpointError(f"checkpoint {home} does not fit: {_first(plan.problems)}; {NOTHING_LOADED}")
+        raise CheckpointError(
+            f"checkpoint {home} does not fit: {shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
+        )
     return plan
 
 
@@ -276,7 +282,7 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     """Return the tensor to read into: the one that is there, else one that is spread like the parameter."""
     saved = index.tensors.get(key)
     if saved is None:
-        return torch.empty(0)  # told as a problem
+        return torch.empty(0)  # _plan makes it a problem
     if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not is_overlapping(now):
         return now
     if parameter is not None and parameter.shape == saved.shape and saved.shape:
@@ -295,12 +301,12 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
     nobodys = set.intersection(*gather_in_cell(plan.unused, cell))
     if nobodys:
-        told = _first([f"{key!r} has no place here" for key in sorted(nobodys)])
-        raise CheckpointError(f"checkpoint {plan.folder} does not fit: {told}; {NOTHING_LOADED}")
+        problems = shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
+        raise CheckpointError(f"checkpoint {plan.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
 def _name_partial_load(act: Callable[[], None]) -> None:
-    """Do something, and tell of its own errors, too, that tensors have been written before."""
+    """Do something, and add to its own errors, too, that tensors have been written before."""
     try:
         act()
     except XfflError as error:
@@ -343,12 +349,8 @@ def _read(plan: _LoadPlan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> N
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(
-            plan.targets,
-            storage_reader=CellReader(plan.folder, plan.index),
-            planner=planner,
-            process_group=cell.group,
-        )
+        reader = CellReader(plan.folder, plan.index)
+        load(plan.targets, storage_reader=reader, planner=planner, process_group=cell.group)
     for name, kept in buffers.items():
         if name not in plan.devices:
             plan.targets[name].copy_(kept)
@@ -383,11 +385,6 @@ def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[li
     load_optimizer(optimizer, {"state": state, "param_groups": groups})
 
 
-def _first(problems: list[str]) -> str:
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return "; ".join(problems[:SHOWN] + more)
-
-
 def compare_cells(folder: Path, record: Record, names: Collection[str], local: Collection[str], cell: Cell) -> None:
     """Refuse a checkpoint whose cells hold different weights.
 
@@ -402,10 +399,9 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
         index = read_index(home, record.indexes.get(home.name))
         for name in mine:
             if name not in head.tensors:
-                continue  # told where the parts are compared
-            if name not in index.tensors or not _is_same(
-                read_tensor(first, head, name), read_tensor(home, index, name)
-            ):
+                continue  # a problem where the parts are compared
+            is_there = name in index.tensors
+            if not is_there or not _is_same(read_tensor(first, head, name), read_tensor(home, index, name)):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
                     f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in {home} as "

@@ -52,7 +52,7 @@ class CheckpointManager:
     :param output_dir: The run's folder; checkpoints go to ``checkpoints/step_<step>`` in it.
     :param keep_last: How many to keep, at least 1; ``final`` is never deleted, nor is what is no checkpoint of xffl.
     :param keep_every: Steps that this divides are kept for good.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointManager:
         keep_last = integer("keep_last", keep_last, hint="keep at least 1 checkpoint")
         keep_every = None if keep_every is None else integer("keep_every", keep_every, hint="give steps, or None")
         if not isinstance(output_dir, (str, os.PathLike)):
-            raise ConfigError(f"output_dir {output_dir!r} is no path; give the run's folder")
+            raise ConfigError(f"output_dir must be a path, the run's folder, got {output_dir!r}")
         self.output_dir = Path(output_dir) / FOLDER
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -75,23 +75,24 @@ class CheckpointManager:
         :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
             :class:`PendingSave`, saves in the background.
         :param step: Number of the step, the same on all ranks.
-        :param \**kwargs: Given on to the strategy.
-        :raises ConfigError: if the step is none, or the ranks were given different ones.
+        :param \**kwargs: Passed on to the strategy.
+        :raises ConfigError: if the step is invalid, or the ranks were given different ones.
         :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
         """
-
-        def given() -> Path:
-            return self.output_dir / f"step_{integer('step', step, 0)}"
-
-        self._save(
-            strategy, run_collectively("step", given, self.output_dir, "give all ranks the same step", str), kwargs
+        path = run_collectively(
+            "step",
+            lambda: self.output_dir / f"step_{integer('step', step, 0)}",
+            self.output_dir,
+            "give all ranks the same step",
+            str,
         )
+        self._save(strategy, path, kwargs)
 
     def save_final(self, strategy: Saver, **kwargs: Any) -> None:
         r"""Save the checkpoint ``final``, which is never deleted; otherwise as :meth:`save`.
 
         :param strategy: As for :meth:`save`.
-        :param \**kwargs: Given on to the strategy; give it the ``step`` among its values.
+        :param \**kwargs: Passed on to the strategy; give it the ``step`` among its values.
         :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
         """
         self._save(strategy, self.output_dir / FINAL, kwargs)
@@ -208,23 +209,23 @@ def auto_resume(config: Any, trainer: Any) -> bool:
 
 def _steps(folder: Path) -> dict[int, tuple[Path, Record]]:
     """Return the whole checkpoints of steps, also one that a kill left aside while it was replaced."""
-    found: dict[int, tuple[Path, Record]] = {}
+    by_step: dict[int, tuple[Path, Record]] = {}
     for entry in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"step_(\d+)|\.step_(\d+)\.old", entry.name)
-        if match is None:
-            continue
-        path = folder / f"step_{match[1] or match[2]}"
-        record = _whole(path)
-        if record is not None:
-            found[int(match[1] or match[2])] = (path, record)
-    return found
+        if match := re.fullmatch(r"step_(\d+)|\.step_(\d+)\.old", entry.name):
+            step = match[1] or match[2]
+            path = folder / f"step_{step}"
+            if (record := _whole(path)) is not None:
+                by_step[int(step)] = (path, record)
+    return by_step
 
 
 def _whole(path: Path) -> Record | None:
+    """Read the record of a checkpoint that may be aside or missing."""
     return find_record(path) or (None if path.exists() else find_record(temporary_path(path, "old")))
 
 
 def _is_newer(final: Record, step: int, record: Record) -> bool:
+    """Tell whether ``final`` is of a later step than the last checkpoint, or else was saved at a later time."""
     own = final.values.get("step")
     if isinstance(own, int) and not isinstance(own, bool):
         return own >= step

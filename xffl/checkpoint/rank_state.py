@@ -1,6 +1,6 @@
-"""What each rank keeps for itself: one file for each rank, for the same layout only.
+"""State that each rank keeps for itself: one file for each rank, for the same layout only.
 
-Beside the caller's objects these are the buffers that the ranks of a cell hold otherwise: between rounds, statistics
+Beside the caller's objects these are the buffers that differ between the ranks of a cell: between rounds, statistics
 that each has made of its own data.
 """
 
@@ -33,10 +33,10 @@ __all__ = [
     "RankState",
     "check_rank_state",
     "collect_rank_state",
+    "describe_difference",
     "differing_names",
     "hash_buffers",
     "is_same_layout",
-    "load_own",
     "own_file",
     "read_rank_state",
     "select_rank_state",
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankState:
-    """Values and tensors of this rank, by name, and buffers of models that other ranks of its cell hold otherwise."""
+    """Values and tensors of this rank, by name, and buffers of models that differ between the ranks of its cell."""
 
     values: dict[str, Plain]
     tensors: dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Statefu
         raise ConfigError(f"own is {type(own).__name__}; give a mapping such as {{'random': RandomState()}}")
     for name, kept in own.items():
         if not isinstance(name, str) or not name or "/" in name:
-            raise ConfigError(f"own name {name!r} is no name without '/'; call it such as 'random'")
+            raise ConfigError(f"own name must be a string without '/', such as 'random', got {name!r}")
         if not isinstance(kept, Stateful) or isinstance(kept, (torch.nn.Module, torch.optim.Optimizer)):
             raise ConfigError(
                 f"own {name!r} is {type(kept).__name__}; give an object with state_dict and load_state_dict, and "
@@ -97,12 +97,12 @@ def hash_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names of what the ranks of a cell hold otherwise; pure."""
-    found: dict[str, set[str]] = {}
+    """Return the names of what differs between the ranks of a cell; pure."""
+    by_name: dict[str, set[str]] = {}
     for of_rank in digests:
         for name, digest in of_rank.items():
-            found.setdefault(name, set()).add(digest)
-    return {name for name, kinds in found.items() if len(kinds) > 1}
+            by_name.setdefault(name, set()).add(digest)
+    return {name for name, kinds in by_name.items() if len(kinds) > 1}
 
 
 def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, FileEntry]:
@@ -110,9 +110,9 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
     if not own.values and not own.buffers:
         return {}
     file = folder / own_file(place)
-    told = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
+    content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
     with file.open("wb") as stream:
-        torch.save(told, stream)
+        torch.save(content, stream)
         stream.flush()
         os.fsync(stream.fileno())
     return {file.name: file_entry(file)}
@@ -126,15 +126,13 @@ def select_rank_state(
         return set()
     if unknown := sorted(set(reset) - set(own) - set(record.own)):
         raise CheckpointError(f"reset names {unknown}, which neither this run nor checkpoint {folder} has as own state")
-    wanted, there = set(own) - set(reset), set(record.own) - set(reset)
-    missing, extra = sorted(wanted - there), sorted(there - wanted)
-    if missing or extra:
-        told = [f"it has no {missing}"] * bool(missing) + [f"{extra} were not asked for"] * bool(extra)
+    wanted = set(own) - set(reset)
+    if difference := describe_difference(wanted, set(record.own) - set(reset)):
         raise CheckpointError(
-            f"checkpoint {folder} has the own state {sorted(record.own)}: {' and '.join(told)}; give what was saved, "
-            "or name in reset what shall start anew"
+            f"checkpoint {folder} has the own state {sorted(record.own)}: {difference}; give what was saved, or name "
+            "in reset what shall start anew"
         )
-    saved, here = _layouts(record, topology)
+    saved, here = _layout(record.cells, record), _layout(topology.sizes, topology)
     if wanted and saved != here:
         raise CheckpointError(
             f"checkpoint {folder} was saved by {saved}, this run is {here}: what each rank keeps for itself, "
@@ -146,8 +144,7 @@ def select_rank_state(
 
 def is_same_layout(record: Record, topology: Topology) -> bool:
     """Tell whether each rank finds here what it has kept for itself; pure."""
-    saved, here = _layouts(record, topology)
-    return saved == here
+    return _layout(record.cells, record) == _layout(topology.sizes, topology)
 
 
 def read_rank_state(
@@ -161,35 +158,29 @@ def read_rank_state(
         raise CheckpointError(f"{file} is in no index; the checkpoint is damaged, load another one")
     check_file(file, files[file.name])
     try:
-        told = torch.load(file, map_location="cpu", weights_only=True)
-        values = json.loads(told["values"])
-        found = {name: from_plain(values[name], told["tensors"]) for name in sorted(wanted)}
-        return found, told.get("buffers", {}) if is_same else {}
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        values = json.loads(content["values"])
+        states = {name: from_plain(values[name], content["tensors"]) for name in sorted(wanted)}
+        return states, content.get("buffers", {}) if is_same else {}
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{file} holds no own state: {type(error).__name__}; the checkpoint is damaged, load another one"
         ) from error
 
 
-def load_own(own: Mapping[str, Stateful], found: Mapping[str, Any]) -> None:
-    """Give the objects what was read; local."""
-    for name, state in found.items():
-        own[name].load_state_dict(state)
+def _layout(sizes: Sequence[int], of: Record | Topology) -> str:
+    """Write the layout that saved a checkpoint, or that of this run."""
+    text = f"cells {tuple(sizes)}, replica size {of.replica_size}"
+    if of.cell_shape is None:
+        return text
+    return f"{text}, mesh {', '.join(f'{name} {size}' for name, size in dict(of.cell_shape).items())}"
 
 
-def _layouts(record: Record, topology: Topology) -> tuple[str, str]:
-    """Write the layout that saved a checkpoint, and that of this run."""
-    return (
-        _layout(record.cells, record.replica_size, record.cell_shape),
-        _layout(topology.sizes, topology.replica_size, topology.cell_shape),
-    )
-
-
-def _layout(sizes: Any, replica_size: int | None, shape: Any) -> str:
-    told = f"cells {tuple(sizes)}, replica size {replica_size}"
-    return (
-        told if shape is None else f"{told}, mesh {', '.join(f'{name} {size}' for name, size in dict(shape).items())}"
-    )
+def describe_difference(wanted: set[str], saved: set[str]) -> str:
+    """Write which names were asked for in vain, and which not asked for; empty where they are the same."""
+    missing, extra = sorted(wanted - saved), sorted(saved - wanted)
+    texts = [f"it has no {missing}"] * bool(missing) + [f"{extra} were not asked for"] * bool(extra)
+    return " and ".join(texts)
 
 
 class RandomState:
@@ -199,14 +190,14 @@ class RandomState:
     one's own (``torch.Generator``, ``numpy.random.Generator``) are not among them.
 
     :param device: The device of this rank; on a GPU its generator is kept, too.
-    :raises ConfigError: if the device is none.
+    :raises ConfigError: if the device is invalid.
     """
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         try:
             self._device = torch.device("cpu" if device is None else device)
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device {device!r} is none: {error}; give this rank's device") from error
+            raise ConfigError(f"device must be this rank's device, got {device!r}: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each generator; local.

@@ -1,4 +1,4 @@
-"""PreparedSave: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
+"""Saving of a checkpoint: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -45,6 +45,7 @@ from xffl.checkpoint.rank_state import (
     write_rank_state,
 )
 from xffl.checkpoint.storage import CellWriter
+from xffl.checks import one_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
@@ -60,7 +61,7 @@ PREVIOUS_STAYS = (
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller gives to be kept; see :func:`save_checkpoint`."""
+    """What a caller wants to save; see :func:`save_checkpoint`."""
 
     parts: Mapping[str, Part]
     metadata: Mapping[str, Any] | None = None
@@ -90,7 +91,7 @@ class PreparedSave:
             world_size=self.topology.world_size,
             cells=self.topology.sizes,
             replica_size=self.topology.replica_size,
-            cell_shape=_shape(self.topology),
+            cell_shape=None if (shape := self.topology.cell_shape) is None else tuple(dict(shape).items()),
             after_round=self.after_round,
             parts=self.parts,
             own=tuple(sorted(self.rank_state.values)),
@@ -112,7 +113,7 @@ def save_checkpoint(
 
     Collective over the world; the folder must be on a file system that all ranks share. Each cell writes its own
     tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
-    not sharded its first rank. Buffers that the ranks of a cell hold otherwise, such as statistics of their own data
+    not sharded its first rank. Buffers that differ between the ranks of a cell, such as statistics of their own data
     since the last round, each rank writes for itself as well. Tensors do not move between ranks. A small all-reduce
     over the world ends each step, so that all ranks fail alike. The files are written aside, flushed to the disk, read
     back for their checksums, and take their name in the end; a checkpoint of the same name is replaced only then. A
@@ -130,7 +131,7 @@ def save_checkpoint(
         They load into the same layout only. Their tensors are copied to the host and come back on the CPU.
     :param after_round: Whether a round has just given all cells the same weights; then the checkpoint also loads into
         other numbers of cells. The same on all ranks.
-    :raises ConfigError: if an argument cannot be meant or kept, or the ranks were given different ones.
+    :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
@@ -145,29 +146,33 @@ def prepare_save(
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
     is_copied: bool = False,
 ) -> PreparedSave:
-    """Check what is to be kept and take it; collective over the world.
+    """Check what is to be saved and take it; collective over the world.
 
     ``groups`` take the place of the state's, for a thread must not use those that the training uses; ``is_copied``
     copies tensors to the memory of the host, so that they may change from here on.
     """
     world = None if groups is None else groups[0]
 
-    def given() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
+    def check() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
         check_parts(request.parts)
-        if not isinstance(request.after_round, bool):
-            raise ConfigError(f"after_round is {request.after_round!r}; give True or False")
+        one_of("after_round", request.after_round, (True, False))
         own = check_rank_state(request.rank_state)
         return check_path(path), _plain_values(request.metadata), this_cell(state, groups), own
 
+    def show(checked: tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]) -> str:
+        path, metadata, _, own = checked
+        values = json.dumps(metadata, sort_keys=True)
+        names = f"parts={sorted(request.parts)} values={values} own={sorted(own)}"
+        return f"path={path} {names} after_round={request.after_round}"
+
     shown = Path(str(path))
-    target, plain, cell, own = run_collectively(
-        "arguments", given, shown, PREVIOUS_STAYS, lambda it: _text(it[0], request, it[1], it[3]), world=world
-    )
+    target, plain, cell, own = run_collectively("arguments", check, shown, PREVIOUS_STAYS, show, world=world)
 
     def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
-        found = collect(request.parts)
-        buffers = find_buffers(request.parts, found)
-        return found.on_host() if is_copied else found, collect_rank_state(own), buffers, hash_buffers(buffers)
+        contents = collect(request.parts)
+        buffers = find_buffers(request.parts, contents)
+        taken = contents.on_host() if is_copied else contents
+        return taken, collect_rank_state(own), buffers, hash_buffers(buffers)
 
     contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 
@@ -185,27 +190,19 @@ def write_checkpoint(saving: PreparedSave) -> None:
     # Each step ends with an all-reduce, since the next one needs it on all ranks: nobody writes before rank 0 has made
     # the folders, and the checkpoint takes its name only when all files of all ranks are on the disk.
     target, cell = saving.target, saving.cell
-    run_collectively("preparing", lambda: _prepare(target, cell), target, PREVIOUS_STAYS, world=cell.world)
+
+    def on_all_ranks(what: str, act: Callable[[], None]) -> None:
+        run_collectively(what, act, target, PREVIOUS_STAYS, world=cell.world)
+
+    on_all_ranks("preparing", lambda: _prepare(target, cell))
     partial = temporary_path(target, "partial")
     try:
-        run_collectively(
-            "writing", lambda: _write(partial / cell.name, saving), target, PREVIOUS_STAYS, world=cell.world
-        )
-        run_collectively(
-            "publishing",
-            lambda: _publish(target, saving.record(), cell),
-            target,
-            PREVIOUS_STAYS,
-            world=cell.world,
-        )
+        on_all_ranks("writing", lambda: _write(partial / cell.name, saving))
+        on_all_ranks("publishing", lambda: _publish(target, saving.record(), cell))
     except CheckpointError:
         if cell.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
         raise
-
-
-def _shape(topology: Topology) -> tuple[tuple[str, int], ...] | None:
-    return None if topology.cell_shape is None else tuple(dict(topology.cell_shape).items())
 
 
 def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
@@ -214,12 +211,6 @@ def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
     if wrong := [name for name in values or () if not isinstance(name, str)]:
         raise ConfigError(f"values has the name {wrong[0]!r}; names are strings")
     return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
-
-
-def _text(path: Path, request: SaveRequest, metadata: dict[str, Plain], own: Mapping[str, Stateful]) -> str:
-    """Return what must be the same on all ranks."""
-    told = f"path={path} parts={sorted(request.parts)} values={json.dumps(metadata, sort_keys=True)}"
-    return f"{told} own={sorted(own)} after_round={request.after_round}"
 
 
 def _prepare(path: Path, cell: Cell) -> None:
@@ -234,7 +225,7 @@ def _prepare(path: Path, cell: Cell) -> None:
         raise CheckpointError(
             f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
         )
-    # Nothing is deleted before the check above: what is left here is of saves that were killed.
+    # Nothing is deleted before the check above; these folders are of saves that were killed.
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
         if left.exists():
@@ -247,8 +238,9 @@ def _write(folder: Path, saving: PreparedSave) -> None:
     """Write this rank's tensors; collective over the cell."""
     contents, cell = saving.contents, saving.cell
     values = _merge_in_cell(contents.values, cell)
-    shapes = _merge_in_cell(_shapes(contents.tensors), cell)
-    conflict = next((found for found in (values, shapes) if isinstance(found, str)), None)
+    # Each tensor is written by one rank for all, so all must hold the same kind of it.
+    shapes = _merge_in_cell({name: f"{tuple(it.shape)} {it.dtype}" for name, it in contents.tensors.items()}, cell)
+    conflict = next((text for text in (values, shapes) if isinstance(text, str)), None)
     files: dict[str, FileEntry] = {}
     try:
         if not folder.is_dir():
@@ -260,13 +252,12 @@ def _write(folder: Path, saving: PreparedSave) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
     # Before torch's collectives, which a rank that raises alone would leave the others in.
-    told = gather_in_cell((conflict, files, contents.ties), cell)
-    conflicts = [text for text, _, _ in told if text is not None]
-    if conflicts:
+    by_rank = gather_in_cell((conflict, files, contents.ties), cell)
+    if conflicts := [text for text, _, _ in by_rank if text is not None]:
         raise CheckpointError(conflicts[0])
     assert isinstance(values, dict)
-    ties = {name: first for _, _, found in told for name, first in found.items()}
-    own_files = {name: entry for _, found, _ in told for name, entry in found.items()}
+    own_files = {name: entry for _, files, _ in by_rank for name, entry in files.items()}
+    ties = {name: first for _, _, ties in by_rank for name, first in ties.items()}
     planner = DefaultSavePlanner(
         flatten_state_dict=False,
         flatten_sharded_tensors=False,
@@ -279,13 +270,8 @@ def _write(folder: Path, saving: PreparedSave) -> None:
         _save_alone(contents.tensors, writer, planner)
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Plain]:
-    """Write the kinds of tensors, of which one rank keeps each for all."""
-    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-
-
 def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner: DefaultSavePlanner) -> None:
-    """Take torch's steps of a save in one process, where its ``save`` warns (filters of warnings are no thread's)."""
+    """Take torch's steps of a save in one process, where its ``save`` warns (warning filters are not per thread)."""
     planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -294,11 +280,12 @@ def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner
 
 
 def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
-    """Put the values of the cell's ranks together on its first one; a text tells that two ranks contradict each other.
+    """Put the values of the cell's ranks together on its first one; a text says that two ranks contradict each other.
 
-    Collective over the cell. Stages of a pipeline name different parameters; all others have the same, which cross
-    once.
+    Collective over the cell.
     """
+    # Stages of a pipeline name different parameters, all other ranks the same: only the first rank with some values
+    # sends them.
     digests = gather_in_cell(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
     if len(set(digests)) == 1:
         return values
@@ -308,8 +295,8 @@ def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | s
     head = cell.rank - place
     dist.gather_object(mine, by_rank if cell.is_first else None, dst=head, group=cell.group)
     merged: dict[str, Plain] = {}
-    for rank, told in enumerate(by_rank):
-        for name, value in (told or {}).items():
+    for rank, theirs in enumerate(by_rank):
+        for name, value in (theirs or {}).items():
             if merged.setdefault(name, value) != value:
                 return (
                     f"what {name!r} holds on rank {head + rank} is not what it holds on a lower rank of cell "

@@ -1,4 +1,4 @@
-"""Where tensors lie in a cell's folder: torch's files, with an index in JSON in place of torch's pickled one."""
+"""Storage of a cell's tensors: torch's files, with an index in JSON in place of torch's pickled one."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ class CellIndex:
 
     def metadata(self) -> Metadata:
         """Return what torch's planners and reader want to know."""
-        told = Metadata(state_dict_metadata={}, storage_data={})
+        metadata = Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in self.tensors.items():
             boxes = [
                 ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
             ]
             properties = TensorProperties(dtype=tensor.dtype)
-            told.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
-            told.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
-        return told
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
+            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+        return metadata
 
 
 class CellWriter(FileSystemWriter):
@@ -107,17 +107,19 @@ class CellWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""
-        told: Future[list[WriteResult]] = Future()
-        if not plan.items:
-            told.set_result([])
-            return told
-        written: list[WriteResult] = super().write_data(plan, planner).wait()
-        sync(self.folder)
-        entries = {
-            name: file_entry(self.folder / name) for name in {piece.storage_data.relative_path for piece in written}
-        }
-        told.set_result([replace(piece, storage_data=_placed(piece.storage_data, entries)) for piece in written])
-        return told
+        pieces: list[WriteResult] = []
+        if plan.items:
+            pieces = super().write_data(plan, planner).wait()
+            sync(self.folder)
+        names = {piece.storage_data.relative_path for piece in pieces}
+        files = {name: file_entry(self.folder / name) for name in names}
+        for number, piece in enumerate(pieces):
+            at = piece.storage_data
+            place = _WrittenPiece(at.relative_path, at.offset, at.length, files[at.relative_path])
+            pieces[number] = replace(piece, storage_data=place)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(pieces)
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on the cell's first rank when all have written."""
@@ -132,13 +134,7 @@ class CellWriter(FileSystemWriter):
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-        index = {
-            "checksum": ALGORITHM,
-            "files": files,
-            "tensors": tensors,
-            "ties": self.ties,
-            "values": self.values,
-        }
+        index = {"checksum": ALGORITHM, "files": files, "tensors": tensors, "ties": self.ties, "values": self.values}
         write_text(self.folder / INDEX, json.dumps(index, allow_nan=False))
         sync(self.folder)
 
@@ -163,12 +159,12 @@ def read_index(folder: Path, digest: str | None) -> CellIndex:
             raise CheckpointError(
                 f"{path} is not the file that was saved (its checksum differs); load another checkpoint"
             )
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["checksum"] != ALGORITHM:
-            raise ValueError(f"its checksums are {told['checksum']!r}")
-        files = {str(name): (int(size), str(checked)) for name, (size, checked) in told["files"].items()}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["checksum"] != ALGORITHM:
+            raise ValueError(f"its checksums are {content['checksum']!r}")
+        files = {str(name): (int(size), str(checked)) for name, (size, checked) in content["files"].items()}
         tensors = {}
-        for name, tensor in told["tensors"].items():
+        for name, tensor in content["tensors"].items():
             chunks = tuple(_Chunk(tuple(chunk[0]), tuple(chunk[1]), *chunk[2:]) for chunk in tensor["chunks"])
             if any(chunk.relative_path not in files for chunk in chunks):
                 raise ValueError(f"{name!r} lies in no file that it knows")
@@ -178,7 +174,7 @@ def read_index(folder: Path, digest: str | None) -> CellIndex:
             tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
         if wrong := [name for name in files if os.path.basename(name) != name]:
             raise ValueError(f"{wrong[0]!r} lies outside the folder")
-        return CellIndex(tensors, dict(told["values"]), files, dict(told["ties"]))
+        return CellIndex(tensors, dict(content["values"]), files, dict(content["ties"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is damaged, load another one") from error
 
@@ -208,8 +204,3 @@ def read_tensor(folder: Path, index: CellIndex, name: str) -> torch.Tensor:
                 f"{file} does not hold {name!r}: {type(error).__name__}; the checkpoint is damaged, load another one"
             ) from error
     return whole
-
-
-def _placed(found: Any, entries: Mapping[str, FileEntry]) -> _WrittenPiece:
-    """Return torch's place of a piece with what its file is."""
-    return _WrittenPiece(found.relative_path, found.offset, found.length, entries[found.relative_path])

@@ -1,13 +1,13 @@
-"""What a backend carries: where tensors must lie for it, and how NCCL's groups are connected before they are used."""
+"""Checks that all ranks were given the same, errors that all of them raise, and where a backend needs its tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ def transfer_device(state: DistributedState) -> torch.device:
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait until all ranks of a group have come here.
 
-    Collective over the group. NCCL is told this rank's GPU; by itself it counts GPUs by the rank, which is another one
-    where nodes have unlike numbers of them.
+    Collective over the group. NCCL gets this rank's GPU: by itself it counts GPUs by the rank, which is wrong where
+    nodes have unlike numbers of them.
     """
     device = control_device(group)
     dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])
@@ -66,6 +66,8 @@ def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) ->
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
+
+T = TypeVar("T")
 
 SHOWN = 4
 """Different errors or values that a message writes out."""
@@ -88,8 +90,10 @@ def check_consistent(
         if error is not None:
             raise error
         return
-    told = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
-    h = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8], "big") >> 1
+    own = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
+    # One all-reduce of a hash and its negative gives the minimum and the maximum: both are this rank's own only where
+    # all ranks have the same. The call's name is part of the hash, so that ranks in different calls notice it, too.
+    h = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big") >> 1
     extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
     low, high = extremes.tolist()
@@ -98,7 +102,7 @@ def check_consistent(
             raise error
         return
     gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, told, group=group)
+    dist.all_gather_object(gathered, own, group=group)
     raise _difference(gathered, describe)
 
 
@@ -113,7 +117,7 @@ def run_on_all_ranks(
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
     Collective over the world, as :func:`check_consistent`, which ends the block: the block itself may not use a group
-    that a rank with an error has left. It is given a function that takes what the ranks must have in common.
+    that a rank with an error has left. It gets a function that takes what the ranks must have in common.
     """
     values = [""]
     error: XfflError | None = None
@@ -136,7 +140,8 @@ def check_consistent_on_store(
 
     Collective over the world: a handful of small requests to the store from each rank.
     """
-    if error is not None:  # this rank has no value then, and must not be taken for one that was given another
+    # compare_set() gives the value that stands in the store: the first rank's.
+    if error is not None:  # this rank has no value to compare
         store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
     elif (common := store.compare_set("value", "", value).decode()) != value:
         text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
@@ -155,7 +160,7 @@ def check_consistent_on_store(
         return
     if store.add("read", 1) == world_size:
         store.set("all_read", "")
-    if rank == 0:  # the store may live in this process, which must not leave before all have read
+    if rank == 0:  # the store may live in this process, which must not end before all ranks have read
         store.wait(["all_read"], timedelta(seconds=timeout_s))
     raise _rebuild(*verdict)
 
@@ -176,29 +181,32 @@ def _difference(
     gathered: list[tuple[str, str, tuple[str, str] | None]],
     describe: Callable[[dict[int, str]], XfflError] | None,
 ) -> XfflError:
-    """Make the one error that all ranks raise from what each of them told."""
+    """Make the one error that all ranks raise of what they have gathered."""
     failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
     if failures:
-        alike: dict[tuple[str, str], list[int]] = {}
-        for rank, failure in failures.items():
-            alike.setdefault(failure, []).append(rank)
-        (name, text), ranks = next(iter(alike.items()))
-        told = [f"{text} ({ranks_text(ranks)} of {len(gathered)})"]
-        told += [f"{ranks_text(others)}: {other}" for (_, other), others in list(alike.items())[1:SHOWN]]
-        more = [f"and {len(alike) - SHOWN} other errors"] if len(alike) > SHOWN else []
-        return _rebuild(name, "; ".join(told + more))
+        ((name, text), ranks), *others = _ranks_by_value(failures)
+        texts = [f"{text} ({ranks_text(ranks)} of {len(gathered)})"]
+        texts += [f"{ranks_text(where)}: {other}" for (_, other), where in others[: SHOWN - 1]]
+        more = [f"and {len(others) + 1 - SHOWN} other errors"] if len(others) >= SHOWN else []
+        return _rebuild(name, "; ".join(texts + more))
     calls = {what for what, _, _ in gathered}
     values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
     if describe is not None and len(calls) == 1:
         return describe(values)
-    by_value: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
+    by_value = _ranks_by_value(values)
+    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in by_value[:SHOWN])
     if len(by_value) > SHOWN:
         shown += f"; and {len(by_value) - SHOWN} other values"
     what = calls.pop() if len(calls) == 1 else "calls"
     return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
+
+
+def _ranks_by_value(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+    """Return each value with the ranks that have it, the first rank's value first."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return list(ranks.items())
 
 
 def _rebuild(name: str, text: str) -> XfflError:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.cluster.network import Timeouts
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
@@ -31,6 +30,7 @@ from xffl.distributed.groups import (
     check_streams,
     destroy_group,
     make_groups,
+    new_group,
 )
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -158,7 +158,12 @@ class DistributedState:
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
-        return _state_table({f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")})
+        values = {item.name: getattr(self, item.name) for item in fields(self) if not item.name.startswith("_")}
+        texts = {name: _text_of(value) for name, value in values.items() if value is not None}
+        if not texts:
+            return "DistributedState: nothing is set"
+        width = max(map(len, texts))
+        return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in texts.items())])
 
     @property
     def topology(self) -> Topology:
@@ -186,7 +191,7 @@ class DistributedState:
         if self._lone_cell is None:
             return self.topology, rank
         cell, sizes = self._lone_cell
-        replica = self.topology.replica_size  # other cells may be laid out otherwise
+        replica = self.topology.replica_size  # other cells may have another layout
         if replica is not None and any(size % replica for size in sizes):
             replica = None
         dealt = Topology(sum(sizes), sizes, replica, self.topology.cell_shape)
@@ -216,12 +221,12 @@ class DistributedState:
         Collective over these ranks only. All ranks of the world must make the same number of groups in the same order
         (a rank that has none makes one of itself), since torch derives a group's name from how many the rank has. The
         group's timeout is that of its level (:class:`xffl.cluster.network.Timeouts`); a group over which the results of
-        rounds are handed round at home waits longer than the exchange that it waits for.
+        rounds are broadcast in a cell waits longer than the exchange that it waits for.
 
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
         :return: Process group handle.
-        :raises TopologyError: if the ranks are none of this world, or this rank is not among them.
+        :raises TopologyError: if the ranks are not of this world, or this rank is not among them.
         :raises StateError: if torch.distributed is not initialized.
         """
         rank, world_size = self._initialized_place("create_process_group")
@@ -231,13 +236,7 @@ class DistributedState:
             timeout_s = levels.across_s
         elif name.startswith(_RELAYING):
             timeout_s = (levels.across_s + levels.session_s) / 2
-        group: dist.ProcessGroup = dist.new_group(
-            list(_check_ranks(ranks, rank, world_size)),
-            timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-            group_desc=group_desc,
-        )
-        return group
+        return new_group(_check_ranks(ranks, rank, world_size), timeout_s, group_desc)
 
     # The process, its node and its device ----------------------------------------------------------------------------
 
@@ -260,7 +259,7 @@ class DistributedState:
         :param master_port: Port of the master node for the rendez-vous; 0 where ranks meet otherwise.
         :param rank: Global process rank, ``0 <= rank < world_size``.
         :param world_size: Global world size, at least 1.
-        :raises ConfigError: if backend, device or rendez-vous cannot be meant.
+        :raises ConfigError: if backend, device or rendez-vous are invalid.
         :raises TopologyError: if the rank is outside the world, or torch.distributed or the node says otherwise.
         :raises StateError: if a set-up stands on what was said before.
         """
@@ -301,8 +300,8 @@ class DistributedState:
             _check_node((*local, *node), self.world_size)
             return (*local, *node)
 
-        found = self._compare("arguments of set_node", check, lambda it: f"{it[3]} nodes")
-        self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = found
+        node = self._compare("arguments of set_node", check, lambda it: f"{it[3]} nodes")
+        self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = node
 
     def set_exec_device(self, current_device: torch.device | int, streams: int | None = None) -> None:
         """Set the device that this process works on, and make it torch's current one.
@@ -347,12 +346,11 @@ class DistributedState:
         :param meta_initialization: If meta device initialization is required.
         :raises ConfigError: if the device does not exist, or is the meta device without meta initialization.
         """
-
-        def check() -> tuple[torch.device | None, bool]:
-            return _check_init_device(init_device, meta_initialization)
-
-        found = self._compare("arguments of set_init_device", check, lambda it: f"meta_initialization={it[1]}")
-        self.init_device, self.meta_initialization = found
+        self.init_device, self.meta_initialization = self._compare(
+            "arguments of set_init_device",
+            lambda: _check_init_device(init_device, meta_initialization),
+            lambda it: f"meta_initialization={it[1]}",
+        )
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
@@ -374,7 +372,7 @@ class DistributedState:
         Collective over the world: one group of all ranks is made where no mesh is given.
 
         :param mesh: An FSDP device mesh of one dimension that holds this rank; None means all ranks.
-        :raises ConfigError: if the mesh is none that FSDP can shard over.
+        :raises ConfigError: if FSDP cannot shard over the mesh.
         :raises StateError: if HSDP or a federation is set up, or torch.distributed is not initialized.
         """
 
@@ -382,11 +380,11 @@ class DistributedState:
             self._check_order("set_fsdp")
             return None if mesh is None else _check_mesh(mesh, self._device_kind())
 
-        given = self._compare("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
+        checked = self._compare("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
         replaced = self._setups[-1] if self._setups else None
         with setup_transaction(self, "set_fsdp"):
-            self.fsdp_mesh = self._get_global_fsdp_mesh() if given is None else given
-        if replaced is not None:
+            self.fsdp_mesh = self._get_global_fsdp_mesh() if checked is None else checked
+        if replaced is not None:  # its groups stay until all ranks have the new ones; undoing goes back to before it
             self._setups[-1].before = replaced.before
             self._setups.remove(replaced)
             replaced.destroy()
@@ -576,11 +574,8 @@ class DistributedState:
 
         Collective over the world, where it is initialized. Nothing happens where no federation is set up.
         """
-
-        def check() -> str:
-            return "a federation" if self.is_federated_scaling_setup() else "no federation"
-
-        if self._compare("states at unset_federated_scaling", check) == "a federation":
+        state = "a federation" if self.is_federated_scaling_setup() else "no federation"
+        if self._compare("states at unset_federated_scaling", lambda: state) == "a federation":
             rollback(self)
 
     def _rollback_all(self, *, destroys: bool = True) -> None:
@@ -712,11 +707,8 @@ def _world() -> dist.ProcessGroup | None:
 
 def _check_place(what: str, place: object, size_name: str, size: object) -> tuple[int, int]:
     """Return a place counted from 0 and the number of places."""
-    whole = integer(size_name, size, error=TopologyError)
-    part = integer(what, place, None, hint=f"give 0 to {whole - 1}", error=TopologyError)
-    if not 0 <= part < whole:
-        raise TopologyError(f"{what} {part} is outside {size_name} {whole}; give 0 to {whole - 1}")
-    return part, whole
+    places = integer(size_name, size, error=TopologyError)
+    return integer(what, place, 0, places - 1, hint=f"{size_name} is {places}", error=TopologyError), places
 
 
 def _check_world(place: tuple[int, int]) -> None:
@@ -743,28 +735,22 @@ def _check_node(node: tuple[int | None, int | None, int | None, int | None], wor
 def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
     """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
     if master_addr is not None and not isinstance(master_addr, str):
-        raise ConfigError(f"master_addr {master_addr!r} is no host name or address; give rank 0's")
-    if master_port is None:
-        port = None
-    else:
-        port = integer("master_port", master_port, None, hint="give 1 to 65535")
-        if not 0 <= port < 65536:
-            raise ConfigError(f"master_port {port} is no port; give 1 to 65535")
+        raise ConfigError(f"master_addr must be a host name or an address, got {master_addr!r}; give rank 0's")
+    port = None if master_port is None else integer("master_port", master_port, 0, 65535)
     if bool(master_addr) != bool(port):
         raise ConfigError(f"master_addr {master_addr!r} and master_port {port} belong together; give both or neither")
     return master_addr, port
 
 
-def _check_init_device(device: object, is_meta: object) -> tuple[torch.device | None, bool]:
+def _check_init_device(device: object, is_meta: bool) -> tuple[torch.device | None, bool]:
     """Return where models are initialized: on the meta device where that is asked for and no device is given."""
-    if not isinstance(is_meta, bool):
-        raise ConfigError(f"meta_initialization {is_meta!r} is no truth value; give True or False")
+    one_of("meta_initialization", is_meta, (True, False))
     if device is None:
         return (torch.device("meta") if is_meta else None), is_meta
-    found = check_device("init_device", device, may_be_meta=True)
-    if found.type == "meta" and not is_meta:
+    checked = check_device("init_device", device, may_be_meta=True)
+    if checked.type == "meta" and not is_meta:
         raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
-    return found, is_meta
+    return checked, is_meta
 
 
 def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
@@ -772,13 +758,8 @@ def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
     if isinstance(ranks, torch.Tensor):
         ranks = ranks.flatten().tolist()
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
-        raise TopologyError(f"ranks {ranks!r} name no group; give a tuple of ranks")
-    members = tuple(
-        integer("rank", member, None, hint=f"give 0 to {world_size - 1}", error=TopologyError) for member in ranks
-    )
-    for member in members:
-        if not 0 <= member < world_size:
-            raise TopologyError(f"rank {member} is outside the world of {world_size}; give 0 to {world_size - 1}")
+        raise TopologyError(f"ranks must be a tuple of ranks, got {ranks!r}")
+    members = tuple(integer("rank", member, 0, world_size - 1, error=TopologyError) for member in ranks)
     if len(set(members)) != len(members):
         raise TopologyError(f"ranks {members} name a rank twice; give each once")
     if rank not in members:
@@ -789,14 +770,14 @@ def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
 def _check_replicas(
     shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
 ) -> Topology:
-    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank stands as told.
+    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank has its place.
 
     The order of the ranks in a cell is that of ``inside``, if any: its shape.
     """
     rank, world_size = place
     knob = "give the replicas of each federated group, (n,) without federation"
     if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
-        raise TopologyError(f"replica_world_size {counts!r} counts no replicas; {knob}")
+        raise TopologyError(f"replica_world_size must be a tuple of integers, got {counts!r}; {knob}")
     numbers = [_check_place("replica 0", 0, "replica_world_size", count)[1] for count in counts]
     shard, ranks = _check_place("replica_local_rank", shard, "replica_local_size", size)
     if sum(numbers) * ranks != world_size:
@@ -818,7 +799,7 @@ def _check_replicas(
 def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
     """Return a mesh that FSDP can shard over."""
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh {mesh!r} is no DeviceMesh; give a one-dimensional one, or None for all ranks")
+        raise ConfigError(f"mesh must be a DeviceMesh of one dimension, or None for all ranks, got {mesh!r}")
     if mesh.ndim != 1:
         raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
     if mesh.device_type != kind:
@@ -828,32 +809,17 @@ def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
     return mesh
 
 
-def _state_table(values: Mapping[str, Any]) -> str:
-    """Write the values that are set as a table of two columns."""
-    rows = [(name, _shown(value)) for name, value in values.items() if value is not None]
-    if not rows:
-        return "DistributedState: nothing is set"
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in rows)])
-
-
-def _shown(value: Any) -> str:
+def _text_of(value: Any) -> str:
+    """Write the value of a field: the ranks of groups, the first members of long tuples."""
     if isinstance(value, dist.ProcessGroup):
-        return _group(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], dist.ProcessGroup):
-        return f"{_group(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
-    if isinstance(value, tuple):
-        return _elided(value)
-    return str(value)
-
-
-def _group(group: dist.ProcessGroup) -> str:
-    return f"ranks {_elided(dist.get_process_group_ranks(group))}" if dist.is_initialized() else "destroyed"
-
-
-def _elided(values: Any) -> str:
-    shown = ", ".join(str(value) for value in values[:_MEMBERS_SHOWN])
-    return f"({shown}, ... {len(values)} in all)" if len(values) > _MEMBERS_SHOWN else f"({shown})"
+        ranks = tuple(dist.get_process_group_ranks(value)) if dist.is_initialized() else None
+        return "destroyed" if ranks is None else f"ranks {_text_of(ranks)}"
+    if not isinstance(value, tuple):
+        return str(value)
+    if value and isinstance(value[0], dist.ProcessGroup):
+        return f"{_text_of(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
+    first = ", ".join(str(member) for member in value[:_MEMBERS_SHOWN])
+    return f"({first}, ... {len(value)} in all)" if len(value) > _MEMBERS_SHOWN else f"({first})"
 
 
 def _shape_text(topology: Topology) -> str:
@@ -873,8 +839,8 @@ def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:
     :raises TopologyError: if there is no dimension, or one is less than 1.
     """
     knob = "give the number of ranks along each dimension"
-    given: object = mesh_shape
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise TopologyError(f"mesh shape {given!r} has no dimensions; {knob}")
-    shape = [integer("mesh dimension", size, hint=knob, error=TopologyError) for size in given]
+    asked: object = mesh_shape
+    if isinstance(asked, str) or not isinstance(asked, Sequence) or not asked:
+        raise TopologyError(f"mesh shape must be a tuple of integers, got {asked!r}; {knob}")
+    shape = [integer("mesh dimension", size, hint=knob, error=TopologyError) for size in asked]
     return torch.arange(prod(shape)).reshape(shape)

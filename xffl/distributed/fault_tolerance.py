@@ -25,16 +25,17 @@ from torch import nn
 from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
+from xffl.checks import one_of
 from xffl.cluster.network import list_interfaces
 from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
 from xffl.distributed.sharding import reshard, to_plain
 from xffl.distributed.world import DistributedWorld
-from xffl.errors import ConfigError, LaunchError, RoundError, StateError, XfflError
+from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
 CONNECT_S = 10.0
 """How long groups wait for each other to connect, once they have agreed on who lives."""
 PLACES = 10_000
-"""Replica groups that can be told apart, and one number more for those that have none."""
+"""Numbers that a replica group may have; the last stands for a group without one."""
 NOWHERE = PLACES - 1
 OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
 
@@ -79,7 +80,7 @@ class FaultTolerantWorld(DistributedWorld):
     :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
     :param backend: As for :class:`DistributedWorld`.
     :param device: As for :class:`DistributedWorld`.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     :raises StateError: if the given world is set up.
     """
 
@@ -100,7 +101,7 @@ class FaultTolerantWorld(DistributedWorld):
         super().__init__(device_parameters, **asked)
         ft_params = FaultToleranceParameters() if ft_params is None else ft_params
         if not isinstance(ft_params, FaultToleranceParameters):
-            raise ConfigError(f"ft_params {ft_params!r} are none; give a FaultToleranceParameters")
+            raise ConfigError(f"ft_params must be FaultToleranceParameters, got {ft_params!r}")
         self.ft_params = ft_params
         self._manager: Manager | None = None
         self._store: TCPStore | None = None
@@ -124,7 +125,7 @@ class FaultTolerantWorld(DistributedWorld):
         :param state: As for :meth:`DistributedWorld.setup`.
         :return: The state.
         :raises ConfigError: if torchft is missing, or the group has replicas or cells inside.
-        :raises LaunchError: if lighthouse or token are not told.
+        :raises LaunchError: if lighthouse or token are not set.
         """
         made = super().setup(state)
         if not self.ft_params.enable:
@@ -180,8 +181,8 @@ class FaultTolerantWorld(DistributedWorld):
         own = super().seed_for(seed, *axes)
         if self._group is None or not {"dp", "dp_replicate"} & set(axes):
             return own
-        drawn = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
-        return int.from_bytes(drawn, "big") >> 1
+        seed_bytes = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
+        return int.from_bytes(seed_bytes, "big") >> 1
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -192,11 +193,12 @@ class FaultTolerantWorld(DistributedWorld):
         :return: The model to use: the same one, or torchft's DDP around a whole one.
         :raises ConfigError: if the model is spread in a way that the groups cannot average.
         """
-        if self._manager is None:
+        manager = self._manager
+        if manager is None:
             return model
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            unit.set_all_reduce_hook(self._average)
+            unit.set_all_reduce_hook(lambda gradients: manager.allreduce(gradients).wait())
         if units:
             return model
         if self.world_size > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
@@ -204,7 +206,7 @@ class FaultTolerantWorld(DistributedWorld):
                 f"the model is whole on each of the {self.world_size} ranks of this group, which would be replicas; "
                 "give dp_shard=auto, or start one rank in each group"
             )
-        return _data_parallel(self._manager, model)
+        return _data_parallel(manager, model)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to use: ``zero_grad`` begins a step of all groups, ``step`` takes it or does not.
@@ -253,29 +255,29 @@ class FaultTolerantWorld(DistributedWorld):
         :return: Whether this group has taken another one's state over.
         :raises RoundError: if no agreement came about in time; the model is as after the last step.
         """
-        if self._manager is None or self._is_in_step:
+        manager = self._manager
+        if manager is None or self._is_in_step:
             return False
         if not self._is_checked:
-            for name, part in self._parts.items():  # what cannot be given is told now, not when a group asks for it
+            for name, part in self._parts.items():  # what cannot be sent is refused now, not when a group asks for it
                 to_plain(take(part), name, {})
             self._is_checked = True
-        self._agree_on_step()
+        self._agree_on_step(manager)
         self._is_in_step = True
-        has_taken_over = self._agree_at_home()
-        if self._pg.is_new and self._manager.num_participants() > 1 and self._manager.errored() is None:
-            if self._manager.current_step() == 0:
-                self._start_alike()
-            self._compare()
+        has_taken_over = self._agree_in_group(manager)
+        if self._pg.is_new and manager.num_participants() > 1 and manager.errored() is None:
+            if manager.current_step() == 0:
+                self._start_alike(manager)
+            self._compare(manager)
         return has_taken_over
 
-    def _agree_on_step(self) -> None:
+    def _agree_on_step(self, manager: Manager) -> None:
         """Ask the lighthouse who lives, until it answers; take over what a group that is ahead has."""
-        assert self._manager is not None and self._pg is not None, "only one of several groups comes here"
         self._has_taken_over, self._spoiled, self._pg.conflict = False, None, None
         deadline = time.monotonic() + self.device_parameters.comm.train_timeout_seconds
         while True:
             try:
-                self._manager.start_quorum()
+                manager.start_quorum()
                 break
             except Exception as error:
                 if self._spoiled is not None:
@@ -287,50 +289,47 @@ class FaultTolerantWorld(DistributedWorld):
                     raise
                 if time.monotonic() > deadline:
                     raise RoundError(
-                        f"the replica groups could not agree on a step after {self._manager.current_step()} ({error}); "
+                        f"the replica groups could not agree on a step after {manager.current_step()} ({error}); "
                         "look after the lighthouse; the model is as after that step"
                     ) from error
-                self._manager._quorum_future = None  # else torchft raises this error again, and asks for nothing
+                manager._quorum_future = None  # else torchft raises this error again, and asks for nothing
                 time.sleep(0.1)
-        if self._pg.conflict is not None and self._manager.current_step() == 0:
+        if self._pg.conflict is not None and manager.current_step() == 0:
             raise ConfigError(self._pg.conflict)
 
-    def _agree_at_home(self) -> bool:
-        """Let the ranks of this group be at one step: what one of them could not do, none has done.
+    def _agree_in_group(self, manager: Manager) -> bool:
+        """Bring the ranks of this group to one step, and tell whether all have taken another group's state over.
 
-        Collective over the group: four numbers are gathered.
-
-        :return: Whether all have taken another group's state over.
+        Collective over the group: four numbers are gathered. What one rank could not do, none has done.
         """
-        assert self._manager is not None and self._pg is not None, "only one of several groups comes here"
-        failed = self._manager.errored()
+        failed = manager.errored()
         original = None if failed is None else failed.original_exception
         is_stranger = isinstance(original, LaunchError)
-        mine = (self._manager.current_step(), failed is not None, self._has_taken_over, is_stranger)
-        told = torch.tensor(mine, dtype=torch.int64, device=control_device())
-        every = [told]
+        mine = (manager.current_step(), failed is not None, self._has_taken_over, is_stranger)
+        own = torch.tensor(mine, dtype=torch.int64, device=control_device())
+        every = [own]
         if self.world_size > 1:
-            every = [torch.empty_like(told) for _ in range(self.world_size)]
-            dist.all_gather(every, told)
+            every = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(every, own)
         table = torch.stack(every)
         (step, *_), (_, any_failed, any_taken, any_stranger) = table.amin(0).tolist(), table.amax(0).tolist()
         if any_stranger:
-            raise LaunchError(f"a rank of this replica group was given nothing by another one: {original}")
-        has_taken_over = bool(any_taken)
-        if any_taken and not table[:, 2].all():
-            self._is_torn, has_taken_over = True, False
-        elif any_taken:
-            self._is_torn = False
+            raise LaunchError(f"a rank of this replica group got no state of another one: {original}")
+        has_taken_over = bool(table[:, 2].all())
+        if any_taken:
+            self._is_torn = not has_taken_over
         elif self._is_torn and not any_failed:
             raise RoundError(
                 "some ranks of this replica group have taken another one's state over and others have not, and no "
                 "group is left that could give it; start this group again from a checkpoint"
             )
         if any_failed or self._is_torn:
-            self._pg.abort()  # the others are not to wait for this group's gradients
-            self._manager.load_state_dict({**self._manager.state_dict(), "step": step})
+            # Before anything else: the other groups must not wait for this group's gradients. Ranks that got ahead go
+            # back to the lowest step, so that all ask the lighthouse for the same one.
+            self._pg.abort()
+            manager.load_state_dict({**manager.state_dict(), "step": step})
             if failed is None:
-                self._manager.report_error(StateError("another rank of this replica group could not take part"))
+                manager.report_error(StateError("another rank of this replica group could not take part"))
         return has_taken_over
 
     def commit_step(self) -> bool:
@@ -362,27 +361,25 @@ class FaultTolerantWorld(DistributedWorld):
         :param mesh: As there.
         :return: The same values on all ranks. Where a group was lost meanwhile they mean nothing, and
             :meth:`commit_step` says so.
-        :raises ConfigError: if the operation cannot be meant.
+        :raises ConfigError: if the operation is invalid.
         """
         if self._manager is None or mesh != "dp":
             return super().all_reduce(tensor, op, mesh)
         if not self._is_in_step:
             raise StateError("over replica groups there is a sum inside a step only; call it after begin_step()")
         result = super().all_reduce(tensor, op, mesh)
-        if op not in OVER_GROUPS:
-            raise ConfigError(f"op {op!r} over replica groups is none of {', '.join(OVER_GROUPS)}")
+        one_of("op over replica groups", op, OVER_GROUPS)
         self._manager.allreduce(result, reduce_op=OVER_GROUPS[op]).wait()
         return result
 
-    # What is behind it ------------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------------------
 
-    def _start_alike(self) -> None:
+    def _start_alike(self, manager: Manager) -> None:
         """Let all groups begin with the weights of one.
 
         torchft's own way (``init_sync``) gives ranks of one group the parts of different groups.
         """
-        assert self._manager is not None, "only one of several groups comes here"
-        is_source = self._manager.participating_rank() == 0
+        is_source = manager.participating_rank() == 0
         pairs = []
         for model in self._parts.values():
             if not isinstance(model, nn.Module):
@@ -394,16 +391,15 @@ class FaultTolerantWorld(DistributedWorld):
                     data = bytes_of(place).to(self.device)
                     # Bytes of one group and zeros of the others: their sum is exact.
                     copy = data.clone() if is_source else torch.zeros_like(data)
-                    self._manager.allreduce(copy, reduce_op=dist.ReduceOp.SUM).wait()
+                    manager.allreduce(copy, reduce_op=dist.ReduceOp.SUM).wait()
                     pairs.append((place, copy))
-        if self._has_arrived() and not is_source:  # else the step is not taken either
+        if self._is_exchanged(manager) and not is_source:  # else the step is not taken either
             with torch.no_grad():
                 for place, copy in pairs:
                     place.copy_(from_bytes(copy, place.dtype, place.shape))
 
-    def _compare(self) -> None:
+    def _compare(self, manager: Manager) -> None:
         """Refuse to go on where groups are at the same step and hold something else; whenever one has come or gone."""
-        assert self._manager is not None, "only one of several groups comes here"
         compared = {
             name: part
             for name, part in self._parts.items()
@@ -412,46 +408,40 @@ class FaultTolerantWorld(DistributedWorld):
         if not compared:
             return
         sums = [digest(part) for part in compared.values()]
-        told = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        groups = self._manager.num_participants()
-        self._manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
-        if not self._has_arrived():
+        totals = torch.tensor(sums, dtype=torch.int64, device=self.device)
+        groups = manager.num_participants()
+        manager.allreduce(totals, reduce_op=dist.ReduceOp.SUM).wait()
+        if not self._is_exchanged(manager):
             return
         self._pg.is_new = False
-        # The sum is so many times one's own in all groups only where all have the same.
-        unlike = [name for name, own, sum_ in zip(compared, sums, told.tolist(), strict=True) if sum_ != groups * own]
+        # Only where all groups have the same digest, the total is so many times its own in each of them.
+        unlike = [
+            name for name, own, total in zip(compared, sums, totals.tolist(), strict=True) if total != groups * own
+        ]
         if unlike:
             raise RoundError(
-                f"the replica groups are all at step {self._manager.current_step()}, but hold different {unlike[0]!r}; "
+                f"the replica groups are all at step {manager.current_step()}, but hold different {unlike[0]!r}; "
                 "were they started from other checkpoints, or with other configurations? Start one of them anew"
             )
 
-    def _has_arrived(self) -> bool:
-        """Tell whether what was sent to the other groups has come there; waits for a GPU."""
-        assert self._manager is not None and self._pg is not None, "only one of several groups comes here"
+    def _is_exchanged(self, manager: Manager) -> bool:
+        """Tell whether all exchanges with the other groups so far worked; waits for a GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self._manager.errored() is None and self._pg.errored() is None
-
-    def _average(self, gradients: torch.Tensor) -> None:
-        assert self._manager is not None, "the hook is set where there is one"
-        self._manager.allreduce(gradients).wait()
+        return manager.errored() is None and self._pg.errored() is None
 
     def _connect(self) -> None:
         """Make the manager, and with it this rank's servers: all of them listen at one address."""
-        error: XfflError | None = None
-        lighthouse, token, address = "", b"", ""
-        try:
+        with run_on_all_ranks("lighthouses or numbers of the replica group") as share:
             self._check()
             lighthouse, token, self._group = lighthouse_of(), token_of(), replica_group_of()
+            share(f"{lighthouse} {self._group}")
             address = bind_address(lighthouse)
             os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):
                 import torchft.manager
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("lighthouses or numbers of the replica group", f"{lighthouse} {self._group}", error=error)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
+        interface = next((one.name for one in list_interfaces() if one.address == address), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
@@ -476,7 +466,7 @@ class FaultTolerantWorld(DistributedWorld):
                 store_addr=host,
                 store_port=port,
                 lighthouse_addr=lighthouse,
-                # Of its last digits torchft makes what it tells the group's members of each other.
+                # Of its last digits torchft makes the ranks that configure() of the groups gets, see _group_class.
                 replica_id=f"island_{'x' if self._group is None else self._group[0]}_{life}",
                 hostname=address,
                 checkpoint_transport=ShardTransport(address, token),
@@ -507,6 +497,7 @@ class FaultTolerantWorld(DistributedWorld):
             self._store = TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
+            # All that torchft tells other groups of this one is a number, so the group's own stands in its last digits.
             number, most = self._group or (NOWHERE, NOWHERE)
             place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]
         if self.world_size > 1:
@@ -516,14 +507,10 @@ class FaultTolerantWorld(DistributedWorld):
 
 
 class CommittedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps only where all replica groups that take part have each other's gradients.
-
-    :param world: The world.
-    :param wrapped: The optimizer that steps.
-    """
+    """An optimizer that steps only where all replica groups that take part have each other's gradients."""
 
     def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
-        self._world, self.wrapped = world, wrapped  # all else is the other's
+        self._world, self.wrapped = world, wrapped  # all else is the wrapped one's
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -541,10 +528,7 @@ class CommittedOptimizer(torch.optim.Optimizer):
         return self.wrapped.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters.
-
-        :param param_group: As for any optimizer.
-        """
+        """Add parameters, as to any optimizer."""
         self.wrapped.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -552,26 +536,18 @@ class CommittedOptimizer(torch.optim.Optimizer):
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the optimizer that steps.
-
-        :param state_dict: What :meth:`state_dict` gave.
-        """
+        """Load into the optimizer that steps."""
         self.wrapped.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step of all groups; collective over the group.
-
-        :param set_to_none: As for any optimizer.
-        """
+        """Begin a step of all groups; collective over the group."""
         self._world.begin_step()
         self.wrapped.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step, or do nothing where a group was lost on the way; collective over the group.
+        """Step, or do nothing where a group was lost on the way; tell which. Collective over the group.
 
-        :param closure: Refused: a step of several passes would need an agreement for each.
-        :return: Whether it has stepped.
-        :raises ConfigError: if there is a closure.
+        A closure is refused: a step of several passes would need an agreement for each.
         """
         if closure is not None:
             raise ConfigError("an optimizer of several replica groups takes no closure; compute the gradients before")
@@ -579,10 +555,6 @@ class CommittedOptimizer(torch.optim.Optimizer):
         if is_taken:
             self.wrapped.step()
         return is_taken
-
-
-def _interface_of(address: str) -> str:
-    return next((one.name for one in list_interfaces() if one.address == address), "lo")
 
 
 def _data_parallel(manager: Manager, model: nn.Module) -> nn.Module:
@@ -599,7 +571,7 @@ def _data_parallel(manager: Manager, model: nn.Module) -> nn.Module:
 
 def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = bucket.buffer()
-    manager.allreduce(gradients).wait()  # what goes wrong is told when the step is to be taken
+    manager.allreduce(gradients).wait()  # commit_step() raises what goes wrong here
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[gradients.device] if gradients.is_cuda else None
     )
@@ -608,7 +580,11 @@ def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Futur
 
 
 def _group_class(device: torch.device) -> Any:
-    """Return torchft's class of groups over the ranks at one place of all groups, mended in three ways."""
+    """Return torchft's class of groups over the ranks at one place of all replica groups, with three changes.
+
+    It refuses groups that do not go together, it takes a fresh prefix in the store for each set of lives, and over gloo
+    it waits only shortly for groups that do not connect.
+    """
     import torchft
 
     is_gloo = device.type == "cpu"
@@ -620,12 +596,12 @@ def _group_class(device: torch.device) -> Any:
         is_new = True
         """Whether the groups that it joins are others than before"""
 
-        def configure(self, store_addr: str, *told: Any) -> None:
+        def configure(self, store_addr: str, *rest: Any) -> None:
             # A lighthouse that was started again counts from 1 again, and the store keeps what was written for its
-            # earlier numbers. The last of what is told are the lives of the groups, see _meet.
+            # earlier numbers. The last argument has the lives of the groups, see _meet.
             own, ranks = self.place
             self.is_new = True
-            lives = [rank // ranks for rank in told[-1]]
+            lives = [rank // ranks for rank in rest[-1]]
             others = [(life // PLACES % PLACES, life % PLACES) for life in lives]
             if own is not None and (others.count(own) > 1 or any(most != own[1] for _, most in others)):
                 self.conflict = (
@@ -633,7 +609,7 @@ def _group_class(device: torch.device) -> Any:
                     "together; give each group a number of its own, and all the same number of groups"
                 )
                 raise RuntimeError(self.conflict)
-            super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *told)
+            super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *rest)
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             if not is_gloo:
@@ -656,6 +632,7 @@ def _bound_to(address: str) -> Iterator[None]:
     """Let a manager that is made in the block listen at one address: torchft's own choice is all interfaces."""
     import torchft.manager
 
-    made = torchft.manager.ManagerServer
-    with mock.patch.object(torchft.manager, "ManagerServer", lambda **told: made(**(told | {"bind": f"{address}:0"}))):
+    server = torchft.manager.ManagerServer
+    bound = {"bind": f"{address}:0"}
+    with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**(options | bound))):
         yield

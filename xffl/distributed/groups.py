@@ -1,13 +1,11 @@
-"""Process groups and meshes: made for a topology in the same order on every rank, and destroyed without a trace.
-
-At the end stand the checks of what they are made for: backend, device and streams.
-"""
+"""Process groups and meshes, made for a topology in the same order on every rank, and the checks of their devices."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -32,13 +30,14 @@ __all__ = [
     "make_groups",
     "make_host_groups",
     "make_round_groups",
+    "new_group",
 ]
 
 
 logger = logging.getLogger("xffl")
 
 Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
-"""Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is no member."""
+"""Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is not a member."""
 
 ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
 """Kinds of groups that a federation needs."""
@@ -49,7 +48,7 @@ STREAMED = frozenset({"replica", "federated"})
 """Kinds that carry a round: one handle for each CUDA stream, for buckets to overlap; a round uses the first so far."""
 
 _meshes_made: Counter[tuple[object, ...]] = Counter()
-"""How many meshes this process made of each kind of device and ranks: the package's only module-level state.
+"""How many meshes this process made of each kind of device and ranks: state of the process, not of a world.
 
 torch compares meshes by ranks, shape and dimension names, and its operator caches (which live as long as the process)
 hand out the first of two equal ones, whose groups may be destroyed by then. A name that was never used before is the
@@ -67,7 +66,7 @@ def make_groups(
     """Make this rank's groups of the given kinds.
 
     Collective over the world: every rank makes the same number of groups in the same order, a placeholder of itself
-    where it is no member, since torch derives a group's name from how many groups the rank has.
+    where it is not a member, since torch derives a group's name from how many groups the rank has.
     """
     made: Groups = {}
     for group in topology.groups_of(rank):
@@ -91,12 +90,7 @@ def make_round_groups(
 
     Collective over the world.
     """
-    world = dist.new_group(
-        list(range(topology.world_size)),
-        timeout=timedelta(seconds=timeout_s),
-        use_local_synchronization=True,
-        group_desc="xffl_world",
-    )
+    world = new_group(range(topology.world_size), timeout_s, "xffl_world")
     return {"world": (world,), **make_groups(create, topology, rank, {"federation", "replica", "federated"}, handles)}
 
 
@@ -107,21 +101,24 @@ def make_host_groups(
 
     Collective over the world.
     """
-
-    def make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc=name,
-        )
-        return group
-
-    world = make(tuple(range(topology.world_size)), "xffl_host_world")
+    world = new_group(range(topology.world_size), timeout_s, "xffl_host_world", "gloo")
     if topology.cells == 1:
         return world, None
-    return world, make(tuple(topology.federation(topology.cell_of(rank))), "xffl_host_federation")
+    return world, new_group(topology.federation(topology.cell_of(rank)), timeout_s, "xffl_host_federation", "gloo")
+
+
+def new_group(
+    ranks: Iterable[int], timeout_s: float, group_desc: str | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a group of some ranks, of the world's backend if no other is given; collective over these ranks only."""
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
+    return group
 
 
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:
@@ -133,24 +130,22 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
     cell = topology.cell_of(rank)
     ranks = torch.tensor([topology.shard_group(cell, one) for one in range(topology.replicas(cell))], device="cpu")
     suffix = fresh_suffix(device_type, topology.federation(cell))
-    names = tuple(f"{axis}{suffix}" for axis in (("replica", "shard") if topology.is_hsdp else ("shard",)))
+    handles = []
+    for kind in ("replica", "shard") if topology.is_hsdp else ("federation",):
+        members = groups[kind]
+        if members is None:
+            raise StateError(f"this rank is not in its own {kind} group; make the groups from one topology")
+        handles.append(members[0])
     if topology.is_hsdp:
-        handles = [_members(groups, kind)[0] for kind in ("replica", "shard")]
+        names = (f"replica{suffix}", f"shard{suffix}")
         mesh = DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=names)
     else:
-        (federation,) = _members(groups, "federation")
-        mesh = DeviceMesh.from_group(federation, device_type, mesh_dim_names=names)
-    _draw_locally(mesh)
-    return mesh
-
-
-def _draw_locally(mesh: DeviceMesh) -> None:
-    """Keep torch from giving all ranks of the world rank 0's random state at the first draw for a DTensor on a GPU.
-
-    Cells come to that draw at different times, or never, and the seeds that were asked for would be lost.
-    """
+        mesh = DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=(f"shard{suffix}",))
+    # Else torch gives all ranks of the world rank 0's random state at the first draw for a DTensor on a GPU. Cells come
+    # to that draw at different times, or never, and the seeds that were asked for would be lost.
     if mesh.device_type == "cuda" and torch.cuda.is_available() and _random._rng_tracker is None:
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    return mesh
 
 
 def fresh_suffix(*key: object) -> str:
@@ -176,17 +171,10 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         logger.debug("the store is gone: the group's keys went with it")
 
 
-def _members(groups: Groups, kind: str) -> tuple[dist.ProcessGroup, ...]:
-    handles = groups[kind]
-    if handles is None:
-        raise StateError(f"this rank is no member of its own {kind} group; make the groups from one topology")
-    return handles
-
-
 def check_backend(backend: object) -> dist.Backend:
     """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
     if not isinstance(backend, str):
-        raise ConfigError(f"backend {backend!r} is no name; give 'gloo' or 'nccl'")
+        raise ConfigError(f"backend must be a name such as 'gloo' or 'nccl', got {backend!r}")
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
@@ -206,16 +194,16 @@ def check_device(what: str, device: object, kind: str | None = None, *, may_be_m
             raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
         device = f"cuda:{number}"
     if isinstance(device, str):
-        try:
+        with suppress(RuntimeError):  # refused below, as it is
             device = torch.device(device)
-        except RuntimeError:
-            raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from None
     if not isinstance(device, torch.device):
-        raise ConfigError(f"{what} {device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'")
+        raise ConfigError(f"{what} must be a device such as 'cpu', 'cuda' or 'cuda:0', got {device!r}")
     if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
-        raise ConfigError(f"{what} {str(device)!r} computes nothing here; give 'cpu' or 'cuda'")
+        raise ConfigError(f"{what} must be 'cpu' or 'cuda', got {str(device)!r}")
     if kind is not None and device.type != kind:
-        raise ConfigError(f"{what} {str(device)!r} is no {kind} device; give one, or another device_type to set_global")
+        raise ConfigError(
+            f"{what} must be a {kind} device, got {str(device)!r}; or give set_global another device_type"
+        )
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Literal
 
-from xffl.checks import integer, integer_fields
+from xffl.checks import integer, integer_fields, one_of
 from xffl.errors import ConfigError
 
 __all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "FaultToleranceParameters", "MeshSizes"]
@@ -24,8 +24,13 @@ parts of a layer."""
 Size = int | Literal["auto"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-CHECKPOINTING = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "gpipe")
+_CHOICES = {
+    "param_dtype": DTYPES,
+    "reduce_dtype": DTYPES,
+    "activation_checkpointing": ("none", "selective", "full"),
+    "pp_schedule": SCHEDULES,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class CommParameters:
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"comm.{name} {value!r} is no positive number of seconds; give one, such as 600")
+                raise ConfigError(f"comm.{name} {value!r} must be a positive number of seconds; give one, such as 600")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +84,7 @@ class FaultToleranceParameters:
     max_consecutive_failures: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enable, bool):
-            raise ConfigError(f"fault_tolerance.enable {self.enable!r} is no truth value; give True or False")
+        one_of("fault_tolerance.enable", self.enable, (True, False))
         integer_fields(self, "min_replica_size", prefix="fault_tolerance.")
         integer_fields(self, "max_consecutive_failures", minimum=0, prefix="fault_tolerance.", may_be_none=True)
 
@@ -108,7 +112,7 @@ class DeviceParameters:
     :param pp_schedule: Order of a pipeline's micro-batches: ``1f1b`` or ``gpipe``.
     :param pp_micro_batches: Micro-batches of a pipeline's step; ``None`` means one for each stage.
     :param comm: Timeouts.
-    :raises ConfigError: if a value cannot be meant, or more than one size is ``auto``.
+    :raises ConfigError: if a value is invalid, or more than one size is ``auto``.
     """
 
     pp: Size = 1
@@ -131,21 +135,19 @@ class DeviceParameters:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            object.__setattr__(self, axis, _size(axis, getattr(self, axis)))
+            if getattr(self, axis) != AUTO:
+                size = integer(axis, getattr(self, axis), hint="give at least 1, or auto")
+                object.__setattr__(self, axis, size)
         autos = [axis for axis in AXES if getattr(self, axis) == AUTO]
         if len(autos) > 1:
             raise ConfigError(f"{' and '.join(autos)} are all 'auto'; give the sizes of all but one of them")
-        _check_choice("param_dtype", self.param_dtype, DTYPES)
-        _check_choice("reduce_dtype", self.reduce_dtype, DTYPES)
-        _check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
-        _check_choice("pp_schedule", self.pp_schedule, SCHEDULES)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} {getattr(self, name)!r} is no truth value; give True or False")
-        if self.pp_micro_batches is not None:
-            object.__setattr__(self, "pp_micro_batches", _size("pp_micro_batches", self.pp_micro_batches, AUTO))
+        for name, choices in _CHOICES.items():
+            one_of(name, getattr(self, name), choices)
+        for switch in (item.name for item in fields(self) if isinstance(item.default, bool)):
+            one_of(switch, getattr(self, switch), (True, False))
+        integer_fields(self, "pp_micro_batches", hint="give at least 1", may_be_none=True)
         if not isinstance(self.comm, CommParameters):
-            raise ConfigError(f"comm {self.comm!r} holds no timeouts; give a CommParameters")
+            raise ConfigError(f"comm must be a CommParameters, which holds timeouts, got {self.comm!r}")
         self._check_together()
 
     @classmethod
@@ -197,14 +199,14 @@ class DeviceParameters:
         """
         asked = {axis: getattr(self, axis) for axis in AXES}
         known = prod(size for size in asked.values() if size != AUTO)
-        found = [dict(asked) for _ in cell_sizes]
-        for cell, (sizes, ranks) in enumerate(zip(found, cell_sizes, strict=True)):
-            auto = next((axis for axis in AXES if asked[axis] == AUTO), None)
+        auto = next((axis for axis in AXES if asked[axis] == AUTO), None)
+        by_cell = [dict(asked) for _ in cell_sizes]
+        for cell, (sizes, ranks) in enumerate(zip(by_cell, cell_sizes, strict=True)):
             if ranks % known or (auto is None and ranks != known):
                 raise ConfigError(self._misfit(cell, ranks, known, auto, is_alone=len(cell_sizes) == 1))
             if auto is not None:
                 sizes[auto] = ranks // known
-        axes = {axis: found[0][axis] if len({s[axis] for s in found}) == 1 else -1 for axis in AXES}
+        axes = {axis: by_cell[0][axis] if len({sizes[axis] for sizes in by_cell}) == 1 else -1 for axis in AXES}
         varying = [axis for axis, size in axes.items() if size == -1]
         is_data_parallel = all(axes[axis] == 1 for axis in ("pp", "cp", "tp"))
         is_one_replica = asked["dp_replicate"] == 1
@@ -247,26 +249,3 @@ class DeviceParameters:
             return f"{shown}: {where}, which {known} does not divide; give sizes that multiply to a divisor of {ranks}"
         other = ", or a strategy for several ranks (fsdp, ddp)" if known == 1 else ""
         return f"{shown} multiply to {known}, but {where}; give sizes that multiply to {ranks}, or one 'auto'{other}"
-
-
-_FLAGS = (
-    "cpu_offload",
-    "compile",
-    "sequence_parallel",
-    "loss_parallel",
-    "reshard_after_forward",
-    "fsdp_forward_prefetch",
-)
-
-
-def _size(name: str, value: object, other: str = "") -> Any:
-    """Return a size as an int, or ``auto`` where an axis may be that."""
-    if value == AUTO and not other:
-        return AUTO
-    knob = f"give at least 1{'' if other else ', or auto'}"
-    return integer(name, value, hint=knob)
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} {value!r} is none of {', '.join(choices)}")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from xffl.checks import index_of
+from xffl.checks import index_of, number
 from xffl.cluster.allocation import Host, own_host
 from xffl.cluster.cells import Federation, check_federation, sizes_of_ranks
 from xffl.cluster.devices import pick_gpu
@@ -32,7 +32,7 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
-from xffl.distributed.consistency import barrier, check_consistent, check_consistent_on_store, ranks_text
+from xffl.distributed.consistency import barrier, check_consistent_on_store, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.groups import check_backend, check_device, check_streams
 from xffl.distributed.parameters import DeviceParameters
@@ -56,7 +56,7 @@ ON_GPUS = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for beside the place in the world; the same on all ranks but for the device's index."""
+    """The set-up that was asked for; the same on all ranks but for the device's index."""
 
     backend: str
     device: torch.device
@@ -69,11 +69,11 @@ class _Request:
     """Which variables the sizes are from, if any."""
 
     def __str__(self) -> str:
-        inside = "" if self.parameters is None else f", {self.parameters}"
+        mesh = "" if self.parameters is None else f", {self.parameters}"
         return (
             f"backend={self.backend!r}, device={self.device.type!r}, federated={self.federated!r}, hsdp={self.hsdp!r}, "
             f"streams={self.streams!r}, timeout_s={self.timeouts.session_s:g}, home_s={self.timeouts.home_s:g}, "
-            f"across_s={self.timeouts.across_s:g}{inside}"
+            f"across_s={self.timeouts.across_s:g}{mesh}"
         )
 
 
@@ -83,7 +83,7 @@ _ARGUMENTS = {
     "node_rank": "group_rank",
     "node_world_size": "group_world_size",
 }
-"""What arguments are called here that :func:`detect_environment` calls otherwise."""
+"""Arguments that :func:`detect_environment` has other names for."""
 
 
 def setup_distributed_process_group(
@@ -130,8 +130,8 @@ def setup_distributed_process_group(
     :param federated: Sizes of the federated groups, one size for equal ones, or a rule: ``auto`` (SLURM's network),
         ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``.
     :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
-    :param timeout_s: Seconds after which a collective over the world gives up; at home it is half of that, between
-        cells three quarters.
+    :param timeout_s: Seconds after which a collective over the world gives up; within a cell it is half of that,
+        between cells three quarters.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
     :param device_parameters: The mesh inside each cell, in place of ``hsdp``. Its timeouts are not read here.
     :param join_timeout_s: Seconds to wait for all ranks to come; by default ``timeout_s``.
@@ -139,7 +139,7 @@ def setup_distributed_process_group(
     :return: The state, ready for use.
     :raises StateError: if torch.distributed is initialized already.
     :raises LaunchError: if the processes cannot be found or joined.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     :raises TopologyError: if the sizes do not fit the world.
     """
     if dist.is_initialized():
@@ -147,9 +147,9 @@ def setup_distributed_process_group(
     error: XfflError | None = None
     try:
         use_interface(ifname)
-        levels = Timeouts.within(_checked_timeout(timeout_s)) if timeouts is None else timeouts
-        join_timeout_s = levels.session_s if join_timeout_s is None else _checked_timeout(join_timeout_s)
-    except XfflError as wrong:  # told to the others as soon as the ranks meet
+        levels = Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
+        join_timeout_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
+    except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
         error, levels, join_timeout_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
     place = detect_environment(
         rank=rank,
@@ -232,10 +232,8 @@ def cleanup_distributed_process_group(
         state._rollback_all(destroys=destroys)
 
 
-def _checked_timeout(timeout_s: float) -> float:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e9:
-        raise ConfigError(f"timeout_s {timeout_s!r} is no positive number of seconds; give one, such as 600")
-    return float(timeout_s)
+def _check_seconds(timeout_s: float) -> float:
+    return number("timeout_s", timeout_s, above=0, below=1e9, hint="give seconds, such as 600")
 
 
 def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:
@@ -316,7 +314,8 @@ def _request(
     parameters: DeviceParameters | None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
-    chosen = check_device("device", device if device is not None else _default_kind())
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = check_device("device", default if device is None else device)
     if chosen == torch.device("cuda"):  # without an index
         index = pick_gpu(place.node_local_rank, place.node_local_size, torch.cuda.device_count())
         chosen = torch.device("cuda", index)
@@ -325,11 +324,11 @@ def _request(
         raise ConfigError(f"backend {kind!r} needs a GPU, but the device is the CPU; give backend='gloo'")
     count = check_streams(streams, chosen)
     sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
-    hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # a wrong one is told by the setters
+    hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # the setters refuse what is not an integer
     request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, sources)
     if not isinstance(sizes, str):
         with sources_named(sources):
-            _resolve_mesh(request, place.world_size, sizes)  # tells what is wrong before the ranks join
+            _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
     return request
 
 
@@ -347,10 +346,6 @@ def _resolve_mesh(
             f"whole cell); leave {asked.partition('=')[0]} out"
         )
     return mesh.replica_size, mesh.cell_shape
-
-
-def _default_kind() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
@@ -400,12 +395,12 @@ def _check_gpus(device: torch.device) -> None:
     """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them."""
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
-    told: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(told, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(told):
-        ranks.setdefault(place, []).append(rank)
-    for (host, _), sharing in ranks.items():
+    gpus: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(gpus, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks_of.setdefault(gpu, []).append(rank)
+    for (host, _), sharing in ranks_of.items():
         if len(sharing) > 1:
             raise ConfigError(
                 f"{ranks_text(sharing)} have the same GPU of {host}, which NCCL refuses; give each its own "
@@ -427,15 +422,11 @@ def set_up_cells(
     """
     asked = federated if asked is None else asked
     world_size = state.topology.world_size
-    error: XfflError | None = None
-    required: int | None = None
-    try:
+    with run_on_all_ranks("numbers of cells to require (XFFL_REQUIRE_CELLS)") as share:
         required = required_cells()
         cells = Topology(world_size, federated, hsdp).cells
         accept_cells(asked, cells, world_size, required, is_speaker=state.rank == 0)
-    except XfflError as wrong:
-        error = wrong
-    check_consistent("numbers of cells to require (XFFL_REQUIRE_CELLS)", str(required), error=error)
+        share(required)
     if federated is not None:
         state.set_federated_scaling(federated, hsdp, cell_shape)
     elif hsdp is not None:
@@ -453,34 +444,25 @@ def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tup
     if not isinstance(federated, str):
         return federated
     own = own_host()
-    places: list[Any] = [(own, node_rank)]
+    places: list[tuple[Host, int | None]] = [(own, node_rank)]
     if dist.is_initialized():
         places *= dist.get_world_size()
         dist.all_gather_object(places, (own, node_rank))
-    error: XfflError | None = None
-    sizes: tuple[int, ...] = ()
-    try:
-        _check_names(places, federated)
+    nodes: dict[str, int | None] = {}
+    with run_on_all_ranks(f"cells by {federated}") as share:  # a rule's file may differ from host to host
+        for host, node in places:
+            if nodes.setdefault(host.name, node) != node:
+                raise TopologyError(
+                    f"rule {federated!r} finds cells by hosts, but nodes {nodes[host.name]} and {node} are both called "
+                    f"{host.name}. HINT: set XFFL_HOST on each, or give sizes such as 4,4"
+                )
         sizes = sizes_of_ranks([host for host, _ in places], federated)
-    except XfflError as wrong:  # a file may differ from host to host
-        error = wrong
-    check_consistent(f"cells by {federated}", str(sizes), error=error)
+        share(sizes)
     return sizes
 
 
-def _check_names(places: list[tuple[Host, int | None]], rule: str) -> None:
-    """Raise where several nodes have one name: no rule could tell them apart."""
-    nodes: dict[str, int | None] = {}
-    for host, node in places:
-        if nodes.setdefault(host.name, node) != node:
-            raise TopologyError(
-                f"rule {rule!r} finds cells by hosts, but nodes {nodes[host.name]} and {node} are both called "
-                f"{host.name}. HINT: set XFFL_HOST on each, or give sizes such as 4,4"
-            )
-
-
-class _Waits(Protocol):
-    """Something under way that can be waited for."""
+class _Background(Protocol):
+    """Work on a thread of its own that can be waited for."""
 
     def wait(self) -> None: ...
 
@@ -488,12 +470,13 @@ class _Waits(Protocol):
 
 
 _STOP_S = 2.0
-"""How long something under way may take to end by itself where nobody waits for its result, and when it is told to."""
+"""How long work may go on where nobody waits for its result, and then to stop when it is asked to."""
 
-_under_way: WeakSet[_Waits] = WeakSet()
+_under_way: WeakSet[_Background] = WeakSet()
+"""State of the process, not of a world: :mod:`atexit` ends what is left when no object that knows it is left."""
 
 
-def leave_after(work: _Waits) -> None:
+def leave_after(work: _Background) -> None:
     """Have this process wait for something that communicates on a thread of its own when it leaves the world; local.
 
     Where the process ends without having left, what is under way is stopped.

@@ -1,4 +1,4 @@
-"""How a replica group that comes back gets the state of one that lives: rank to rank, over a connection of its own.
+"""Transport of the state of a replica group that lives to one that comes back: rank to rank, over own connections.
 
 What is sent are tensors and plain values: a JSON text, then the tensors' bytes, so reading them runs no code. Both
 sides prove that they know the run's token, which itself is not sent. The bytes are neither encrypted nor signed:
@@ -17,8 +17,8 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +44,7 @@ __all__ = ["ShardTransport", "digest", "give", "local", "take"]
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 LONGEST_TEXT = 1 << 30
-"""Bytes of the text that says what follows; a longer one is none."""
+"""Bytes of the text that says what follows; a longer one is refused."""
 START_S = 5.0
 """How long a group waits for another one that it is to give its state to. One that was lost meanwhile never comes."""
 TRANSFER_S = 60.0
@@ -54,7 +54,7 @@ MOST_LINKS = 64
 WHOLE = b"\1"
 """Sent when all was sent before anybody stepped on, and when all has arrived."""
 SHAKE_S = 10.0
-"""How long a stranger may take to prove that it is none."""
+"""How long a connection may take to prove that it knows the token."""
 DTYPES = {
     str(dtype): dtype
     for dtype in vars(torch).values()
@@ -75,7 +75,14 @@ class ShardTransport:
     """Give this rank's part of the state to ranks at the same place of other groups, and take theirs.
 
     It has the methods of torchft's ``CheckpointTransport``. :meth:`send_checkpoint` returns when all have what they
-    came for, so nothing is copied; nobody steps meanwhile.
+    came for, so nothing is copied; nobody steps meanwhile. Over a connection go, in this order:
+
+    .. code-block:: text
+
+       giver > taker   32 random bytes
+       taker > giver   32 random bytes, the step, HMAC(token, "taker", both, address and step)
+       giver > taker   HMAC(token, "giver", both, address and step), length of the text, text, tensors' bytes, 1
+       taker > giver   1
     """
 
     def __init__(self, address: str, token: bytes) -> None:
@@ -114,7 +121,7 @@ class ShardTransport:
             self._offer = None
 
     def disallow_checkpoint(self) -> None:
-        """Return; nothing is given any more once :meth:`send_checkpoint` has returned."""
+        """Return: nothing is sent any more once :meth:`send_checkpoint` has returned."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Fetch the state of a rank at this rank's place in another group."""
@@ -132,9 +139,9 @@ class ShardTransport:
                 (length,) = struct.unpack("!Q", _read(link, 8))
                 if length > LONGEST_TEXT:
                     raise CheckpointError(f"{metadata} announces {length} bytes of text; nothing was read")
-                told = json.loads(_read(link, length))
-                tensors = {name: _read_tensor(link, dtype, shape) for name, dtype, shape in told["tensors"]}
-                state = from_plain(told["plain"], tensors)
+                content = json.loads(_read(link, length))
+                tensors = {name: _read_tensor(link, dtype, shape) for name, dtype, shape in content["tensors"]}
+                state = from_plain(content["plain"], tensors)
                 if _read(link, 1) != WHOLE:
                     raise ValueError("it does not end as it should")
                 link.sendall(WHOLE)
@@ -145,8 +152,8 @@ class ShardTransport:
                 f"the state of replica group {src_rank} at {metadata} could not be read: {type(error).__name__}: "
                 f"{error}; it is asked for again in the next step"
             ) from error
-        if told.get("step") != step:
-            raise CheckpointError(f"{metadata} gave the state of step {told.get('step')} for that of step {step}")
+        if content.get("step") != step:
+            raise CheckpointError(f"{metadata} gave the state of step {content.get('step')} for that of step {step}")
         return state
 
     def shutdown(self, wait: bool = True) -> None:
@@ -174,7 +181,8 @@ class ShardTransport:
 
     def _answer(self, link: socket.socket) -> None:
         """Give one connection what is offered, if it knows the token; whoever goes away or does not is left alone."""
-        with link, suppress(OSError, ValueError), _released(self._free):
+        with link, suppress(OSError, ValueError), ExitStack() as stack:
+            stack.callback(self._free.release)
             deadline = time.monotonic() + SHAKE_S
             mine = secrets.token_bytes(NONCE_BYTES)
             link.settimeout(SHAKE_S)
@@ -189,16 +197,14 @@ class ShardTransport:
             link.settimeout(TRANSFER_S)
             link.sendall(self._proof(b"giver", mine, theirs, asked))
             with self._changed:
-                # Who takes may be told of this rank before this rank is told of it.
+                # The other group may hear of this rank before this rank has begun to send.
                 is_there = self._changed.wait_for(
                     lambda: self._is_closed or (self._offer is not None and self._offer.step == step), START_S
                 )
                 offer = self._offer
-            if not is_there or offer is None:
+            if not is_there or offer is None or not self._give(link, offer):
                 return
-            if not self._give(link, offer):
-                return
-            _read(link, 1)
+            _read(link, 1)  # the other side has all of it
             with self._changed:
                 offer.left -= 1
                 self._changed.notify_all()
@@ -223,14 +229,6 @@ class ShardTransport:
     def _proof(self, side: bytes, giver: bytes, taker: bytes, asked: bytes) -> bytes:
         """Return what only those who know the token can make of both sides' random bytes, and of what is asked for."""
         return hmac.new(self._token, side + giver + taker + asked, hashlib.sha256).digest()
-
-
-@contextmanager
-def _released(free: threading.Semaphore) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        free.release()
 
 
 def _read(link: socket.socket, count: int, deadline: float | None = None) -> bytes:
@@ -290,16 +288,17 @@ def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
     others: dict[str, Any] = {}
     with torch.no_grad():
         for key, value in own.items():
-            place, given = local(value), saved[key]
+            place, theirs = local(value), saved[key]
             if not isinstance(place, torch.Tensor) or key.rpartition(".")[2] == "_extra_state":
-                others[key] = given
-            elif place.shape != given.shape or place.dtype != given.dtype:
+                others[key] = theirs
+            elif place.shape != theirs.shape or place.dtype != theirs.dtype:
                 raise ConfigError(
-                    f"{key!r} of model {name!r} is {tuple(given.shape)} {given.dtype} on this rank of another replica "
-                    f"group, but {tuple(place.shape)} {place.dtype} here; give all groups the same number of ranks"
+                    f"{key!r} of model {name!r} is {tuple(theirs.shape)} {theirs.dtype} on this rank of another "
+                    f"replica group, but {tuple(place.shape)} {place.dtype} here; give all groups the same number of "
+                    "ranks"
                 )
             else:
-                place.copy_(given)
+                place.copy_(theirs)
     if others:
         model.load_state_dict(others, strict=False)
 
@@ -314,7 +313,7 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
 
 
 def local(value: Any) -> Any:
-    """Return this rank's part of a tensor, without gradient; what is no tensor as it is."""
+    """Return this rank's part of a tensor, without gradient; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
@@ -364,8 +363,11 @@ def digest(part: Any) -> int:
     sums = []
     for tensor in tensors.values():
         data = bytes_of(tensor)
-        words = data[: len(data) // 4 * 4].clone() if data.storage_offset() % 4 else data[: len(data) // 4 * 4]
-        sums.append((words.view(torch.int32).sum(dtype=torch.int64) * 257 + data[len(data) // 4 * 4 :].sum()).cpu())
+        end = len(data) // 4 * 4
+        words, rest = data[:end], data[end:]
+        if data.storage_offset() % 4:  # only aligned memory can be viewed as int32
+            words = words.clone()
+        sums.append((words.view(torch.int32).sum(dtype=torch.int64) * 257 + rest.sum()).cpu())
     whole.update(repr(list(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))).encode())
     return int.from_bytes(whole.digest(), "little")
 

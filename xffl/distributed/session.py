@@ -53,15 +53,15 @@ def session(
     :param timeout_s: Seconds after which a collective over the world gives up.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
     :param device_parameters: The mesh inside each cell, in place of ``hsdp``; :class:`xffl.DistributedWorld` has more.
-    :param timeouts: How long each level waits (at home, across cells, over the world), in place of ``timeout_s``.
+    :param timeouts: How long each level waits (in a cell, between cells, over the world), in place of ``timeout_s``.
     :param cell: Which cell this job is, from 0, where each cell is a job of its own and rounds go over files; by
         default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place`` deals
         samples out as in one job of all cells.
     :param cells: With ``cell``, how many cells there are, or the ranks of each.
     :yield: The state.
-    :raises ConfigError: if this job cannot be that cell; on all ranks.
+    :raises ConfigError: if this job is not like that cell; on all ranks.
     """
-    asked = _lone_cell(cell, cells)
+    lone_cell = _read_cell(cell, cells)
     state = setup_distributed_process_group(
         backend=backend,
         device=device,
@@ -74,8 +74,8 @@ def session(
         timeouts=timeouts,
     )
     try:
-        if asked is not None:
-            state._lone_cell = _fitted(asked, state)
+        if lone_cell is not None:
+            state._lone_cell = _check_cell(*lone_cell, state)
         yield state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
@@ -84,20 +84,20 @@ def session(
     cleanup_distributed_process_group(state)
 
 
-def _lone_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
+def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
     """Return which cell this job is asked to be, and how many there are, or the ranks of each."""
     if (cell is None) != (cells is None):
         raise ConfigError(f"cell is {cell} and cells is {cells}; give both, such as cell=0, cells=2")
     if cell is None or cells is None:
-        told = read_over_files().cell
-        return None if told is None else parse_cell(told, "XFFL_CELL")
+        text = read_over_files().cell
+        return None if text is None else parse_cell(text, "XFFL_CELL")
     sizes = cells if isinstance(cells, int) else ",".join(map(str, cells))
     return parse_cell(f"{cell}/{sizes}", "cell")
 
 
-def _fitted(asked: tuple[int, int | tuple[int, ...]], state: DistributedState) -> tuple[int, tuple[int, ...]]:
+def _check_cell(cell: int, cells: int | tuple[int, ...], state: DistributedState) -> tuple[int, tuple[int, ...]]:
     """Return which cell this job is, and the ranks of all."""
-    (cell, cells), topology = asked, state.topology
+    topology = state.topology
     sizes = (topology.world_size,) * cells if isinstance(cells, int) else cells
     if topology.cells > 1 or sizes[cell] != topology.world_size:
         raise ConfigError(

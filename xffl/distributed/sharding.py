@@ -1,4 +1,4 @@
-"""A model's parameters as its optimizer holds them: FSDP2 puts others in their place while a unit is gathered.
+"""Parameters as an optimizer holds them (FSDP2 puts others in their place while a unit is gathered), and plain values.
 
 The outermost unit stays gathered after a forward pass that no backward pass follows (a validation). Whoever compares
 parameters by identity, or reads their gradients, asks here.
@@ -69,9 +69,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     """Load an optimizer's state in the data types that it was saved in; nothing moves between ranks."""
     optimizer.load_state_dict(state_dict)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, kept in state_dict["state"].items():
+    for number, state in state_dict["state"].items():
         # torch casts a state to its parameter's dtype, which would round an fp32 state of bf16 weights.
-        for key, value in kept.items():
+        for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 cast = optimizer.state[parameters[number]][key]
                 if cast.dtype != value.dtype:
@@ -103,12 +103,12 @@ def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = No
         return {"__tensor__": path}
     if isinstance(value, Mapping):
         pairs = [
-            (to_plain(key, f"{path}/{key}"), to_plain(kept, f"{path}/{key}", tensors)) for key, kept in value.items()
+            (to_plain(key, f"{path}/{key}"), to_plain(item, f"{path}/{key}", tensors)) for key, item in value.items()
         ]
         if isinstance(value, Counter):
             return {"__counter__": [list(pair) for pair in pairs]}
         if all(isinstance(key, str) and key not in TAGS for key, _ in pairs):
-            return {str(key): kept for key, kept in pairs}
+            return {str(key): item for key, item in pairs}
         return {"__pairs__": [list(pair) for pair in pairs]}
     if isinstance(value, (list, tuple)):
         items = [to_plain(item, f"{path}/{place}", tensors) for place, item in enumerate(value)]
@@ -126,27 +126,23 @@ def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not isinstance(plain, dict):
         return plain
     if len(plain) == 1:
-        ((tag, kept),) = plain.items()
+        ((tag, content),) = plain.items()
         if tag == "__tensor__":
-            return tensors[kept]
+            return tensors[content]
         if tag == "__float__":
-            return float(kept)
+            return float(content)
         if tag == "__tuple__":
-            return tuple(from_plain(item, tensors) for item in kept)
+            return tuple(from_plain(item, tensors) for item in content)
         if tag in ("__pairs__", "__counter__"):
-            pairs = {from_plain(key, tensors): from_plain(item, tensors) for key, item in kept}
+            pairs = {from_plain(key, tensors): from_plain(item, tensors) for key, item in content}
             return Counter(pairs) if tag == "__counter__" else pairs
     return {key: from_plain(item, tensors) for key, item in plain.items()}
 
 
 def tensors_named(plain: Plain) -> Iterator[str]:
     """Yield the names of the tensors that a value refers to."""
-    if isinstance(plain, list):
-        for item in plain:
+    if isinstance(plain, dict) and plain.keys() == {"__tensor__"}:
+        yield str(plain["__tensor__"])
+    elif isinstance(plain, (list, dict)):
+        for item in plain if isinstance(plain, list) else plain.values():
             yield from tensors_named(item)
-    elif isinstance(plain, dict):
-        if plain.keys() == {"__tensor__"}:
-            yield str(plain["__tensor__"])
-        else:
-            for item in plain.values():
-                yield from tensors_named(item)

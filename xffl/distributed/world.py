@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,15 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, parallel
 
+from xffl.checks import one_of
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.failure import note_failure
-from xffl.distributed.collectives import Collectives, total_norm
-from xffl.distributed.consistency import barrier, check_consistent
+from xffl.distributed.collectives import own_values, total_norm
+from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.parallel_dims import dtype_of, make_cell_meshes
-from xffl.distributed.parameters import DeviceParameters, MeshSizes
+from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, dtype_of, make_cell_meshes
+from xffl.distributed.parameters import AXES, DeviceParameters, MeshSizes
 from xffl.distributed.process_group import (
     cleanup_distributed_process_group,
     find_sizes,
@@ -31,13 +35,21 @@ from xffl.distributed.process_group import (
     setup_distributed_process_group,
     waits_when_destroyed,
 )
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
 __all__ = ["DistributedWorld", "loss_parallel"]
 
 
-class DistributedWorld(Collectives):
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided by the ranks afterwards: gloo has no mean
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class DistributedWorld:
     """The ranks, the mesh inside each cell, and what is done over its axes.
 
     .. code-block:: python
@@ -66,11 +78,13 @@ class DistributedWorld(Collectives):
         streams: int | None = None,
     ) -> None:
         if not isinstance(device_parameters, DeviceParameters):
-            raise ConfigError(
-                f"device parameters {device_parameters!r} are none; give a DeviceParameters, such as "
-                "DeviceParameters.FSDP()"
-            )
-        super().__init__(device_parameters)
+            raise ConfigError(f"give a DeviceParameters, such as DeviceParameters.FSDP(), got {device_parameters!r}")
+        self.device_parameters = device_parameters
+        self.lone_cell: int | None = None
+        """Which cell this world is, where each cell is a job of its own; counts for seeds"""
+        self._state: DistributedState | None = None
+        self._meshes: CellMeshes | None = None
+        self._device: torch.device | None = None
         self._asked: dict[str, Any] = {"federated": federated, "backend": backend, "device": device, "streams": streams}
         self._is_joined_here = self._is_laid_here = False
         self._groups: list[dist.ProcessGroup] = []
@@ -91,24 +105,22 @@ class DistributedWorld(Collectives):
             raise StateError("this world is set up already; call teardown() first, or make another")
         comm = self.device_parameters.comm
         if state is None:
-            made = setup_distributed_process_group(
+            state = setup_distributed_process_group(
                 **self._asked,
                 device_parameters=self.device_parameters,
                 timeout_s=comm.train_timeout_seconds,
                 join_timeout_s=comm.init_timeout_seconds,
             )
             self._is_joined_here = True
-        else:
-            made = state
-        self._state, self._device = made, None
+        self._state, self._device = state, None
         try:
-            mesh = self._mesh_of(made)
-            self._meshes = make_cell_meshes(self._create, mesh, made, self.device.type)
+            mesh = self._mesh_of(state)
+            self._meshes = make_cell_meshes(self._create, mesh, state, self.device.type)
         except BaseException as error:
             note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
             self.teardown(synchronize=False)
             raise
-        return made
+        return state
 
     def teardown(self, *, synchronize: bool = True) -> None:
         """Leave the other processes, if :meth:`setup` joined them.
@@ -143,6 +155,209 @@ class DistributedWorld(Collectives):
         if error is not None:
             note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
         self.teardown(synchronize=error is None)
+
+    # Ranks and sizes --------------------------------------------------------------------------------------------------
+
+    @property
+    def _made(self) -> CellMeshes:
+        if self._meshes is None:
+            raise StateError("the world is not set up; call setup() first")
+        return self._meshes
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether ranks and meshes are known."""
+        return self._state is not None
+
+    @property
+    def state(self) -> DistributedState:
+        """The one source of ranks."""
+        if self._state is None:
+            raise StateError("the world is not set up; call setup() first")
+        return self._state
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the world."""
+        return self.state._place()[0]
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes, of all cells."""
+        return self.state._place()[1]
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its node."""
+        return self.state.node_local_rank or 0
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        if self._device is None:  # asked for in every step
+            device = self.state.current_device if self.state.current_device is not None else self.state.device_type
+            self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        return self._device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0 of the world."""
+        return self.rank == 0
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Sizes of the mesh inside this rank's cell and the rank's coordinates in it."""
+        return self._made.dims
+
+    def dims_of_cell(self, cell: int) -> ParallelDims:
+        """Return the sizes of the mesh inside any cell, with the place of its first rank."""
+        return ParallelDims.of(self._made.mesh, self.state.topology, self.state.topology.offsets[cell])
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks of the cell with data of their own."""
+        return self.dims.size("dp")
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's number among those with data of their own."""
+        return self.dims.rank("dp")
+
+    @property
+    def dp_replicate_size(self) -> int:
+        """Replicas in the cell."""
+        return self.dims.size("dp_replicate")
+
+    @property
+    def dp_replicate_rank(self) -> int:
+        """The replica that this rank belongs to."""
+        return self.dims.rank("dp_replicate")
+
+    @property
+    def dp_shard_size(self) -> int:
+        """Ranks with data of their own that FSDP cuts a replica over."""
+        return self.dims.size("dp_shard")
+
+    @property
+    def dp_shard_rank(self) -> int:
+        """This rank's place along ``dp_shard``."""
+        return self.dims.rank("dp_shard")
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.dims.size("cp")
+
+    @property
+    def cp_rank(self) -> int:
+        """The part of a sequence that this rank works on."""
+        return self.dims.rank("cp")
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share a layer."""
+        return self.dims.size("tp")
+
+    @property
+    def tp_rank(self) -> int:
+        """The part of each layer that this rank works on."""
+        return self.dims.rank("tp")
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline."""
+        return self.dims.size("pp")
+
+    @property
+    def pp_rank(self) -> int:
+        """The stage that this rank works on."""
+        return self.dims.rank("pp")
+
+    @property
+    def dp_enabled(self) -> bool:
+        """Whether ranks of the cell have data of their own."""
+        return self.dims.size("dp") > 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether the cell has replicas."""
+        return self.dims.size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether FSDP cuts the model over ranks with data of their own."""
+        return self.dims.size("dp_shard") > 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether FSDP cuts the model, over ``dp_shard`` and ``cp``."""
+        return self.dims.size("dp_shard_cp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are cut."""
+        return self.dims.size("cp") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are cut."""
+        return self.dims.size("tp") > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is a pipeline."""
+        return self.dims.size("pp") > 1
+
+    @property
+    def loss_parallel_enabled(self) -> bool:
+        """Whether logits stay cut along the vocabulary for the loss."""
+        return self.tp_enabled and self.device_parameters.loss_parallel
+
+    @property
+    def mixed_precision_enabled(self) -> bool:
+        """Whether computation is done in another data type than float32."""
+        return self.device_parameters.param_dtype != "float32"
+
+    @property
+    def mixed_precision_dtype(self) -> torch.dtype:
+        """What computation is done in."""
+        return dtype_of(self.device_parameters.param_dtype)
+
+    # Determinism ------------------------------------------------------------------------------------------------------
+
+    def seed_for(self, seed: int, *axes: str) -> int:
+        r"""Return a seed that is the same on ranks at the same place along some axes, and another elsewhere; local.
+
+        :param seed: The run's seed.
+        :param \*axes: ``federated``, or axes as in :meth:`size`; none for the same seed on all ranks.
+        :return: An integer of 63 bits; the run's seed itself where no axis is given.
+        :raises ConfigError: if there is no such axis.
+        """
+        for axis in axes:
+            one_of("axis", axis, (*AXES, *JOINED, "federated"))
+        if not axes:
+            return seed
+        cell = self.state.topology.cell_of(self.rank) if self.lone_cell is None else self.lone_cell
+        place = [(axis, cell if axis == "federated" else self.dims.rank(axis)) for axis in sorted(axes)]
+        digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def set_determinism(self, seed: int, *axes: str, deterministic: bool = False) -> int:
+        r"""Seed Python, numpy and torch on this rank; local.
+
+        :param seed: The run's seed.
+        :param \*axes: Axes along which ranks draw different numbers, as in :meth:`seed_for`. Ranks that share a layer
+            or a copy of the model have to agree on dropout and initialization: ``dp`` and ``federated`` are the usual.
+        :param deterministic: Whether torch is to take deterministic algorithms only, from now on.
+        :return: The seed that was set.
+        """
+        own = self.seed_for(seed, *axes)
+        random.seed(own)
+        np.random.seed(own % 2**32)
+        torch.manual_seed(own)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+        return own
 
     # Meshes -----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +407,67 @@ class DistributedWorld(Collectives):
     def pp_mesh(self) -> DeviceMesh:
         """The stages of the pipeline."""
         return self.get_mesh("pp")
+
+    # Collectives ------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
+        """Combine a tensor of each rank, element by element.
+
+        Collective over the ranks of the mesh; each sends and receives about twice the tensor's bytes.
+
+        :param tensor: This rank's values, of the same shape and data type on all ranks; left as it is.
+        :param op: ``sum``, ``mean``, ``max`` or ``min``.
+        :param mesh: ``world`` (all ranks, across the slow link), ``cell``, or a name that :meth:`get_mesh` knows.
+        :return: The same values on all of them.
+        :raises ConfigError: if the operation, the mesh or the tensor is invalid.
+        """
+        one_of("op", op, OPERATIONS)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
+        group = self._made.group(mesh)
+        result = own_values(tensor).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=OPERATIONS[op], group=group)
+        return result.div_(group.size()) if op == "mean" else result
+
+    def all_gather(self, tensor: torch.Tensor, mesh: str = "world") -> torch.Tensor:
+        """Collect a tensor of each rank.
+
+        Collective over the ranks of the mesh; each receives the tensors of all others.
+
+        :param tensor: This rank's values, of the same shape and data type on all ranks.
+        :param mesh: As in :meth:`all_reduce`.
+        :return: The tensors stacked by rank, shape ``(ranks, *tensor.shape)``, the same on all of them.
+        """
+        group = self._made.group(mesh)
+        values = own_values(tensor).contiguous()
+        gathered = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(gathered, values, group=group)
+        return torch.stack(gathered)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
+        """Give a tensor of one rank to the others.
+
+        Collective over the ranks of the mesh.
+
+        :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
+        :param src: The rank that sends, counted along the mesh.
+        :param mesh: As in :meth:`all_reduce`.
+        :return: The same values on all ranks.
+        :raises ConfigError: if there is no such rank.
+        """
+        group = self._made.group(mesh)
+        if not 0 <= src < group.size():
+            raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
+        result = own_values(tensor).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(result, group=group, group_src=src)
+        return result
+
+    def barrier(self, mesh: str = "world") -> None:
+        """Wait until all ranks of the mesh have come here.
+
+        :param mesh: As in :meth:`all_reduce`.
+        """
+        barrier(self._made.group(mesh))
 
     # Steps that several replica groups take together ------------------------------------------------------------------
 
@@ -250,18 +526,16 @@ class DistributedWorld(Collectives):
         :param norm_type: Order of the norm, above 0; ``inf`` for the largest absolute value.
         :param error_if_nonfinite: Whether to raise where the norm is not finite.
         :return: One number, on this rank's device, the same on all ranks of the cell.
-        :raises ConfigError: if the order cannot be meant.
+        :raises ConfigError: if the order is invalid.
         :raises StateError: if the norm is not finite and that is to be an error; on all ranks of the cell.
         """
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not norm_type > 0:
-            raise ConfigError(f"norm_type {norm_type} is no order of a norm; give a number above 0, or inf")
-        found = total_norm(given, norm_type, self.dims, self._made.group("cell"), self.device)
-        if error_if_nonfinite and not math.isfinite(found.item()):
-            raise StateError(
-                f"the gradients' norm is {found.item()}; lower the learning rate, or look for what blew up"
-            )
-        return found
+            raise ConfigError(f"norm_type must be a number above 0, or inf, got {norm_type}")
+        of_gradients = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        norm = total_norm(of_gradients, norm_type, self.dims, self._made.group("cell"), self.device)
+        if error_if_nonfinite and not math.isfinite(norm.item()):
+            raise StateError(f"the gradients' norm is {norm.item()}; lower the learning rate, or look for what blew up")
+        return norm
 
     def clip_grad_norm(
         self,
@@ -279,11 +553,11 @@ class DistributedWorld(Collectives):
         :return: The norm before.
         """
         if not max_norm > 0:
-            raise ConfigError(f"max_norm {max_norm} is no norm; give a number above 0")
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = self.get_total_norm(given, norm_type, error_if_nonfinite)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in given:
+            raise ConfigError(f"max_norm must be a number above 0, got {max_norm}")
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.get_total_norm(parameters, norm_type, error_if_nonfinite)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
+        for parameter in parameters:
             if parameter.grad is not None:
                 local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 local.mul_(factor.to(local.device))
@@ -299,10 +573,10 @@ class DistributedWorld(Collectives):
         :return: The context.
         """
         is_cast = self.mixed_precision_enabled and not self.fsdp_enabled  # FSDP casts by itself
-        return self._as_asked(is_cast) if is_cast or self.loss_parallel_enabled else nullcontext()
+        return self._cast_and_cut(is_cast) if is_cast or self.loss_parallel_enabled else nullcontext()
 
     @contextmanager
-    def _as_asked(self, is_cast: bool) -> Iterator[None]:
+    def _cast_and_cut(self, is_cast: bool) -> Iterator[None]:
         cast = torch.autocast(self.device.type, dtype=self.mixed_precision_dtype) if is_cast else nullcontext()
         with cast, self.loss_parallel():
             yield
@@ -343,15 +617,14 @@ class DistributedWorld(Collectives):
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # a machine without GPUs has no pinned memory
 
-    # What the parts share ---------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------------------
 
     def _mesh_of(self, state: DistributedState) -> MeshSizes:
         """Fit the device parameters to a state, which is set up by them where it is not yet."""
         is_set_up = state.is_fsdp_setup() or state.is_hsdp_setup()
         federated, sources = self._sizes_of(state, is_set_up=is_set_up)
-        error: XfflError | None = None
-        mesh: MeshSizes | None = None
-        try:
+        with run_on_all_ranks("device parameters") as share:
+            share(f"{self.device_parameters}, federated={federated}")
             sizes = state.topology.sizes
             if federated is not None or not is_set_up:
                 with sources_named(sources):
@@ -359,10 +632,6 @@ class DistributedWorld(Collectives):
             mesh = self.device_parameters.resolve(sizes)
             if is_set_up:
                 _check_state(state.topology, sizes, mesh)
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("device parameters", f"{self.device_parameters}, federated={federated}", error=error)
-        assert mesh is not None, "the ranks agree on errors only by raising one"
         if not is_set_up:
             self._is_laid_here = True
             set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape, asked=self._asked["federated"])
@@ -374,14 +643,11 @@ class DistributedWorld(Collectives):
         """Return the federated sizes that are asked for, and by which variable; a rule is compared before it counts."""
         federated: Federation | None = self._asked["federated"]
         sources: tuple[str, ...] = ()
-        error: XfflError | None = None
-        try:
+        with run_on_all_ranks("federated sizes") as share:
             federated = check_federation(federated, "federated sizes")
             if federated is None and not is_set_up:
                 federated, _, sources = complete_federation(None, 0)  # replicas are the mesh's
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("federated sizes", repr(federated), error=error)
+            share(repr(federated))
         return find_sizes(federated, state.node_rank), sources
 
     def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
