@@ -114,7 +114,9 @@ def one_of(
     :raises XfflError: of that class, if it is none of them.
     """
     known = list(choices)
-    if any(type(value) is type(choice) and value == choice for choice in known):
+    # A switch is no number, so 1 is not True; but names of a type of their own, such as torch's backends, are texts.
+    kind = str if isinstance(value, str) else type(value)
+    if any(kind is type(choice) and value == choice for choice in known):
         return
     near = closest(value, [choice for choice in known if isinstance(choice, str)]) if isinstance(value, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""

@@ -21,7 +21,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy.differential import Accountant, Privacy
 from xffl.aggregation.privacy.secure_sum import SecureSum
 from xffl.checkpoint import CheckpointManager
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.submit import SlurmConfig
 from xffl.distributed.distributed_state import create_device_mesh
@@ -163,3 +163,26 @@ def test_counts_of_exchanges() -> None:
         one.spend(three, three)
         spent.append((repr(one._spent), one.epsilon(colluding=three - 2)))
     assert spent[0] == spent[1]
+
+
+class Backend(str):
+    """A text of a type of its own, as torch's."""
+
+
+@pytest.mark.parametrize("value", ["gloo", Backend("gloo"), True, 1])
+def test_one_of_the_choices(value: object) -> None:
+    one_of("what", value, ("gloo", True, 1))
+
+
+@pytest.mark.parametrize(
+    ("value", "choices", "told"),
+    [
+        (1, (True, False), r"what must be one of True, False, got 1$"),
+        (True, (1, 2), r"what must be one of 1, 2, got True$"),
+        ("glooo", ("gloo", "nccl"), r"got 'glooo' \(did you mean 'gloo'\?\)$"),
+        (None, ("gloo",), r"got None$"),
+    ],
+)
+def test_none_of_the_choices(value: object, choices: tuple[object, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        one_of("what", value, choices)
