@@ -212,6 +212,25 @@ def test_damaged_and_unlike_exports(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def one_wrong_weight(rank: int, world_size: int, port: int, folder: str) -> None:
+    be_launched(rank, world_size, port)
+    with xffl.session(cell=0, cells=2) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        weight = [1.0, -1.0][rank]
+        with pytest.raises(ConfigError, match=r"weight -1.0 is negative or not finite.*rank 1 of 2"):
+            export_cell(folder, model, state, cell=0, cells=2, weight=weight)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, weight=lambda: weight)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ConfigError, match=r"weight -1.0 is negative or not finite.*rank 1 of 2"), scaling:
+            optimizer.step()
+
+
+def test_a_wrong_weight_of_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    run_world(2, one_wrong_weight, free_port(), str(tmp_path / "export"), init=False)
+    assert not (tmp_path / "export").exists()
+
+
 def wrong(rank: int, world_size: int, port: int, folder: str) -> None:
     be_launched(rank, world_size, port)
     with xffl.session() as state:

@@ -35,6 +35,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError
 
 __all__ = [
+    "CELL_FOLDER",
     "PART",
     "FileRound",
     "RoundPlan",
@@ -53,7 +54,7 @@ __all__ = [
 
 PART = "round"
 """The only part of an export, and of what is made of several."""
-HOME = "cell_0"
+CELL_FOLDER = "cell_0"
 """The folder of the tensors in both, whichever cell an export is of."""
 _CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
 """Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
@@ -237,7 +238,7 @@ def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 def digest_of_folder(path: Path) -> str:
     """Return the digest of an export or a global model; local."""
-    return read_record(locate_checkpoint(check_path(path))).indexes[HOME]
+    return read_record(locate_checkpoint(check_path(path))).indexes[CELL_FOLDER]
 
 
 def is_exported(
@@ -267,7 +268,7 @@ def check_folder(path: Path) -> Record:
     """Compare the files of an export or of a global model with their checksums; local."""
     folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
-    check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
+    check_data(folder / CELL_FOLDER, read_index(folder / CELL_FOLDER, record.indexes.get(CELL_FOLDER)))
     return record
 
 

@@ -140,7 +140,6 @@ class FederatedScaling:
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
         self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
-        self._delayed = _DelayedRound(config.delay, config.alpha)
         self._handles: list[RemovableHandle] = []
         self._is_entered = False
         self._report: RoundReport | None = None
@@ -152,8 +151,8 @@ class FederatedScaling:
         self._tracker = ContributionTracker(1 if self._aggregator is None else self._aggregator.fragments)
         self._normalized_steps = NormalizedSteps(self._optimizers)
         self._step_timer = StepTimer(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+        self._delayed = _DelayedRound(self._config)
         self._since = self._target = 0
-        self._delayed.is_deferred = False
 
     @property
     def aggregator(self) -> Aggregator:
@@ -322,7 +321,7 @@ class FederatedScaling:
             )
         if self._over_files is None:
             self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
-        self._delayed.forget()
+        self._delayed = _DelayedRound(self._config)
         if client is not None:
             client.load_state_dict(state["client"])
         # What was made before this job's global model is in it.
@@ -371,8 +370,9 @@ class FederatedScaling:
         self._tracker.add_effort(self._normalized_steps.of_step())
         if not self._tracker.is_waiting(0) and (failure := self._find_uncounted()) is not None:
             raise failure
-        if self._weight is not None:
-            self._tracker.add_count(checked_weight(self._weight()))
+        with run_on_all_ranks("weights"):
+            if self._weight is not None:
+                self._tracker.add_count(checked_weight(self._weight()))
         weight = 0.0 if not self._tracker.is_waiting(0) else None if self._weight is None else self._tracker.count(0)
         over_files.end(weight, self._tracker.effort(0))
         self._tracker.commit(self._tracker.snapshot(0))
@@ -415,7 +415,7 @@ class FederatedScaling:
         is_due = self._since >= self._target
         if is_due or self._delayed.is_due(self._since):
             with self._step_timer.paused():
-                self.settle()
+                self.settle()  # first: an aggregator has one round at a time
                 if is_due and not self._config.delay:
                     self._round()
                 elif is_due and self.defer_start:
@@ -503,8 +503,8 @@ class _DelayedRound:
     discarded, it lets the tracker roll the snapshot back.
     """
 
-    def __init__(self, delay: int, alpha: float | None) -> None:
-        self._delay, self._alpha = delay, alpha
+    def __init__(self, config: RoundConfig) -> None:
+        self._delay, self._alpha = config.delay, config.alpha
         self._under_way: tuple[PendingRound, Snapshot] | None = None
         self.is_deferred = False
 
@@ -515,10 +515,6 @@ class _DelayedRound:
     def is_due(self, steps: int) -> bool:
         """Tell whether a round under way is to be merged, so many local steps after its start."""
         return self._under_way is not None and steps == self._delay
-
-    def forget(self) -> None:
-        """Forget a round that the aggregator has dropped, and what it took."""
-        self._under_way = None
 
     def start(
         self,

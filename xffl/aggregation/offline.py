@@ -29,6 +29,7 @@ from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server
 from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.exports import (
+    CELL_FOLDER,
     PART,
     RoundPlan,
     check_combiner,
@@ -70,7 +71,7 @@ class PieceReader:
 
     def __init__(self, path: Path, part: str) -> None:
         folder = locate_checkpoint(path)
-        self.path, self._part, self.home = path, part, folder / "cell_0"
+        self.path, self._part, self.home = path, part, folder / CELL_FOLDER
         self.index = read_index(self.home, read_record(folder).indexes.get(self.home.name))
         self._maps: dict[str, mmap.mmap] = {}
         self._pieces: dict[tuple[str, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
@@ -144,7 +145,7 @@ class PieceWriter:
             before.rename(target)
         if self._partial.exists():  # left by a call that was killed
             shutil.rmtree(self._partial)
-        self._home = self._partial / "cell_0"
+        self._home = self._partial / CELL_FOLDER
         self._home.mkdir(parents=True)
         self._file, self._sum, self._size = (self._home / DATA).open("wb"), hashlib.sha256(), 0
         self._tensors: dict[str, dict[str, Any]] = {}
@@ -190,7 +191,7 @@ class PieceWriter:
             parts=(part,),
             own=(),
             values=dict(values),
-            indexes={"cell_0": hashlib.sha256(text.encode()).hexdigest()},
+            indexes={CELL_FOLDER: hashlib.sha256(text.encode()).hexdigest()},
         )
         publish(self._target, record)
 
