@@ -262,18 +262,18 @@ class NormalizedSteps:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
         # For each optimizer and parameter group: gradients that the momentum holds, and factors since of_step().
-        self._held: list[list[float]] = [[] for _ in optimizers]
+        self._momenta: list[list[float]] = [[] for _ in optimizers]
         self._factors: list[list[float]] = [[] for _ in optimizers]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look whether the momentum of an optimizer is empty when it is about to step."""
         if not optimizer.state:
-            self._held[self._index(optimizer)] = []
+            self._momenta[self._index(optimizer)] = []
 
     def after_step(self, optimizer: Optimizer) -> list[float]:
         """Note a step of an optimizer; return its factor for each parameter group."""
         index = self._index(optimizer)
-        factors = self._factors_of(optimizer, self._held[index])
+        factors = self._factors_of(optimizer, self._momenta[index])
         waiting = self._factors[index]
         waiting += [0.0] * (len(factors) - len(waiting))  # groups may have been added
         self._factors[index] = [before + factor for before, factor in zip(waiting, factors, strict=True)]
@@ -293,32 +293,32 @@ class NormalizedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the same on all ranks of a cell."""
-        return {"held": [list(held) for held in self._held], "factors": [list(factors) for factors in self._factors]}
+        return {"held": [list(one) for one in self._momenta], "factors": [list(factors) for factors in self._factors]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; ``CheckpointError`` for another number of optimizers."""
-        if len(state["held"]) != len(self._held):
+        if len(state["held"]) != len(self._momenta):
             raise CheckpointError(
-                f"the saved momentum is that of {len(state['held'])} optimizers, and there are {len(self._held)}; "
+                f"the saved momentum is that of {len(state['held'])} optimizers, and there are {len(self._momenta)}; "
                 "resume with the same optimizers"
             )
-        self._held = [list(held) for held in state["held"]]
+        self._momenta = [list(one) for one in state["held"]]
         # Older checkpoints were saved between local steps.
-        self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._held])]
+        self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._momenta])]
 
     @staticmethod
-    def _factors_of(optimizer: Optimizer, held: list[float]) -> list[float]:
+    def _factors_of(optimizer: Optimizer, momenta: list[float]) -> list[float]:
         """Return the factor of a step for each parameter group, and note what the momentum holds after it."""
-        held += [0.0] * (len(optimizer.param_groups) - len(held))
+        momenta += [0.0] * (len(optimizer.param_groups) - len(momenta))
         if not isinstance(optimizer, SGD):
-            return [1.0] * len(held)
+            return [1.0] * len(momenta)
         factors = []
         for number, group in enumerate(optimizer.param_groups):
             momentum = float(group["momentum"])
             # Dampening does not count for the gradient that comes first.
-            gradient = 1.0 - float(group["dampening"]) if held[number] else 1.0
-            held[number] = momentum * held[number] + gradient if momentum else 0.0
-            ahead = 1.0 + momentum * held[number] if group["nesterov"] else held[number]
+            gradient = 1.0 - float(group["dampening"]) if momenta[number] else 1.0
+            momenta[number] = momentum * momenta[number] + gradient if momentum else 0.0
+            ahead = 1.0 + momentum * momenta[number] if group["nesterov"] else momenta[number]
             factors.append(ahead if momentum else 1.0)
         return factors
 

@@ -217,7 +217,7 @@ class FederatedScaling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while self._handles:
+        while self._handles:  # first: what follows may raise, and the optimizers live on
             self._handles.pop().remove()
         self._is_entered = False
         if kind is None and self._over_files is not None:
@@ -431,7 +431,7 @@ class FederatedScaling:
         self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
     def _finish(self) -> XfflError | None:
-        """Answer the others' rounds until all have finished; return what a rejected one of them raised."""
+        """Answer the other cells' rounds until all have finished; return what the first rejected round raised."""
         # Optimizers may have stepped after the last local step.
         self._tracker.add_effort(self._normalized_steps.of_step())
         rejected: XfflError | None = None
@@ -443,6 +443,7 @@ class FederatedScaling:
                 if self.is_under_way:
                     self.settle()
                 else:
+                    # After a rejected round this rank has finished whatever waits: else the next may be rejected, too.
                     is_last = self._round(is_finishing=True, gives_up=rejected is not None)
             except XfflError as error:
                 if not self.aggregator.can_go_on:
