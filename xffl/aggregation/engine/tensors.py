@@ -546,7 +546,7 @@ class Manifest:
         other = set(now) ^ set(self._places)
         changed = sorted({f"{names[module]}.{leaf}".removeprefix(".") for module, leaf, *_ in other})
         raise ConfigError(
-            f"the model's tensors have changed since the Aggregator was made (see {shorten(changed)}: "
+            f"the model's tensors have changed since the Aggregator was made (look at {shorten(changed)}: "
             "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
         )
 
