@@ -212,13 +212,32 @@ def test_damaged_and_unlike_exports(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def one_wrong_weight(rank: int, world_size: int, port: int, folder: str) -> None:
+    be_launched(rank, world_size, port)
+    with xffl.session(cell=0, cells=2) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        weight = [1.0, -1.0][rank]
+        with pytest.raises(ConfigError, match=r"weight -1.0 is negative or not finite.*rank 1 of 2"):
+            export_cell(folder, model, state, cell=0, cells=2, weight=weight)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, weight=lambda: weight)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ConfigError, match=r"weight -1.0 is negative or not finite.*rank 1 of 2"), scaling:
+            optimizer.step()
+
+
+def test_a_wrong_weight_of_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    run_world(2, one_wrong_weight, free_port(), str(tmp_path / "export"), init=False)
+    assert not (tmp_path / "export").exists()
+
+
 def wrong(rank: int, world_size: int, port: int, folder: str) -> None:
     be_launched(rank, world_size, port)
     with xffl.session() as state:
         model = xffl.shard(Mixed(torch.float32), state)
         fill(model, 0, 0)
         for asked, told in (
-            ({"cell": 2, "cells": 2}, "cell 2 is none of 2; count from 0"),
+            ({"cell": 2, "cells": 2}, "cell must be an integer from 0 to 1, got 2; count from 0"),
             ({"cell": 0, "cells": 0}, "cells must be a positive integer"),
             ({"cell": 0, "cells": 2, "weight": -1.0}, "weight"),
             ({"cell": 0, "cells": 2, "policies": {"nothing": "local"}}, "match no tensor"),
@@ -354,16 +373,16 @@ def test_what_a_lone_cell_cannot_be() -> None:
             "rounds over files come after a number of steps; give that",
         ),
         ({"export_to": "x"}, "federation.export_to is for a cell that is a job of its own"),
-        ({"cell": "0/2", "aggregator": {"codec": "int8"}}, "codec 'int8' cannot be had in rounds over files"),
+        ({"cell": "0/2", "aggregator": {"codec": "int8"}}, "codec 'int8' is not supported in rounds over files"),
         ({"cell": "0/2", "every": 5, "delay": 1}, "federation.delay 1 is for rounds over a network"),
-        ({"cell": "0/2", "algorithm": "scaffold", "every": 5}, "client 'scaffold' cannot be had in rounds over files"),
+        ({"cell": "0/2", "algorithm": "scaffold", "every": 5}, "client 'scaffold' is not supported in rounds over"),
         ({"cell": "0/2", "aggregator": {"combine": "krum:faulty=0"}}, "combine Krum needs more than the exports hold"),
     ):
         with pytest.raises(ConfigError, match=told):
             FederationConfig(**wrong)  # type: ignore[arg-type]
     options = {"policies": {"*": "average"}, "rails": True, "server": "diloco", "nonfinite": "reject"}
     assert FederationConfig(cell="1/4,2", aggregator=options).plan.read()[1] == "diloco"
-    with pytest.raises(ConfigError, match="goes into the exports, and .* cannot; give server and combine by name"):
+    with pytest.raises(ConfigError, match="go into the exports as JSON, and .* cannot; give server and combine by"):
         RoundPlan(options={"combine": make("combine", "median")}).check()
 
 
@@ -450,7 +469,7 @@ def test_what_a_job_of_one_cell_cannot_be(monkeypatch: pytest.MonkeyPatch) -> No
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for asked, told in (
             ({"client": "fedprox"}, "one cell by itself, whose rounds go over files, but client is"),
-            ({"aggregator": {"codec": "int8"}}, "codec 'int8' cannot be had in rounds over files"),
+            ({"aggregator": {"codec": "int8"}}, "codec 'int8' is not supported in rounds over files"),
         ):
             with pytest.raises(ConfigError, match=told):
                 xffl.FederatedScaling(model, optimizer, state, every=2, **asked)

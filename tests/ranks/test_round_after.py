@@ -295,8 +295,8 @@ def interrupted_hook(rank: int, world_size: int) -> None:
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, float(rank))
             optimizer.step()
-        assert scaling._under_way is not None
-        pending = scaling._under_way[0]
+        pending = scaling.aggregator.under_way
+        assert pending is not None
         conclude = pending._conclude
 
         def interrupted(*args: Any) -> None:

@@ -186,7 +186,7 @@ def wrong_options(rank: int, world_size: int) -> None:
         ({"policies": {**local, "0.weigth": "first"}}, ("0.weigth", "match no tensor")),
         ({"policies": {**local, "0.*": "mean"}}, ("'mean'", "average, local, first")),
         ({"policies": {**local, "picks": "average"}}, ("'picks'", "int64", "'first' or 'local'")),
-        ({"policies": "local"}, ("policies 'local'", "no mapping")),
+        ({"policies": "local"}, ("policies must be a mapping", "got 'local'")),
         ({"policies": local, "server": {"name": "diloco", "device": "cuda:99"}}, ("cuda:99", "not here")),
         ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes", "got 0")),
         ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes", "got '1M'")),
@@ -199,7 +199,7 @@ def wrong_options(rank: int, world_size: int) -> None:
         told = raised(lambda every=every: xffl.FederatedScaling(model, optimizer, state, every=every))  # type: ignore[misc]
         check_alike(told, "ConfigError", f"every must be a positive integer, got {every!r}")
     told = raised(lambda: xffl.FederatedScaling(model, optimizer, state, every=1, aggregator="int8"))  # type: ignore[arg-type]
-    check_alike(told, "ConfigError", "aggregator 'int8' is no mapping")
+    check_alike(told, "ConfigError", "aggregator must be an Aggregator or a mapping", "got 'int8'")
     aggregator = xffl.Aggregator(model, state, policies=local)
     for wrong in (None, {}):
         check_alike(

@@ -290,7 +290,7 @@ BAD = [
     (["bench", "--processes=-1"], "ConfigError: --processes is -1; give 2 or more"),
     (["bench", "--processes", "2", "--repeats", "0"], "ConfigError: --repeats must be a positive integer, got 0"),
     (["bench", "--processes", "2", "--warmup", "0"], "ConfigError: --warmup must be a positive integer, got 0"),
-    (["bench", "--processes", "2", "--megabytes", "0"], "ConfigError: --megabytes is 0.0; give a number of 0.01"),
+    (["bench", "--processes", "2", "--megabytes", "0"], "ConfigError: --megabytes must be a number >= 0.01, got 0.0"),
     (["bench", "--processes", "2", "--out", f"{__file__}/x"], f"ConfigError: --out {__file__}/x cannot be made: Not a"),
 ]
 

@@ -557,7 +557,7 @@ WRONG_ROUNDS = [
         "--federation.algorithm fedavg --federation.every 3 --federation.delay 3",
         "delay must be an integer from 0 to 2, got 3; give loc",
     ),
-    ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 merges late results, but delay is 0; give a delay, too"),
+    ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 is for delayed rounds, but delay is 0; give a delay"),
     (
         "--federation.algorithm fedavg --federation.every 3 --federation.alpha 2",
         "federation: alpha must be a number >= 0 and < 1, got 2.0",

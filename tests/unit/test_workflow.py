@@ -147,7 +147,7 @@ def test_what_cannot_go_over_files_is_refused_before_any_job(
             "every: 50",
             "every: 50, aggregator: {codec: int8}",
             places,
-            "codec 'int8' cannot be had in rounds over files",
+            "codec 'int8' is not supported in rounds over files",
         ),
         ("diloco", "krum", places, "combine Krum needs more than the exports hold"),
         ("every: 50", "every: 'epochs:epochs=1,steps_per_epoch=5'", places, "has no federation.every of local steps"),

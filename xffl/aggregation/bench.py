@@ -1,14 +1,15 @@
-"""Measure what a set of ranks can do: the paths between them, and rounds over these paths."""
+"""Measurements of a set of ranks: the paths between them, and rounds over these paths."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -21,11 +22,11 @@ from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.report import RoundReport
-from xffl.checks import integer_fields
+from xffl.checks import integer_fields, number
 from xffl.cluster.hardware import describe_host
-from xffl.distributed.consistency import barrier, check_consistent, ranks_text, transfer_device
+from xffl.distributed.consistency import barrier, ranks_text, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError, XfflError
+from xffl.errors import ConfigError
 from xffl.parallel.shard import shard
 from xffl.topology import Topology
 
@@ -41,6 +42,8 @@ BLOCKS = 6
 """Blocks that the model has if its width comes out even."""
 DRIFT = 1e-3
 """What ranks multiply their parameters by before a round, less 1, so that lossy codecs have something to write."""
+BASELINE = ("all-reduce", "world")
+"""Kind and name of the probe that all others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Effort:
     :param megabytes: Size of the model and of large messages, in MiB, at least 0.01. The model comes out near it.
     :param repeats: Samples of each probe, at least 1.
     :param warmup: Passes before the first sample, at least 1: connections and buffers are made in them.
-    :raises ConfigError: if a number cannot be meant.
+    :raises ConfigError: if a value is no number, or too small.
     """
 
     megabytes: float = 64.0
@@ -58,14 +61,13 @@ class Effort:
     warmup: int = 2
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.megabytes) and self.megabytes >= 0.01):
-            raise ConfigError(f"--megabytes is {self.megabytes}; give a number of 0.01 or more, such as 64")
+        number("--megabytes", self.megabytes, 0.01, hint="give MiB, such as 64")
         integer_fields(self, "repeats", "warmup", prefix="--")
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """One thing that is timed, as this rank takes part in it."""
+    """A call that is timed, as this rank takes part in it."""
 
     kind: str
     name: str
@@ -78,28 +80,6 @@ class _Probe:
     options: Mapping[str, Any] | None = None
 
 
-@dataclass
-class _Seen:
-    """What one rank saw of a probe: seconds of each sample, and reports of rounds."""
-
-    seconds: list[float] = field(default_factory=list)
-    reports: list[RoundReport] = field(default_factory=list)
-
-    def told(self, sent: tuple[int, int] | None) -> dict[str, Any]:
-        """Return it as plain data: samples, bytes sent, median seconds of each phase."""
-        told: dict[str, Any] = {"samples": self.seconds, "sent": sent}
-        if self.reports:
-            last = self.reports[-1]
-            names = dict.fromkeys(name for report in self.reports for name in report.phases)
-            told["sent"] = (last.bytes_across, last.bytes_home)
-            told["phases"] = {
-                name: statistics.median(report.phases.get(name, 0.0) for report in self.reports) for name in names
-            }
-            told["hidden"] = statistics.median(report.hidden for report in self.reports)
-            told["codec_error"] = last.codec_error
-        return told
-
-
 def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     """Time a ring, all-reduces over each kind of group, and rounds, on the ranks as they are.
 
@@ -109,17 +89,17 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
 
     :param state: The state that describes the federation.
     :param effort: How much is measured.
-    :return: On rank 0 what was found, as data for JSON: what it was measured on and with, and ``rows``; else ``None``.
+    :return: On rank 0 the measurements, as data for JSON: what they were made on and with, and ``rows``; else ``None``.
         A row has ``kind``, ``name``, ``ranks``, ``payload_bytes``, ``samples`` and their median ``seconds``,
         ``gbytes_per_s`` (payload over time), ``ratio`` to the all-reduce of that payload over the world, and where they
         are known ``bytes_across`` and ``bytes_home``, each ``{"busiest": ..., "total": ...}`` over the ranks. A round
         has also ``options``, ``phases`` and ``hidden`` (seconds on the rank with most), and ``codec_error``.
-    :raises ConfigError: if the world is a single rank, or ranks were asked for different efforts.
+    :raises ConfigError: if the world is a single rank, or ranks were given different efforts.
     """
-    error: XfflError | None = None
-    if dist.get_world_size() == 1:
-        error = ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
-    check_consistent("efforts", str(effort), error=error)
+    with run_on_all_ranks("efforts") as tell:
+        if dist.get_world_size() == 1:
+            raise ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
+        tell(effort)
     load = os.getloadavg()[0]
     device = transfer_device(state)
     model = build_model(effort.megabytes)
@@ -130,13 +110,13 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     probes = [_ring(state.topology, values, calls) for values, calls in messages]
     probes += [probe for values, calls in messages for probe in _all_reduces(state, values, calls)]
     probes += _rounds(state, model, flat.nbytes)
-    seen = _sample(probes, effort, device)
-    told = {
-        "host": describe_host() | {"device": _device_name(device)},
-        "probes": [notes.told(probe.sent) for probe, notes in zip(probes, seen, strict=True)],
+    samples = _sample(probes, effort, device)
+    own = {
+        "host": describe_host() | {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"},
+        "probes": [_summarize(probe, *taken) for probe, taken in zip(probes, samples, strict=True)],
     }
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(told, gathered, dst=0)
+    dist.gather_object(own, gathered, dst=0)
     if gathered is None:
         return None
     return {
@@ -150,10 +130,10 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
 
 def build_model(megabytes: float) -> nn.Module:
     """Return an fp32 model, near that many MiB, with a transformer's tensors: four large and eight small in a block."""
-    wanted = megabytes * 2**20 / 4
-    step = 64 if wanted > 2**20 else 8
-    width = step * max(1, round(math.sqrt(wanted / (12 * BLOCKS)) / step))
-    blocks = max(1, round(wanted / (12 * width * width + 13 * width)))
+    numel = megabytes * 2**20 / 4
+    step = 64 if numel > 2**20 else 8
+    width = step * max(1, round(math.sqrt(numel / (12 * BLOCKS)) / step))
+    blocks = max(1, round(numel / (12 * width * width + 13 * width)))
     return nn.Sequential(*(_Block(width) for _ in range(blocks)))
 
 
@@ -172,7 +152,7 @@ class _Block(nn.Sequential):
 
 
 def round_variants(topology: Topology) -> dict[str, dict[str, Any]]:
-    """Name the rounds that are worth timing in a federation, with what their aggregators are asked for."""
+    """Name the rounds that are worth timing in a federation, with the options of their aggregators."""
     if topology.cells == 1:
         return {}
     variants: dict[str, dict[str, Any]] = {"all-gather": {"form": "all_gather"}, "two-hop": {"form": "two_hop"}}
@@ -222,7 +202,7 @@ def _all_reduces(state: DistributedState, values: torch.Tensor, calls: int) -> l
 def _all_reduce(
     kind: str, counts: Sequence[int], values: torch.Tensor, calls: int, group: dist.ProcessGroup | None
 ) -> _Probe:
-    """Reduce over one group; a rank that is no member of any of this kind looks on."""
+    """Reduce over one group; a rank without a group of this kind takes no part."""
 
     def reduce() -> None:
         if group is not None:
@@ -235,64 +215,79 @@ def _all_reduce(
 
 def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list[_Probe]:
     """Make an aggregator for each variant, all of one model."""
-    drift = _Drift(model, 1.0 + DRIFT * (1 + dist.get_rank() % 8))
+    drift = _drift(model, 1.0 + DRIFT * (1 + dist.get_rank() % 8))
     probes = []
     for name, options in round_variants(state.topology).items():
         aggregator = Aggregator(model, state, **options)
         if options["codec"] != "none":
-            aggregator.aggregate()  # exact: it makes the state that the codec's rounds start from
+            aggregator.aggregate()  # the first round is exact, and makes the state that the codec's rounds start from
         ranks = f"{state.topology.world_size}"
         call = aggregator.aggregate
         probes.append(_Probe("round", name, ranks, model_bytes, call, prepare=drift, options=options))
     return probes
 
 
-class _Drift:
-    """Change this rank's parameters a little, as training would: there and back, so that they stay in range."""
-
-    def __init__(self, model: nn.Module, factor: float) -> None:
-        self._model = model
-        self._factor = factor
+def _drift(model: nn.Module, factor: float) -> Callable[[], None]:
+    """Return a call that changes this rank's parameters a little, as training would: up, then down again."""
+    factors = itertools.cycle((factor, 1.0 / factor))
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Make a step; local."""
-        for parameter in self._model.parameters():
+    def step() -> None:
+        scale = next(factors)
+        for parameter in model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.mul_(self._factor)
-        self._factor = 1.0 / self._factor
+            local.mul_(scale)
+
+    return step
 
 
-def _sample(probes: Sequence[_Probe], effort: Effort, device: torch.device) -> list[_Seen]:
-    """Time all probes, in turn; collective over the world."""
-    seen = [_Seen() for _ in probes]
+def _sample(
+    probes: Sequence[_Probe], effort: Effort, device: torch.device
+) -> list[tuple[list[float], list[RoundReport]]]:
+    """Time all probes, in turn; return this rank's seconds and reports of each. Collective over the world."""
+    samples: list[tuple[list[float], list[RoundReport]]] = [([], []) for _ in probes]
     for turn in range(effort.warmup + effort.repeats):
-        for probe, notes in zip(probes, seen, strict=True):
+        for probe, (seconds, reports) in zip(probes, samples, strict=True):
             probe.prepare()
-            _settle(device)
+            _synchronize(device)
             barrier()
             start = time.perf_counter()
             for _ in range(probe.calls):
                 result = probe.call()
-            _settle(device)
-            seconds = (time.perf_counter() - start) / probe.calls
+            _synchronize(device)
+            elapsed = (time.perf_counter() - start) / probe.calls
             if turn >= effort.warmup:
-                notes.seconds.append(seconds)
-                notes.reports += [result] if isinstance(result, RoundReport) else []
-    return seen
+                seconds.append(elapsed)
+                reports += [result] if isinstance(result, RoundReport) else []
+    return samples
 
 
-def _settle(device: torch.device) -> None:
-    """Wait for what a GPU has been told; a CPU's collectives have waited already."""
+def _synchronize(device: torch.device) -> None:
+    """Wait for what was queued on a GPU; a CPU's collectives have waited already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _rows(probes: Sequence[_Probe], told: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Put together what the ranks saw, one row for each probe."""
+def _summarize(probe: _Probe, seconds: Sequence[float], reports: Sequence[RoundReport]) -> dict[str, Any]:
+    """Return a rank's measurements as plain data: samples, bytes sent, median seconds of each phase."""
+    summary: dict[str, Any] = {"samples": seconds, "sent": probe.sent}
+    if reports:
+        last = reports[-1]
+        names = dict.fromkeys(name for report in reports for name in report.phases)
+        summary["sent"] = (last.bytes_across, last.bytes_home)
+        summary["phases"] = {
+            name: statistics.median(report.phases.get(name, 0.0) for report in reports) for name in names
+        }
+        summary["hidden"] = statistics.median(report.hidden for report in reports)
+        summary["codec_error"] = last.codec_error
+    return summary
+
+
+def _rows(probes: Sequence[_Probe], summaries: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Put the ranks' summaries together, one row for each probe."""
     rows: list[dict[str, Any]] = []
     for index, probe in enumerate(probes):
-        ranks = [rank[index] for rank in told]
+        ranks = [rank[index] for rank in summaries]
         samples = [max(seconds) for seconds in zip(*(rank["samples"] for rank in ranks), strict=True)]
         row: dict[str, Any] = {
             "kind": probe.kind,
@@ -314,21 +309,17 @@ def _rows(probes: Sequence[_Probe], told: Sequence[Sequence[Mapping[str, Any]]])
             row["hidden"] = max(rank["hidden"] for rank in ranks)
             row["codec_error"] = max(errors, default=None)
         rows.append(row)
-    worlds = {row["payload_bytes"]: row["seconds"] for row in rows if (row["kind"], row["name"]) == _BASELINE}
+    worlds = {row["payload_bytes"]: row["seconds"] for row in rows if (row["kind"], row["name"]) == BASELINE}
     for row in rows:
         row["ratio"] = row["seconds"] / worlds[row["payload_bytes"]]
     return rows
 
 
-_BASELINE = ("all-reduce", "world")
-"""Kind and name of what all others are compared with."""
-
-
 def _circumstances(state: DistributedState, gathered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Describe what was measured on, and when."""
+    """Describe the hosts, the versions and the layout of a measurement, and its date."""
     hosts: dict[tuple[tuple[str, Any], ...], list[int]] = {}
-    for rank, told in enumerate(gathered):
-        hosts.setdefault(tuple(told["host"].items()), []).append(rank)
+    for rank, one in enumerate(gathered):
+        hosts.setdefault(tuple(one["host"].items()), []).append(rank)
     topology = state.topology
     versions = {"xffl": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.cuda.is_available() and dist.is_nccl_available():
@@ -345,7 +336,3 @@ def _circumstances(state: DistributedState, gathered: Sequence[Mapping[str, Any]
             "backend": str(state.backend),
         },
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,4 +1,4 @@
-"""What a :class:`xffl.FederatedScaling` was asked for, read and checked."""
+"""The settings of a :class:`xffl.FederatedScaling`, parsed and checked."""
 
 from __future__ import annotations
 
@@ -29,36 +29,21 @@ __all__ = ["RoundConfig", "check_stepped", "parse_round_config", "validate_round
 
 @dataclass(frozen=True)
 class RoundConfig:
-    """When rounds take place, what cells do in between, and how a round's result is taken over.
-
-    :param schedule: When rounds take place.
-    :param client: What changes local steps, if anything.
-    :param options: Keywords of the aggregator that is to be made.
-    :param delay: Local steps that go on while a round is under way.
-    :param alpha: The part of a local value that stays when a delayed mean is merged.
-    :param optimizers: Whose steps are counted; none where the loop counts them.
-    """
+    """When rounds take place, what cells do in between, and how a round's result is taken over."""
 
     schedule: Schedule
     client: Client | None
-    options: Mapping[str, Any]
-    delay: int
-    alpha: float | None
-    optimizers: tuple[Optimizer, ...] = ()
+    options: Mapping[str, Any]  # keywords of the aggregator to make
+    delay: int  # local steps that go on while a round is under way
+    alpha: float | None  # part of a local value that stays when a delayed mean is merged
+    optimizers: tuple[Optimizer, ...] = ()  # whose steps are counted; none where the loop counts them
 
     def __str__(self) -> str:
         counted = "by optimizers" if self.optimizers else "by step()"
         return f"every={self.schedule} {counted}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
 
     def local_steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
-        """Return how many local steps a cell makes until the next round, as the schedule says.
-
-        :param rounds: Rounds so far.
-        :param cell: The cell.
-        :param report: What the last round did, if there was one.
-        :return: At least 1.
-        :raises ConfigError: if the schedule says something else than a positive whole number.
-        """
+        """Return how many local steps a cell makes until the next round, as the schedule says: 1 or more."""
         steps = self.schedule.steps(rounds, cell, report)
         return integer(f"steps of schedule {self.schedule} for cell {cell} after {rounds} rounds", steps)
 
@@ -76,40 +61,29 @@ def parse_round_config(
     client: object,
     algorithm: object,
 ) -> RoundConfig:
-    """Read what was given, and put an algorithm's keywords where nothing was; local.
+    """Parse and check the arguments, those of an algorithm where nothing was given; local.
 
-    :param model: The model that trains.
-    :param optimizers: What steps it; ``None`` where the loop counts steps.
-    :param cells: Number of cells.
-    :param every: When rounds take place.
-    :param weight: What counts samples.
-    :param aggregator: An aggregator, or keywords of the one to make.
-    :param delay: Local steps that go on while a round is under way.
-    :param alpha: The part of a local value that stays when a delayed mean is merged.
-    :param client: What changes local steps.
-    :param algorithm: An algorithm's name, with options.
-    :return: What is to be done.
-    :raises ConfigError: if something cannot be meant.
+    ``optimizers`` is ``None`` where the loop counts steps, ``aggregator`` an aggregator or keywords of the one to make.
     """
-    followed = () if optimizers is None else _read_optimizers(model, optimizers)
+    counted = () if optimizers is None else _optimizers_to_count(model, optimizers)
     if isinstance(aggregator, Aggregator):
-        _check_made(aggregator, model, algorithm, client)
-    config = _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
-    if config.client is not None and not followed:
+        _check_aggregator(aggregator, model, algorithm, client)
+    config = _parse(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
+    if config.client is not None and not counted:
         raise ConfigError(
             f"client {config.client} changes gradients in the optimizer's step, but optimizer is None; give the "
             "optimizer, or leave the client out"
         )
     config.schedule.check(cells)
     if weight is not None and not callable(weight):
-        raise ConfigError(f"weight {weight!r} cannot be called; give a function that returns this rank's count")
+        raise ConfigError(f"weight {weight!r} is not callable; give a function that returns this rank's count")
     is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else config.options.get("privacy")
     if weight is not None and is_private is not None:
         raise ConfigError(
             "privacy counts all cells alike, since weights tell about the data; leave weight out (federation.weight: "
             "equal in a trainer's configuration)"
         )
-    return replace(config, optimizers=tuple(followed))
+    return replace(config, optimizers=tuple(counted))
 
 
 def validate_round_config(
@@ -121,33 +95,25 @@ def validate_round_config(
     client: object,
     algorithm: object,
 ) -> None:
-    """Check what a configuration says of rounds, before there is a model; local.
+    """Check the arguments of :func:`parse_round_config` that a configuration holds, before there is a model; local.
 
-    An algorithm's options, and how it goes with the rest, are left to :func:`parse_round_config`: to make its
+    An algorithm's options, and how they go with the rest, are left to that function: to make an algorithm's server
     optimizer takes slow imports.
-
-    :param every: As for :func:`parse_round_config`, like the others.
-    :param aggregator: Keywords of the aggregator to make.
-    :param delay: Local steps that go on while a round is under way.
-    :param alpha: The part of a local value that stays when a delayed mean is merged.
-    :param client: What changes local steps.
-    :param algorithm: An algorithm's name, with options.
-    :raises ConfigError: if something cannot be meant.
     """
     if algorithm is None:
-        _read(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=None)
+        _parse(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=None)
         return
     entry, _ = registry.find_algorithm(algorithm)
     schedule = schedule_of(entry.scaling.get("every") if every is None else every)
     _check_keywords(aggregator)
     if delay is not None:
-        _local_steps(delay, schedule)
+        _parse_delay(delay, schedule)
     check_merge(alpha)
     if client is not None:
         registry.make("client", client)
 
 
-def _read(
+def _parse(
     *,
     every: object,
     aggregator: Aggregator | Mapping[str, Any] | None,
@@ -156,13 +122,20 @@ def _read(
     client: object,
     algorithm: object,
 ) -> RoundConfig:
-    """Read what needs neither a model nor the cells."""
+    """Parse what needs neither a model nor the cells."""
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
     schedule = schedule_of(preset.get("every") if every is None else every)
     if not isinstance(aggregator, Aggregator):
         if not isinstance(aggregator, Mapping | None):
-            raise ConfigError(f"aggregator {aggregator!r} is no mapping of its options, nor an Aggregator; give either")
-        options = _joined(options, aggregator or {})
+            raise ConfigError(
+                f"aggregator must be an Aggregator or a mapping of its options, got {aggregator!r}; give either"
+            )
+        if twice := sorted(options.keys() & (aggregator or {}).keys()):
+            raise ConfigError(
+                f"aggregator sets {', '.join(twice)}, and so does the algorithm; give it as an option of the algorithm "
+                "only"
+            )
+        options = {**options, **(aggregator or {})}
         _check_keywords(options)
     if client is not None and "client" in preset:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
@@ -170,7 +143,7 @@ def _read(
         schedule,
         preset.get("client") if client is None else registry.make("client", client),
         options,
-        _local_steps(preset.get("delay", 0) if delay is None else delay, schedule),
+        _parse_delay(preset.get("delay", 0) if delay is None else delay, schedule),
         preset.get("alpha") if alpha is None else alpha,
     )
     _check_delay(config, aggregator)
@@ -188,7 +161,7 @@ def _read(
 
 
 def _check_keywords(options: Mapping[str, Any]) -> None:
-    """Check the names of keywords of an aggregator that is to be made."""
+    """Check the names of an aggregator's keywords."""
     if "levels" in options:
         read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
         return
@@ -198,26 +171,21 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
         check_name("aggregator option", name, known)
 
 
-def _read_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose steps are followed."""
+def _optimizers_to_count(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose step hooks count steps."""
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
         raise ConfigError(
-            f"optimizer {shown!r} is no torch.optim.Optimizer, nor a list of some; give one, or None and call "
+            f"optimizer must be a torch.optim.Optimizer or a list of them, got {shown!r}; give one, or None and call "
             "scaling.step() after each local step"
         )
-    followed = unwrap(optimizers)
-    check_stepped(model, followed)
-    return followed
+    unwrapped = unwrap(optimizers)
+    check_stepped(model, unwrapped)
+    return unwrapped
 
 
 def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that hold other tensors than the model: rounds would be held over one that is not trained.
-
-    :param model: The model that trains.
-    :param optimizers: What steps it.
-    :raises ConfigError: if they hold none of its parameters that train, or tensors that others have taken the place of.
-    """
+    """Refuse optimizers that hold other tensors than the model: rounds would be about a model that is not trained."""
     if is_cut(model):
         return  # the engine's optimizer steps masters of its own
     held = {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
@@ -229,22 +197,20 @@ def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             "after xffl.shard, load_state_dict(assign=True), or whatever else puts other parameters in the place of "
             "the model's"
         )
+    # A parameter without an optimizer may be meant to stay, unless an optimizer holds what looks like its predecessor.
     own = set(map(id, named.values()))
     orphans = {(one.shape, one.dtype) for key, one in held.items() if key not in own and one.requires_grad}
-    left = [
-        name
-        for name, one in named.items()
-        if id(one) in trained - held.keys() and orphans and (one.shape, one.dtype) in orphans
-    ]
-    if left:
+    untrained = trained - held.keys()
+    replaced = [name for name, one in named.items() if id(one) in untrained and (one.shape, one.dtype) in orphans]
+    if replaced:
         raise ConfigError(
-            f"no optimizer holds parameter {left[0]!r}, but one holds a tensor of its shape and type that is not the "
-            "model's: make the optimizer after whatever replaces parameters (load_state_dict(assign=True), "
+            f"no optimizer holds parameter {replaced[0]!r}, but one holds a tensor of its shape and type that is not "
+            "the model's: make the optimizer after whatever replaces parameters (load_state_dict(assign=True), "
             "nn.Parameter(...), a parametrization); if it is not to be trained, call requires_grad_(False) on it"
         )
 
 
-def _check_made(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:
+def _check_aggregator(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:
     """Check an aggregator that the caller has made."""
     if aggregator.model is not model:
         raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
@@ -256,19 +222,11 @@ def _check_made(aggregator: Aggregator, model: nn.Module, algorithm: object, cli
             )
 
 
-def _joined(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    if twice := sorted(preset.keys() & given.keys()):
-        raise ConfigError(
-            f"aggregator sets {', '.join(twice)}, and so does the algorithm; give it as an option of the algorithm only"
-        )
-    return {**preset, **given}
-
-
 def _check_delay(config: RoundConfig, aggregator: object) -> None:
-    """Check what rounds that go on beside training need."""
+    """Check what delayed rounds need."""
     delay = config.delay
     if config.alpha is not None and not delay:
-        raise ConfigError(f"alpha {config.alpha!r} merges late results, but delay is 0; give a delay, too")
+        raise ConfigError(f"alpha {config.alpha!r} is for delayed rounds, but delay is 0; give a delay, too")
     check_merge(config.alpha)
     if not delay:
         return
@@ -282,11 +240,11 @@ def _check_delay(config: RoundConfig, aggregator: object) -> None:
         )
     if config.schedule.has_threshold:
         raise ConfigError(
-            f"schedule {config.schedule} asks for a round's need before it starts, but delay is {delay}; leave one out"
+            f"schedule {config.schedule} measures the model before a round starts, but delay is {delay}; leave one out"
         )
 
 
-def _local_steps(delay: object, schedule: Schedule) -> int:
-    """Return how many local steps go on while a round is under way."""
+def _parse_delay(delay: object, schedule: Schedule) -> int:
+    """Return the delay, which must end before the next round is due."""
     most = schedule.every - 1 if isinstance(schedule, EverySteps) else None
     return integer("delay", delay, 0, most, hint="give local steps, fewer than every")

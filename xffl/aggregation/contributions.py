@@ -1,4 +1,4 @@
-"""What local steps have done that no round has taken in yet."""
+"""Contributions of local steps that no round has taken in yet: steps, counts, effective steps, seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Snapshot(NamedTuple):
-    """What one round takes in."""
+    """What one round takes in of a fragment."""
 
     fragment: int
     steps: int
@@ -38,12 +38,10 @@ class Snapshot(NamedTuple):
 
 
 class ContributionTracker:
-    """Steps and counts that wait for a round, for each part of the model; local.
+    """Steps and counts that wait for a round, for each fragment that rounds take in turn; local.
 
     Optimizers that step after the one whose steps are local steps change the model, too: that waits for a round beside
     the steps, and counts for something in it.
-
-    :param fragments: Parts that rounds take in turn.
     """
 
     def __init__(self, fragments: int) -> None:
@@ -51,19 +49,18 @@ class ContributionTracker:
         self._efforts = [0.0] * fragments
         self._counts = [0.0] * fragments
         self._is_changed = [False] * fragments
-        self._usual_count = 0.0
-        """What a local step counted for in the last round that took some in"""
+        self._usual_count = 0.0  # of a local step, in the last round that took some in
 
     def note_change(self) -> None:
-        """Note that an optimizer is about to change every part."""
+        """Note that an optimizer is about to change every fragment."""
         self._is_changed = [True] * len(self._is_changed)
 
     def add_effort(self, effort: float) -> None:
-        """Note what steps amount to that are no local steps."""
+        """Note effective steps, without a local step."""
         self._efforts = [waiting + effort for waiting in self._efforts]
 
     def add_step(self, effort: float = 1.0) -> None:
-        """Note a local step, which changes every part, and what it amounts to."""
+        """Note a local step, which changes every fragment, and its effective number."""
         self._steps = [steps + 1 for steps in self._steps]
         self.add_effort(effort)
 
@@ -72,52 +69,45 @@ class ContributionTracker:
         self._counts = [waiting + count for waiting in self._counts]
 
     def is_waiting(self, fragment: int) -> bool:
-        """Tell whether steps wait for a round of a part, whole ones or not."""
+        """Tell whether steps wait for a round of a fragment, whole ones or not."""
         return self._steps[fragment] > 0 or self._is_changed[fragment]
 
     def effort(self, fragment: int) -> float:
-        """Return what the steps that wait for a round of a part amount to; 1 for a change that nobody measured."""
+        """Return the effective steps that wait for a fragment's round; 1 for a change that nobody measured."""
         return self._efforts[fragment] or float(self._is_changed[fragment])
 
     def count(self, fragment: int) -> float:
-        """Return the count that waits for a round of a part; a local step's where the samples were counted before."""
+        """Return the count that waits for a fragment's round; a local step's where the samples were counted before."""
         if not self._counts[fragment] and not self._steps[fragment] and self._is_changed[fragment]:
             return self._usual_count
         return self._counts[fragment]
 
     def has_others(self, fragment: int) -> bool:
-        """Tell whether steps wait for rounds of other parts."""
+        """Tell whether steps wait for rounds of other fragments."""
         return any(self.is_waiting(other) for other in range(len(self._steps)) if other != fragment)
 
     def snapshot(self, fragment: int) -> Snapshot:
-        """Take what waits for a part's round; either :meth:`commit` or :meth:`rollback` follows."""
-        taken = Snapshot(
-            fragment,
-            self._steps[fragment],
-            self._efforts[fragment],
-            self._counts[fragment],
-            self._is_changed[fragment],
-        )
+        """Take what waits for a fragment's round; either :meth:`commit` or :meth:`rollback` follows."""
+        steps, effort, is_changed = self._steps[fragment], self._efforts[fragment], self._is_changed[fragment]
+        # Counts are subtracted by the commit: a weight function that counts meanwhile adds to them.
+        snapshot = Snapshot(fragment, steps, effort, self._counts[fragment], is_changed)
         self._steps[fragment], self._efforts[fragment], self._is_changed[fragment] = 0, 0.0, False
-        return taken
+        return snapshot
 
-    def commit(self, taken: Snapshot) -> None:
-        """Strike off what a round has taken in."""
-        self._counts[taken.fragment] -= taken.amount
-        if taken.steps:
-            self._usual_count = taken.amount / taken.steps
+    def commit(self, snapshot: Snapshot) -> None:
+        """Subtract what a round has taken in."""
+        self._counts[snapshot.fragment] -= snapshot.amount
+        if snapshot.steps:
+            self._usual_count = snapshot.amount / snapshot.steps
 
-    def rollback(self, taken: Snapshot) -> None:
+    def rollback(self, snapshot: Snapshot) -> None:
         """Let what a rejected or skipped round did not take in wait for the next."""
-        self._steps[taken.fragment] += taken.steps
-        self._efforts[taken.fragment] += taken.effort
-        self._is_changed[taken.fragment] |= taken.is_changed
+        self._steps[snapshot.fragment] += snapshot.steps
+        self._efforts[snapshot.fragment] += snapshot.effort
+        self._is_changed[snapshot.fragment] |= snapshot.is_changed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what waits; with no claim open.
-
-        :return: Numbers.
-        """
+        """Return what waits, with no snapshot open."""
         return {
             "steps": list(self._steps),
             "efforts": list(self._efforts),
@@ -127,11 +117,7 @@ class ContributionTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is that of another number of parts.
-        """
+        """Take over what :meth:`state_dict` returned; ``CheckpointError`` for another number of fragments."""
         if len(state["steps"]) != len(self._steps):
             raise CheckpointError(
                 f"the saved steps are those of {len(state['steps'])} fragments, and there are {len(self._steps)}; "
@@ -148,9 +134,8 @@ class ContributionTracker:
 class StepTimer:
     """Measure how long this rank's local steps take, without the rounds between them; local.
 
-    What the caller does between two steps counts (loading, evaluating), since it makes others wait, too.
-
-    :param device: Where the steps work: what it has still to do when a round comes is waited for.
+    What the caller does between two steps counts (loading, evaluating), since it makes others wait, too. Work that the
+    device has still to do when a round comes is waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -169,14 +154,14 @@ class StepTimer:
         self._steps += 1
 
     def clear(self) -> None:
-        """Forget the steps so far: a round has told how long they took."""
+        """Forget the steps so far: a round has reported how long they took."""
         self._seconds, self._steps = 0.0, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock for what is no local step."""
+        """Stop the clock for work that is not a local step."""
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # not that of a round under way
+            torch.cuda.current_stream(self._device).synchronize()  # only this one: a round under way has its own
         self._seconds += time.perf_counter() - self._since
         try:
             yield
@@ -191,8 +176,8 @@ INNER = {"opacus": "original_optimizer", "accelerate": "optimizer"}
 def enclosing_calls() -> list[Optimizer]:
     """Return the optimizers in whose ``step`` the call lies that a step hook was called for; innermost first.
 
-    To be called by the hook itself. torch runs hooks in the ``step`` of a class and in that of its parent, so
-    ``super().step()`` runs them once more. The stack is asked, since a count of what began and ended would be wrong
+    The hook itself must call it. torch runs hooks in the ``step`` of a class and in that of its parent, so
+    ``super().step()`` runs them once more. The stack is read, since a count of steps begun and ended would be wrong
     after a step that raised: it has no hook at its end.
     """
     hook = sys._getframe(1)
@@ -221,17 +206,12 @@ def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
 
 
 def check_outside_backward(what: str) -> None:
-    """Raise where a step is made while a backward pass goes on, in which a round would change what it still reads."""
-    if _in_backward():
+    """Raise where a step is made during a backward pass, in which a round would change what it still reads."""
+    if torch._C._current_graph_task_id() != -1:  # torch has no public call for it
         raise ConfigError(
             f"{what} inside a backward pass, where a round would change parameters that gradients are still computed "
             "from; give optimizer=None, and call scaling.step() after backward()"
         )
-
-
-def _in_backward() -> bool:
-    """Tell whether a backward pass is under way in this thread; torch has no public call for it."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def unwrap(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -240,27 +220,26 @@ def unwrap(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     Wrappers that never initialized themselves as optimizers have no hooks. Of others it is not known whether they
     change the parameters after the inner step (Lookahead does), where a round would have been too early.
     """
-    found: list[Optimizer] = []
-    for given in optimizers:
-        optimizer = given
+    unwrapped: list[Optimizer] = []
+    for optimizer in optimizers:
         while not _has_hooks(optimizer):
             packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-            held = [getattr(optimizer, name, None) for package, name in INNER.items() if package in packages]
-            if len(held) != 1 or not isinstance(held[0], Optimizer):
+            inner = [getattr(optimizer, name, None) for package, name in INNER.items() if package in packages]
+            if len(inner) != 1 or not isinstance(inner[0], Optimizer):
                 raise ConfigError(
                     f"optimizer {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so its steps "
                     "cannot be counted; let it do so. Or give the optimizer inside it, if nothing changes the "
                     "parameters after that one's step; else optimizer=None, and call scaling.step() after each local "
                     "step"
                 )
-            optimizer = held[0]
-        if any(optimizer is other for other in found):
+            optimizer = inner[0]
+        if any(optimizer is other for other in unwrapped):
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__} is given twice, as it is or in a wrapper, so its steps would "
                 "count twice; give each optimizer once"
             )
-        found.append(optimizer)
-    return found
+        unwrapped.append(optimizer)
+    return unwrapped
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -275,41 +254,33 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 class NormalizedSteps:
     """Follow the momentum of optimizers, step by step; local, and the same on all ranks of a cell.
 
-    Momentum counts for :class:`torch.optim.SGD`. The steps of other optimizers do not grow with what they hold (Adam's
-    are normalized): each counts 1.
-
-    :param optimizers: The optimizers of a local step.
+    A step's effective number is FedNova's tau (arXiv 2007.07481): how often each gradient counts in the end, relative
+    to plain SGD. Momentum counts for :class:`torch.optim.SGD`. The steps of other optimizers do not grow with what they
+    hold (Adam's are normalized): each counts 1.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
-        # Gradients that a group's momentum holds, for each optimizer; and the factors since of_step was asked.
-        self._held: list[list[float]] = [[] for _ in optimizers]
+        # For each optimizer and parameter group: gradients that the momentum holds, and factors since of_step().
+        self._momenta: list[list[float]] = [[] for _ in optimizers]
         self._factors: list[list[float]] = [[] for _ in optimizers]
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look whether the momentum is empty.
-
-        :param optimizer: The optimizer that is about to make a step.
-        """
+        """Look whether the momentum of an optimizer is empty when it is about to step."""
         if not optimizer.state:
-            self._held[self._index(optimizer)] = []
+            self._momenta[self._index(optimizer)] = []
 
     def after_step(self, optimizer: Optimizer) -> list[float]:
-        """Note a step.
-
-        :param optimizer: The optimizer that made it.
-        :return: Its factor for each parameter group.
-        """
+        """Note a step of an optimizer; return its factor for each parameter group."""
         index = self._index(optimizer)
-        factors = self._factors_of(optimizer, self._held[index])
-        so_far = self._factors[index]
-        so_far += [0.0] * (len(factors) - len(so_far))
-        self._factors[index] = [waiting + factor for waiting, factor in zip(so_far, factors, strict=True)]
+        factors = self._factors_of(optimizer, self._momenta[index])
+        waiting = self._factors[index]
+        waiting += [0.0] * (len(factors) - len(waiting))  # groups may have been added
+        self._factors[index] = [before + factor for before, factor in zip(waiting, factors, strict=True)]
         return factors
 
     def of_step(self) -> float:
-        """Return what steps since the last call amount to: the mean over all elements, 0 for those not stepped."""
+        """Return the effective steps since the last call: the mean over all elements, 0 for those not stepped."""
         parts: list[tuple[float, int]] = [
             (factor, sum(parameter.numel() for parameter in group["params"]))
             for optimizer, factors in zip(self._optimizers, self._factors, strict=True)
@@ -321,40 +292,33 @@ class NormalizedSteps:
         return sum(factor * numel for factor, numel in parts) / sum(numel for _, numel in parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the same on all ranks of a cell.
-
-        :return: Numbers.
-        """
-        return {"held": [list(held) for held in self._held], "factors": [list(factors) for factors in self._factors]}
+        """Return what a resumed run needs: the same on all ranks of a cell."""
+        return {"held": [list(one) for one in self._momenta], "factors": [list(factors) for factors in self._factors]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is that of other optimizers.
-        """
-        if len(state["held"]) != len(self._held):
+        """Take over what :meth:`state_dict` returned; ``CheckpointError`` for another number of optimizers."""
+        if len(state["held"]) != len(self._momenta):
             raise CheckpointError(
-                f"the saved momentum is that of {len(state['held'])} optimizers, and there are {len(self._held)}; "
+                f"the saved momentum is that of {len(state['held'])} optimizers, and there are {len(self._momenta)}; "
                 "resume with the same optimizers"
             )
-        self._held = [list(held) for held in state["held"]]
+        self._momenta = [list(one) for one in state["held"]]
         # Older checkpoints were saved between local steps.
-        self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._held])]
+        self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._momenta])]
 
     @staticmethod
-    def _factors_of(optimizer: Optimizer, held: list[float]) -> list[float]:
+    def _factors_of(optimizer: Optimizer, momenta: list[float]) -> list[float]:
         """Return the factor of a step for each parameter group, and note what the momentum holds after it."""
-        held += [0.0] * (len(optimizer.param_groups) - len(held))
+        momenta += [0.0] * (len(optimizer.param_groups) - len(momenta))
         if not isinstance(optimizer, SGD):
-            return [1.0] * len(held)
+            return [1.0] * len(momenta)
         factors = []
         for number, group in enumerate(optimizer.param_groups):
             momentum = float(group["momentum"])
             # Dampening does not count for the gradient that comes first.
-            taken = 1.0 - float(group["dampening"]) if held[number] else 1.0
-            held[number] = momentum * held[number] + taken if momentum else 0.0
-            ahead = 1.0 + momentum * held[number] if group["nesterov"] else held[number]
+            gradient = 1.0 - float(group["dampening"]) if momenta[number] else 1.0
+            momenta[number] = momentum * momenta[number] + gradient if momentum else 0.0
+            ahead = 1.0 + momentum * momenta[number] if group["nesterov"] else momenta[number]
             factors.append(ahead if momentum else 1.0)
         return factors
 

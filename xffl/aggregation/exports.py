@@ -1,4 +1,4 @@
-"""What a cell that is a job of its own gives to a round, and takes from one: a checkpoint of what a round would move.
+"""Exports: what a cell that is a job of its own gives to a round, and takes from one, as a checkpoint's folder.
 
 Where no network joins the cells, each trains by itself and exports; ``xffl aggregate`` makes the round
 (:mod:`xffl.aggregation.offline`), and each cell goes on from its result.
@@ -30,11 +30,12 @@ from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
 from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, StateError
 
 __all__ = [
+    "CELL_FOLDER",
     "PART",
     "FileRound",
     "RoundPlan",
@@ -53,17 +54,15 @@ __all__ = [
 
 PART = "round"
 """The only part of an export, and of what is made of several."""
-HOME = "cell_0"
+CELL_FOLDER = "cell_0"
 """The folder of the tensors in both, whichever cell an export is of."""
-
-
 _CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
 """Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What is to be made of exports, as a configuration says it of rounds over a network; plain values.
+    """How exports are combined, in the terms of rounds over a network; plain values.
 
     :param algorithm: An algorithm by name, with options.
     :param options: ``server`` and ``combine``, as for :class:`xffl.Aggregator`.
@@ -73,43 +72,43 @@ class RoundPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as an export keeps it, without what changes no bit."""
-        kept = {name: one for name, one in self.options.items() if name in ("server", "combine")}
-        return {"algorithm": self.algorithm, "options": kept}
+        """Return it as an export holds it, without options that change no bit."""
+        options = {name: one for name, one in self.options.items() if name in ("server", "combine")}
+        return {"algorithm": self.algorithm, "options": options}
 
     def read(self) -> tuple[Any, Any]:
-        """Return the combiner and the server optimizer that are asked for."""
+        """Return the combiner and the server optimizer."""
         preset = {} if self.algorithm is None else resolve_algorithm(self.algorithm)[0]
-        found = {**preset, **self.options}
-        return found.get("combine", "mean"), found.get("server")
+        options = {**preset, **self.options}
+        return options.get("combine", "mean"), options.get("server")
 
     def check(self) -> None:
-        """Refuse what cannot be done over files."""
-        asked = dict(self.options)
+        """Refuse options that rounds over files do not have."""
+        options = dict(self.options)
         if self.algorithm is not None:
-            entry, given = find_algorithm(self.algorithm)
-            asked |= {**entry.aggregator, **entry.scaling} | {
-                name: one for name, one in given.items() if name in ("client", "privacy", "fragments", "delay")
-            }
-        if asked.get("nonfinite") == "reject":
-            del asked["nonfinite"]
-        for name in sorted(asked.keys() - {"server", "combine", "every", *_CROSSING}):
+            entry, own_options = find_algorithm(self.algorithm)
+            of_training = ("client", "privacy", "fragments", "delay")
+            options |= {**entry.aggregator, **entry.scaling}
+            options |= {name: one for name, one in own_options.items() if name in of_training}
+        if options.get("nonfinite") == "reject":
+            del options["nonfinite"]
+        for name in sorted(options.keys() - {"server", "combine", "every", *_CROSSING}):
             raise ConfigError(
-                f"{name} {asked[name]!r} cannot be had in rounds over files, which know server and combine; leave it "
-                "out"
+                f"{name} {options[name]!r} is not supported in rounds over files, which have server and combine; leave "
+                "it out"
             )
         check_combiner(make("combine", self.read()[0]))
         try:
             json.dumps(self.plain())
         except TypeError as error:
             raise ConfigError(
-                f"what is asked of rounds goes into the exports, and {self.options} cannot; give server and combine by "
-                "name"
+                f"the options of rounds go into the exports as JSON, and {self.options} cannot; give server and "
+                "combine by name"
             ) from error
 
 
 def check_combiner(combiner: object) -> None:
-    """Refuse a combiner that exports do not suffice for."""
+    """Refuse a combiner that needs more than exports hold."""
     if isinstance(combiner, WeightedCombiner) and (
         combiner.needs_distances or combiner.needs_norms or combiner.has_scale
     ):
@@ -134,7 +133,7 @@ def export_cell(
     plan: RoundPlan | None = None,
     sizes: Sequence[int] | None = None,
 ) -> None:
-    """Write what a round would take from this cell: the tensors that it moves, and what they count for.
+    """Write what a round would take from this cell: the tensors that it moves, and their weight.
 
     Collective over the world, which is the cell: its ranks write their shards, once for all replicas, in the format of
     a checkpoint. Buffers that are averaged are averaged over the cell's ranks first, as in a round. Optimizers, frozen
@@ -153,23 +152,19 @@ def export_cell(
     :param policies: As for :class:`xffl.Aggregator`, the same in all cells.
     :param start: The digest of the global model that this cell has started from, as :func:`read_global` returns it, so
         that exports that have started from unlike models are not combined.
-    :param plan: What ``xffl aggregate`` is to make of the exports, where it is told nothing else.
+    :param plan: How ``xffl aggregate`` combines the exports, where its options say nothing else.
     :param sizes: The ranks of all cells, by which samples were dealt out; all exports of a round have the same.
-    :raises ConfigError: if an argument cannot be meant, or the ranks were given different ones.
+    :raises ConfigError: if an argument is invalid, or the ranks were given different ones.
     :raises CheckpointError: if it could not be written; on all ranks.
     """
-
-    def checked() -> dict[str, Any]:
+    with run_on_all_ranks("exports") as tell:
         if state.topology.cells != 1:
             raise ConfigError(
                 f"this job has {state.topology.cells} cells, which average by themselves; export from a job that is one"
             )
         count = integer("cells", cells)
-        number = integer("cell", cell, 0)
-        if number >= count:
-            raise ConfigError(f"cell {number} is none of {count}; count from 0")
-        return {
-            "cell": number,
+        values: dict[str, Any] = {
+            "cell": integer("cell", cell, 0, count - 1, hint="count from 0"),
             "cells": count,
             "round": integer("round", round, 0),
             "steps": checked_number("steps", steps, "give this cell's local steps"),
@@ -177,15 +172,19 @@ def export_cell(
             "plan": None if plan is None else plan.plain(),
             "sizes": None if sizes is None else list(sizes),
         }
-
-    told, manifest = _agreed("exports", checked, model, policies)
-    counts = _gathered(None if weight is None else checked_weight(weight))
-    if len({count is None for count in counts}) > 1:
+        manifest = _read_manifest(model, policies)
+        tell(f"{values}\n{manifest}")
+        own_weight = None if weight is None else checked_weight(weight)
+    weights: list[float | None] = [own_weight]
+    if dist.is_initialized():
+        weights = [None] * dist.get_world_size()
+        dist.all_gather_object(weights, own_weight)
+    if len({one is None for one in weights}) > 1:
         raise ConfigError("some ranks were given a weight and others none; give all a weight, or none")
-    # Added in the order of the ranks, as a round does.
-    told["weight"] = 1.0 if weight is None else sum(count for count in counts if count is not None)
-    told["tensors"] = _kinds(manifest)
-    save_checkpoint(path, {PART: _Moving(manifest, is_export=True)}, state, values={"export": told})
+    # Added in the order of the ranks, as in a round over a network: another order may give other bits.
+    values["weight"] = 1.0 if own_weight is None else sum(one for one in weights if one is not None)
+    values["tensors"] = _describe_tensors(manifest)
+    save_checkpoint(path, {PART: _MovingTensors(manifest, is_export=True)}, state, values={"export": values})
 
 
 def load_global(
@@ -195,7 +194,7 @@ def load_global(
     *,
     policies: Mapping[Pattern, str] | None = None,
 ) -> int:
-    """Take over what a round of exports has made, in place.
+    """Load the result of a round of exports into the model, in place.
 
     Collective over the world. The model may be spread otherwise than those that were exported. What stays in a cell
     (frozen parameters, policy ``local``, the optimizer) is left as it is.
@@ -205,20 +204,18 @@ def load_global(
     :param state: The state of this job.
     :param policies: As for :func:`export_cell`.
     :return: The number of the round that it is the result of.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, the model unchanged.
     """
-    error: XfflError | None = None
-    told: dict[str, Any] = {}
-    _, manifest = _agreed("models to load into", dict, model, policies)
-    try:
-        told = read_told(Path(path), "global")
-        compare(told["tensors"], _kinds(manifest), f"{path}", "this model")
-    except XfflError as wrong:
-        error = wrong
-    check_consistent("global models", str(told), error=error)
-    load_checkpoint(path, {PART: _Moving(manifest, is_export=False)}, state)
-    return int(told["round"])
+    with run_on_all_ranks("models to load into") as tell:
+        manifest = _read_manifest(model, policies)
+        tell(manifest)
+    with run_on_all_ranks("global models") as tell:
+        values = read_told(Path(path), "global")
+        compare(values["tensors"], _describe_tensors(manifest), f"{path}", "this model")
+        tell(values)
+    load_checkpoint(path, {PART: _MovingTensors(manifest, is_export=False)}, state)
+    return int(values["round"])
 
 
 def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
@@ -233,19 +230,15 @@ def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
     """Return what :func:`read_global` does, the same on all ranks; collective over the world."""
-    error: XfflError | None = None
-    found = (0, "")
-    try:
-        found = read_global(path)
-    except XfflError as wrong:
-        error = wrong
-    check_consistent("global models", f"{found}", error=error)
-    return found
+    with run_on_all_ranks("global models") as tell:
+        result = read_global(path)
+        tell(result)
+    return result
 
 
 def digest_of_folder(path: Path) -> str:
     """Return the digest of an export or a global model; local."""
-    return read_record(locate_checkpoint(check_path(path))).indexes[HOME]
+    return read_record(locate_checkpoint(check_path(path))).indexes[CELL_FOLDER]
 
 
 def is_exported(
@@ -257,33 +250,30 @@ def is_exported(
     start: str | None,
     plan: RoundPlan | None = None,
 ) -> bool:
-    """Tell whether an export stands there already, whole and as it was written; local."""
-    asked: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
+    """Tell whether this export exists already, whole and as it was written; local."""
+    wanted: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
     if plan is not None:
-        asked["plan"] = plan.plain()
+        wanted["plan"] = plan.plain()
     try:
-        told = read_told(Path(path), "export")
-        if any(told.get(name) != one for name, one in asked.items()):
-            return False
-        check_folder(Path(path))
+        values = read_told(Path(path), "export")
+        is_same = all(values.get(name) == one for name, one in wanted.items())
+        if is_same:
+            check_folder(Path(path))
     except CheckpointError:
         return False
-    return True
+    return is_same
 
 
 def check_folder(path: Path) -> Record:
     """Compare the files of an export or of a global model with their checksums; local."""
     folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
-    check_data(folder / HOME, read_index(folder / HOME, record.indexes.get(HOME)))
+    check_data(folder / CELL_FOLDER, read_index(folder / CELL_FOLDER, record.indexes.get(CELL_FOLDER)))
     return record
 
 
 class FileRound:
-    """What a job that is one cell gives to a round over files, and takes from the one before.
-
-    Made on each rank, local.
-    """
+    """A round over files, as a job that is one cell takes part in it: from the global model before it to the export."""
 
     def __init__(
         self, model: nn.Module, state: DistributedState, plan: RoundPlan, policies: Mapping[Pattern, str] | None
@@ -291,34 +281,34 @@ class FileRound:
         plan.check()
         self._model, self._state, self._plan, self._policies = model, state, plan, policies
         cell, sizes = state.lone_cell or (0, (1,))
-        self._asked = read_over_files({"cell": f"{cell}/{len(sizes)}"})
-        self._before, self._is_begun = 0, False
+        self._folders = read_over_files({"cell": f"{cell}/{len(sizes)}"})
+        self._rounds_before, self._is_begun = 0, False
         self.start: str | None = None
-        """The digest of the global model that it has started from"""
+        """The digest of the global model that this cell has started from"""
 
     def begin(self) -> None:
         """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""
         if self._is_begun:
             raise StateError("a job of one cell makes one export, so its with block is entered once; start another job")
         self._is_begun = True
-        if self._asked.start is not None:
-            self._before, self.start = agreed_global(self._asked.start)
-            load_global(self._asked.start, self._model, self._state, policies=self._policies)
+        if self._folders.start is not None:
+            self._rounds_before, self.start = agreed_global(self._folders.start)
+            load_global(self._folders.start, self._model, self._state, policies=self._policies)
 
     def end(self, weight: float | None, steps: float) -> None:
         """Export to ``XFFL_EXPORT``, if that is set; collective over the world."""
-        if self._asked.export is None or self._state.lone_cell is None:
+        if self._folders.export is None or self._state.lone_cell is None:
             return
         cell, sizes = self._state.lone_cell
         export_cell(
-            self._asked.export,
+            self._folders.export,
             self._model,
             self._state,
             cell=cell,
             cells=len(sizes),
             weight=weight,
             steps=steps,
-            round=self._before + 1,
+            round=self._rounds_before + 1,
             policies=self._policies,
             start=self.start,
             plan=self._plan,
@@ -327,43 +317,48 @@ class FileRound:
 
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:
-    """Return what an export, or what was made of several, says of itself; local."""
-    folder = locate_checkpoint(check_path(path))
-    record = read_record(folder)
-    told = record.values.get(kind)
-    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(told, dict):
-        what = {"export": "the export of a cell; give what --export wrote"}
-        raise CheckpointError(
-            f"{path} is not {what.get(kind, 'the model of a round of exports; give what xffl aggregate wrote')}"
-        )
-    return told
+    """Return the values of an export (``kind`` is ``export``) or of a round's result (``global``); local."""
+    record = read_record(locate_checkpoint(check_path(path)))
+    values = record.values.get(kind)
+    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(values, dict):
+        wanted = "the model of a round of exports; give what xffl aggregate wrote"
+        if kind == "export":
+            wanted = "the export of a cell; give what --export wrote"
+        raise CheckpointError(f"{path} is not {wanted}")
+    return values
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other: str) -> None:
     """Refuse tensors that differ in name, policy, data type or shape; pure."""
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
-            shown = [f"{_shown(table.get(name))} in {place}" for table, place in ((theirs, who), (ours, other))]
+            shown = [f"{_text_of(table.get(name))} in {place}" for table, place in ((theirs, who), (ours, other))]
             raise CheckpointError(
                 f"tensor {name!r} is {' and '.join(shown)}; give all cells the same model and policies"
             )
 
 
-def _shown(kind: Any) -> str:
-    if kind is None:
+def _text_of(tensor: Any) -> str:
+    if tensor is None:
         return "missing"
-    policy, is_stepped, dtype, shape = kind
+    policy, is_stepped, dtype, shape = tensor
     return f"{tuple(shape)} {dtype}, {policy}{'' if is_stepped else ', not trained'}"
 
 
-def _kinds(manifest: Manifest) -> dict[str, list[Any]]:
-    """Return what must be the same in all cells of each tensor that a round moves."""
+def _read_manifest(model: nn.Module, policies: Mapping[Pattern, str] | None) -> Manifest:
+    manifest = Manifest(model, policies)
+    manifest.check_patterns()
+    return manifest
+
+
+def _describe_tensors(manifest: Manifest) -> dict[str, list[Any]]:
+    """Return what all cells must have in common of each tensor that a round moves."""
     return {
         entry.name: [entry.policy, entry.is_stepped, str(entry.dtype), list(entry.shape)] for entry in manifest.moving
     }
 
 
-class _Moving:
+class _MovingTensors:
     """The tensors of a model that a round moves, as a checkpoint's part."""
 
     def __init__(self, manifest: Manifest, *, is_export: bool) -> None:
@@ -375,17 +370,17 @@ class _Moving:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for entry in self._entries:
-                place, given = _local(entry.tensor()), _local(state[entry.name])
-                if place.data_ptr() != given.data_ptr():
-                    place.copy_(given)
+                target, source = _local(entry.tensor()), _local(state[entry.name])
+                if target.data_ptr() != source.data_ptr():  # else the checkpoint was read in place
+                    target.copy_(source)
 
     def _value(self, entry: ModelTensor) -> torch.Tensor:
         tensor = entry.tensor()
         is_mean = self._is_export and entry.is_buffer and entry.policy == "average"
-        return _mean_at_home(tensor) if is_mean else tensor.detach()
+        return _cell_mean(tensor) if is_mean else tensor.detach()
 
 
-def _mean_at_home(buffer: torch.Tensor) -> torch.Tensor:
+def _cell_mean(buffer: torch.Tensor) -> torch.Tensor:
     """Return the mean of a buffer over the ranks, each counted alike, as in a round; collective over the world."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return buffer
@@ -397,32 +392,6 @@ def _mean_at_home(buffer: torch.Tensor) -> torch.Tensor:
     mean = torch.empty_like(values[0])
     weighted_mean(values, [1.0] * len(values), mean)
     return from_bytes(bytes_of(mean), buffer.dtype, buffer.shape)
-
-
-def _agreed(
-    what: str, check: Any, model: nn.Module, policies: Mapping[Pattern, str] | None
-) -> tuple[dict[str, Any], Manifest]:
-    """Check the arguments, the same on all ranks; collective over the world."""
-    error: XfflError | None = None
-    told: dict[str, Any] = {}
-    manifest: Manifest | None = None
-    try:
-        told = check()
-        manifest = Manifest(model, policies)
-        manifest.check_patterns()
-    except XfflError as wrong:
-        error = wrong
-    check_consistent(what, f"{told}\n{manifest}", error=error)
-    assert manifest is not None, "the ranks agree on errors only by raising one"
-    return told, manifest
-
-
-def _gathered(weight: float | None) -> list[float | None]:
-    if not dist.is_initialized():
-        return [weight]
-    counts: list[float | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, weight)
-    return counts
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rounds in a training loop that somebody else owns."""
+"""Rounds in a training loop that the caller owns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.exports import FileRound, RoundPlan
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
@@ -88,8 +88,8 @@ class FederatedScaling:
         fragments.
     :param algorithm: An algorithm's name, with options: keywords for the aggregator and for here, which hold where
         nothing is given.
-    :raises ConfigError: if an argument cannot be meant, or differs between ranks, or the aggregator is another model's;
-        on all ranks alike.
+    :raises ConfigError: if an argument is invalid or differs between ranks, or the aggregator is another model's; on
+        all ranks alike.
 
     ``meetings`` are the rounds and checks that this rank has entered, ``before_final_rounds`` is called before it
     enters another one when it has finished. Delayed rounds start before the next step where ``defer_start`` is set.
@@ -111,10 +111,11 @@ class FederatedScaling:
         algorithm: str | Mapping[str, Any] | None = None,
     ) -> None:
         optimizers = None if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        error: XfflError | None = None
-        text = ""
         self._over_files: FileRound | None = None
-        try:
+        with run_on_all_ranks(
+            "steps between rounds (every), clients, and ways to weigh and merge",
+            convert=lambda error: ConfigError(f"the arguments cannot be read: {type(error).__name__}: {error}"),
+        ) as tell:
             check_given(model, state)
             config = parse_round_config(
                 model,
@@ -128,38 +129,30 @@ class FederatedScaling:
                 delay=delay,
                 alpha=alpha,
             )
-            text = f"{config}, weighed={weight is not None}"
+            tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None:
                 self._over_files = _file_round(model, state, config, aggregator, algorithm)
-        except XfflError as wrong:
-            error = wrong
-        except Exception as wrong:  # noqa: BLE001 - told to all ranks
-            error = ConfigError(f"what was asked for cannot be read: {type(wrong).__name__}: {wrong}")
-        check_consistent("steps between rounds (every), clients, and ways to weigh and merge", text, error=error)
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
         if is_alone and state.rank == 0:
-            print(NO_CELLS, file=sys.stderr, flush=True)  # where a federation was asked for, its set-up has said it
+            print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
         self._config: RoundConfig = config
-        self._optimizers, self._weight = config.optimizers, weight
-        self._on_round = on_round
+        self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
         self._is_own = not isinstance(aggregator, Aggregator)
         self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
-        self._under_way: tuple[PendingRound, Snapshot] | None = None
         self._handles: list[RemovableHandle] = []
         self._is_entered = False
         self._report: RoundReport | None = None
         self.before_final_rounds: Callable[[], None] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
-        self._begin()
+        self._reset_counters()
 
-    def _begin(self) -> None:
-        """Start without any step."""
+    def _reset_counters(self) -> None:
         self._tracker = ContributionTracker(1 if self._aggregator is None else self._aggregator.fragments)
         self._normalized_steps = NormalizedSteps(self._optimizers)
         self._step_timer = StepTimer(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+        self._delayed = _DelayedRound(self._config)
         self._since = self._target = 0
-        self._start_deferred = False
 
     @property
     def aggregator(self) -> Aggregator:
@@ -179,54 +172,63 @@ class FederatedScaling:
     @property
     def is_under_way(self) -> bool:
         """Whether a round was started and is not merged."""
-        return self._under_way is not None
+        return self._delayed.is_under_way
 
     def __enter__(self) -> FederatedScaling:
         if self._is_entered:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
-        self._check_stepped()
+        with run_on_all_ranks("optimizers"):
+            if self._optimizers:  # parameters may have been replaced since this was made; from here on rounds notice
+                check_stepped(self._model, self._optimizers)
         if self._over_files is not None:
             self._over_files.begin()
-            self._begin()
-            self._target, self._first_digest, self._is_entered = sys.maxsize, digest_of(self._model), True
-            self._follow()
-            return self
-        if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
-            # A second block goes on where the first has ended.
-            kept = None if self._aggregator is None else self._aggregator.state_dict()
-            self._aggregator = self._make_aggregator()
-            if kept is not None:
-                self._aggregator.load_state_dict(kept)
-        self.discard()  # what an error has left behind
-        self._cell = self._state.topology.cell_of(dist.get_rank())
-        self._begin()
-        self._target = self._next_target(self._aggregator.rounds)
+        else:
+            self._open_aggregator()
+        self._reset_counters()
+        self._target = self._next_target(0 if self._aggregator is None else self._aggregator.rounds)
         self._note_start()
         self._is_entered = True
-        self._follow()
-        return self
-
-    def _follow(self) -> None:
-        """Hear of the optimizers' steps from now on."""
-        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))  # no part of a compiled step
+        # Hooks stay outside of a step that is compiled.
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        return self
+
+    def _open_aggregator(self) -> None:
+        """Make the aggregator where this object owns it, and drop a round that an error has left under way."""
+        if self._aggregator is None or (self._is_own and self._aggregator.is_closed):
+            # A second block goes on where the first has ended.
+            saved = None if self._aggregator is None else self._aggregator.state_dict()
+            client, options = self._config.client, dict(self._config.options)
+            if "levels" not in options:
+                options.setdefault("overlap", self._config.delay > 0)
+                options.setdefault("norms", self._config.schedule.has_threshold)
+            if client is not None and self._aggregator is None:
+                set_up(client, self._model, self._optimizers, options.get("policies"))
+            if client is not None and client.extra is not None:
+                options["extra"] = client.extra
+            kind = Levels if "levels" in options else Aggregator
+            self._aggregator = kind(self._model, self._state, **options)
+            if saved is not None:
+                self._aggregator.load_state_dict(saved)
+        self.discard()
+        self._cell = self._state.topology.cell_of(dist.get_rank())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while self._handles:
+        while self._handles:  # first: what follows may raise, and the optimizers live on
             self._handles.pop().remove()
         self._is_entered = False
         if kind is None and self._over_files is not None:
             self._export(self._over_files)
         elif kind is None:
             with self._step_timer.paused():
-                wrong = self._finish() or self._find_uncounted()
+                failure = self._finish() or self._find_uncounted()
             if self._is_own:
-                self.aggregator.close()  # with the others, whether or not one of their rounds was rejected
-            if wrong is not None:
-                raise wrong
+                self.aggregator.close()  # collective: also where a round was rejected
+            if failure is not None:
+                raise failure
 
     def step(self) -> None:
         """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.
@@ -245,20 +247,16 @@ class FederatedScaling:
         if not self._is_entered:
             raise StateError("local steps are counted in the with block; enter it first")
         check_outside_backward("scaling.step() was called")
-        self._check_alive()
+        if self._aggregator is not None:
+            self._aggregator.check()
         self.start_deferred()
         self._after_local_step(1.0)
 
-    def _check_alive(self) -> None:
-        """Raise where a round has failed for good."""
-        if self._over_files is None:
-            self.aggregator.check()
-
     def start_deferred(self) -> bool:
         """Start the delayed round that was held back, if any; tell whether there was one. On all ranks of a cell."""
-        if not self._start_deferred:
+        if not self._delayed.is_deferred:
             return False
-        self._start_deferred = False
+        self._delayed.is_deferred = False
         with self._step_timer.paused():
             self._start()
         return True
@@ -268,24 +266,22 @@ class FederatedScaling:
 
         Call it on every rank, after the same number of steps within a cell.
         """
-        if self._under_way is not None:
-            self._merge(*self._under_way)
+        if self._delayed.is_under_way:
+            self._finish_round(*self._delayed.merge(self.aggregator, self._tracker))
 
     def discard(self) -> None:
         """Drop the round that is under way, if any: where other weights are loaded into the model without a state.
 
         Call it on every rank. It waits for the round; the next one takes in what this one had taken.
         """
-        if self._under_way is not None:
-            self.aggregator.discard()
-            self._tracker.rollback(self._under_way[1])
-            self._under_way = None
+        if self._delayed.is_under_way:
+            self._delayed.discard(self.aggregator, self._tracker)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.
 
-        That is the aggregator's and the client's state, the steps since the last round, and how many are to follow. May
-        be called between two steps, or from ``on_round``.
+        That is the aggregator's and the client's state, the steps since the last round, and how many follow. Call it
+        between two steps, or from ``on_round``.
 
         :return: Numbers, texts and copies of tensors.
         :raises StateError: while a round is under way; :meth:`settle` it first.
@@ -324,49 +320,24 @@ class FederatedScaling:
                 "the state was saved in a job of other rounds (over files, or over a network); resume with the same"
             )
         if self._over_files is None:
-            self.aggregator.load_state_dict(state["aggregator"])
-        self._under_way = None
+            self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
+        self._delayed = _DelayedRound(self._config)
         if client is not None:
             client.load_state_dict(state["client"])
         # What was made before this job's global model is in it.
         if self._over_files is None or state["start"] == self._over_files.start:
             self._tracker.load_state_dict(state["ledger"])
         self._normalized_steps.load_state_dict(state["effort"])
-        self._since, self._target = int(state["since"]), int(state["target"])
-        # Saved where a merge told of a round, just before the next one was to start.
-        self._start_deferred = self._config.delay > 0 and self._since >= self._target
+        self._since = int(state["since"])
+        self._target = int(state["target"]) if self._over_files is None else sys.maxsize
+        # Saved in on_round after a merge, just before the next round was to start.
+        self._delayed.is_deferred = self._config.delay > 0 and self._since >= self._target
         self._report = None if state["report"] is None else RoundReport(**state["report"])
-        if self._over_files is None:
-            self._note_start()
-        else:
-            self._target, self._first_digest = sys.maxsize, digest_of(self._model)
-
-    def _make_aggregator(self) -> Aggregator:
-        """Let the client take the weights as they are, and make the aggregator."""
-        client, options = self._config.client, dict(self._config.options)
-        if "levels" not in options:
-            options.setdefault("overlap", self._config.delay > 0)
-            options.setdefault("norms", self._config.schedule.has_threshold)
-        if client is not None and self._aggregator is None:
-            set_up(client, self._model, self._optimizers, options.get("policies"))
-        if client is not None and client.extra is not None:
-            options["extra"] = client.extra
-        kind = Levels if "levels" in options else Aggregator
-        return kind(self._model, self._state, **options)
-
-    def _check_stepped(self) -> None:
-        """Raise on all ranks where parameters were replaced since this was made; from here on rounds notice."""
-        error: XfflError | None = None
-        try:
-            if self._optimizers:
-                check_stepped(self._model, self._optimizers)
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("optimizers", "", error=error)
+        self._note_start()
 
     def _note_start(self) -> None:
         """Note what the model is before the first step."""
-        self._first_rounds = self.aggregator.rounds
+        self._first_rounds = 0 if self._aggregator is None else self._aggregator.rounds
         self._first_digest = digest_of(self._model)
 
     def _find_uncounted(self) -> XfflError | None:
@@ -374,40 +345,42 @@ class FederatedScaling:
 
         A step that a rank has counted has led to a round by now, which all ranks know of.
         """
-        if self._over_files is None and self.aggregator.rounds > self._first_rounds:
+        if self._aggregator is not None and self._aggregator.rounds > self._first_rounds:
             return None
-        error: XfflError | None = None
-        if digest_of(self._model) != self._first_digest:
-            error = StateError(
-                "parameters have changed in the block, but no local step was counted, so there was no round and each "
-                "cell has a model of its own. "
-                + (
-                    "The step() of the optimizers that were given was never called; give those whose step() trains the "
-                    "model, or, where none is called (as in SAM, or in fused backward passes), give optimizer=None and "
-                    "call scaling.step() after each local step"
-                    if self._optimizers
-                    else "With optimizer=None call scaling.step() after each local step"
-                )
+        advice = "With optimizer=None call scaling.step() after each local step"
+        if self._optimizers:
+            advice = (
+                "The step() of the optimizers that were given was never called; give those whose step() trains the "
+                "model, or, where none is called (as in SAM, or in fused backward passes), give optimizer=None and "
+                "call scaling.step() after each local step"
             )
         try:
-            check_consistent("parameters that no step has changed", "", error=error)
-        except XfflError as told:
-            return told
+            with run_on_all_ranks("parameters that no step has changed"):
+                if digest_of(self._model) != self._first_digest:
+                    raise StateError(
+                        "parameters have changed in the block, but no local step was counted, so there was no round "
+                        f"and each cell has a model of its own. {advice}"
+                    )
+        except XfflError as error:
+            return error
         return None
 
     def _export(self, over_files: FileRound) -> None:
-        """Give what the steps since the start have made to a round over files; collective over the world."""
+        """Export what the steps since the start have made for a round over files; collective over the world."""
         self._tracker.add_effort(self._normalized_steps.of_step())
-        if not self._tracker.is_waiting(0) and (wrong := self._find_uncounted()) is not None:
-            raise wrong
-        if self._weight is not None:
-            self._tracker.add_count(checked_weight(self._weight()))
+        if not self._tracker.is_waiting(0) and (failure := self._find_uncounted()) is not None:
+            raise failure
+        with run_on_all_ranks("weights"):
+            if self._weight is not None:
+                self._tracker.add_count(checked_weight(self._weight()))
         weight = 0.0 if not self._tracker.is_waiting(0) else None if self._weight is None else self._tracker.count(0)
         over_files.end(weight, self._tracker.effort(0))
         self._tracker.commit(self._tracker.snapshot(0))
 
     def _next_target(self, rounds: int) -> int:
-        """Return how many local steps this cell makes until the next round."""
+        """Return how many local steps this cell makes until the next round; with rounds over files there is none."""
+        if self._over_files is not None:
+            return sys.maxsize
         return self._config.local_steps(rounds, self._cell, self._report)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -415,7 +388,8 @@ class FederatedScaling:
         if any(one is optimizer for one in outer):
             return  # super().step(): a part of the step that has begun
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
-        self._check_alive()
+        if self._aggregator is not None:
+            self._aggregator.check()
         check_apart(optimizer, [one for one in outer if any(one is other for other in self._optimizers)])
         self.start_deferred()
         self._tracker.note_change()  # even by a step that raises on its way
@@ -439,48 +413,27 @@ class FederatedScaling:
         self._tracker.add_step(effort)
         self._step_timer.add_step()
         is_due = self._since >= self._target
-        if is_due or (self._under_way is not None and self._since == self._config.delay):
+        if is_due or self._delayed.is_due(self._since):
             with self._step_timer.paused():
-                self.settle()
+                self.settle()  # first: an aggregator has one round at a time
                 if is_due and not self._config.delay:
                     self._round()
                 elif is_due and self.defer_start:
-                    self._start_deferred = True
+                    self._delayed.is_deferred = True
                 elif is_due:
                     self._start()
 
     def _start(self) -> None:
         """Start a round that is merged some steps later."""
         self.meetings += 1
-        fragment = self.aggregator.next_fragment
-        pending = self.aggregator.aggregate_async(
-            self._weigh(),
-            alpha=self._config.alpha,
-            steps=self._tracker.effort(fragment),
-            seconds=self._step_timer.step_seconds,
-        )
-        self._under_way = pending, self._tracker.snapshot(fragment)
+        self._delayed.start(self.aggregator, self._tracker, self._weigh(), self._step_timer.step_seconds)
         self._step_timer.clear()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
-    def _merge(self, pending: PendingRound, taken: Snapshot) -> None:
-        """Take the result of a round that was started some steps ago."""
-        try:
-            # Where no step was made meanwhile, nothing local is to stay.
-            report = pending.merge(keeps_steps=self._tracker.is_waiting(taken.fragment))
-        except XfflError:
-            self._tracker.rollback(taken)
-            raise
-        finally:
-            if self.aggregator.under_way is not pending:  # else the wait was interrupted, and can be taken up again
-                self._under_way = None
-        self._finish_round(taken, report)
-
     def _finish(self) -> XfflError | None:
-        """Answer the others' rounds until all have finished; return what a rejected one of them raised."""
-        self._tracker.add_effort(
-            self._normalized_steps.of_step()
-        )  # of optimizers that stepped after the last local step
+        """Answer the other cells' rounds until all have finished; return what the first rejected round raised."""
+        # Optimizers may have stepped after the last local step.
+        self._tracker.add_effort(self._normalized_steps.of_step())
         rejected: XfflError | None = None
         is_last = False
         while not is_last:
@@ -490,6 +443,7 @@ class FederatedScaling:
                 if self.is_under_way:
                     self.settle()
                 else:
+                    # After a rejected round this rank has finished whatever waits: else the next may be rejected, too.
                     is_last = self._round(is_finishing=True, gives_up=rejected is not None)
             except XfflError as error:
                 if not self.aggregator.can_go_on:
@@ -498,11 +452,11 @@ class FederatedScaling:
         return rejected
 
     def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
-        """Take part in a round; tell whether it was the last."""
+        """Participate in a round; tell whether it was the last."""
         self.meetings += 1
         fragment = self.aggregator.next_fragment
         client = self._config.client
-        given = RoundInput(
+        round_input = RoundInput(
             self._weigh(),
             is_absent=not self._tracker.is_waiting(fragment),
             is_finished=is_finishing and (gives_up or not self._tracker.has_others(fragment)),
@@ -511,21 +465,21 @@ class FederatedScaling:
             prepare=None if client is None else client.before_round,
         )
         least = self._config.schedule.least_divergence(self.aggregator.rounds)
-        report = self.aggregator.participate(given, least_divergence=least)
-        taken = self._tracker.snapshot(fragment)
+        report = self.aggregator.participate(round_input, least_divergence=least)
+        snapshot = self._tracker.snapshot(fragment)  # after the round: one that raises has taken nothing
         if report is None:
             return True
         self._step_timer.clear()
-        self._finish_round(taken, report)
+        self._finish_round(snapshot, report)
         return report.is_last
 
-    def _finish_round(self, taken: Snapshot, report: RoundReport) -> None:
-        """Draw the conclusions of a round, or of a check that skipped it."""
+    def _finish_round(self, snapshot: Snapshot, report: RoundReport) -> None:
+        """Update the counters after a round, or a check that skipped it, and notify the client and ``on_round``."""
         self._report = report
         if report.is_skipped:
-            self._tracker.rollback(taken)
+            self._tracker.rollback(snapshot)
         else:
-            self._tracker.commit(taken)
+            self._tracker.commit(snapshot)
             if self._config.client is not None:
                 self._config.client.after_round(is_dropped=self._cell in report.dropped)
         if not self._config.delay:
@@ -537,10 +491,63 @@ class FederatedScaling:
         return self._count if self._weight is not None else None
 
     def _count(self) -> float:
-        """Return what counts for the next round's part of the model since a round last took it in."""
+        """Return the count since the last round of the fragment that the next round moves."""
         assert self._weight is not None, "asked for only where there is one"
         self._tracker.add_count(checked_weight(self._weight()))
         return self._tracker.count(self.aggregator.next_fragment)
+
+
+class _DelayedRound:
+    """The round that goes on while a cell makes local steps: none, one held back until the next step, or one under way.
+
+    A round under way has a snapshot of what it took from the tracker. Merged, it gives both to the caller; rejected or
+    discarded, it lets the tracker roll the snapshot back.
+    """
+
+    def __init__(self, config: RoundConfig) -> None:
+        self._delay, self._alpha = config.delay, config.alpha
+        self._under_way: tuple[PendingRound, Snapshot] | None = None
+        self.is_deferred = False
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+    def is_due(self, steps: int) -> bool:
+        """Tell whether a round under way is to be merged, so many local steps after its start."""
+        return self._under_way is not None and steps == self._delay
+
+    def start(
+        self,
+        aggregator: Aggregator,
+        tracker: ContributionTracker,
+        weigh: Callable[[], float] | None,
+        step_seconds: float,
+    ) -> None:
+        fragment = aggregator.next_fragment
+        steps = tracker.effort(fragment)
+        pending = aggregator.aggregate_async(weigh, alpha=self._alpha, steps=steps, seconds=step_seconds)
+        self._under_way = pending, tracker.snapshot(fragment)
+
+    def merge(self, aggregator: Aggregator, tracker: ContributionTracker) -> tuple[Snapshot, RoundReport]:
+        assert self._under_way is not None, "the caller has asked"
+        pending, snapshot = self._under_way
+        try:
+            # Where no step was made meanwhile, nothing local is to stay.
+            report = pending.merge(keeps_steps=tracker.is_waiting(snapshot.fragment))
+        except XfflError:
+            tracker.rollback(snapshot)
+            raise
+        finally:
+            if aggregator.under_way is not pending:  # else the wait was interrupted: another merge() takes it up again
+                self._under_way = None
+        return snapshot, report
+
+    def discard(self, aggregator: Aggregator, tracker: ContributionTracker) -> None:
+        assert self._under_way is not None, "the caller has asked"
+        aggregator.discard()  # waits; interrupted, the round is still under way
+        tracker.rollback(self._under_way[1])
+        self._under_way = None
 
 
 def _file_round(

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint's folder in pieces: mapped and read, combined by somebody, and written as they come.
+"""Rounds of exports, made by one process: tensors are read in pieces, combined, and written as they come.
 
 Nothing is held in memory but the pieces that are under way.
 """
@@ -13,6 +13,7 @@ import mmap
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from xffl import __version__
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
@@ -29,6 +29,7 @@ from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server
 from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.exports import (
+    CELL_FOLDER,
     PART,
     RoundPlan,
     check_combiner,
@@ -59,7 +60,7 @@ __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggre
 
 
 PIECE_BYTES = 8 << 20
-"""What is read at a time."""
+"""Bytes that are read at a time."""
 DATA = "__0_0.distcp"
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece of a tensor begins, and its sizes."""
@@ -70,7 +71,7 @@ class PieceReader:
 
     def __init__(self, path: Path, part: str) -> None:
         folder = locate_checkpoint(path)
-        self.path, self._part, self.home = path, part, folder / "cell_0"
+        self.path, self._part, self.home = path, part, folder / CELL_FOLDER
         self.index = read_index(self.home, read_record(folder).indexes.get(self.home.name))
         self._maps: dict[str, mmap.mmap] = {}
         self._pieces: dict[tuple[str, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
@@ -94,7 +95,7 @@ class PieceReader:
         tensor = self.index.tensors[f"{self._part}/{name}"]
         width = tensor.dtype.itemsize
         starts, sizes = box
-        found = np.empty((*sizes, width), np.uint8)
+        piece = np.empty((*sizes, width), np.uint8)
         filled = 0
         for chunk in tensor.chunks:
             low = [max(a, b) for a, b in zip(starts, chunk.offsets, strict=True)]
@@ -103,54 +104,59 @@ class PieceReader:
                 source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
                 target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, starts, strict=True))
                 data = self._bytes(name, chunk.relative_path, chunk.offset, chunk.length, (*chunk.sizes, width))
-                found[target] = data[source]
+                piece[target] = data[source]
                 filled += math.prod(b - a for a, b in zip(low, high, strict=True))
         if filled != math.prod(sizes):
-            raise CheckpointError(f"{self.home / INDEX} does not say where all of {name!r} lies; write it anew")
+            raise CheckpointError(f"{self.home / INDEX} does not have all of {name!r}; write it anew")
         real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
-        return torch.from_numpy(found.reshape(-1)).view(real)
+        return torch.from_numpy(piece.reshape(-1)).view(real)
 
     def _bytes(
         self, name: str, file: str, offset: int, length: int, shape: tuple[int, ...]
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes of one of torch's files inside a file, where they lie."""
+        """Return the bytes of the tensor in one of torch's files inside a file, as a view of the mapped file."""
         if (file, offset) not in self._pieces:
             if file not in self._maps:
                 with (self.home / file).open("rb") as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            whole = memoryview(self._maps[file])[offset : offset + length]
+            archive = memoryview(self._maps[file])[offset : offset + length]
             try:
-                start, size = _storage(whole)
+                start, size = _storage(archive)
                 if size != math.prod(shape):
                     raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
             except (ValueError, KeyError, zipfile.BadZipFile) as error:
                 raise CheckpointError(
                     f"{self.home / file} does not hold {name!r} as xffl writes it ({error}); write it anew"
                 ) from error
-            flat = np.frombuffer(whole[start : start + size], np.uint8)
-            self._pieces[file, offset] = flat
+            self._pieces[file, offset] = np.frombuffer(archive[start : start + size], np.uint8)
         return self._pieces[file, offset].reshape(shape)
-
-    def close(self) -> None:
-        """Give the mapped files back."""
-        self._pieces.clear()
-        self._maps.clear()
 
 
 class PieceWriter:
-    """A checkpoint of one cell that is written in pieces, and takes its name when it is whole."""
+    """A checkpoint of one cell that is written in pieces, and takes its name when it is whole.
+
+    Leaving its ``with`` block by an exception removes what was written.
+    """
 
     def __init__(self, target: Path) -> None:
         self._target, self._partial = target, temporary_path(target, "partial")
         before = locate_checkpoint(target)
         if before != target:
             before.rename(target)
-        if self._partial.exists():  # of a call that was killed
+        if self._partial.exists():  # left by a call that was killed
             shutil.rmtree(self._partial)
-        self._home = self._partial / "cell_0"
+        self._home = self._partial / CELL_FOLDER
         self._home.mkdir(parents=True)
         self._file, self._sum, self._size = (self._home / DATA).open("wb"), hashlib.sha256(), 0
         self._tensors: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._file.close()
+            shutil.rmtree(self._partial, ignore_errors=True)
 
     def write(self, name: str, box: Box, values: torch.Tensor, shape: Sequence[int]) -> None:
         """Write a piece of a tensor."""
@@ -160,17 +166,17 @@ class PieceWriter:
         self._file.write(data)
         self._sum.update(data)
         dtype = str(values.dtype).removeprefix("torch.")
-        kept = self._tensors.setdefault(name, {"dtype": dtype, "shape": list(shape), "chunks": []})
-        kept["chunks"].append([list(box[0]), list(box[1]), DATA, self._size, len(data)])
+        entry = self._tensors.setdefault(name, {"dtype": dtype, "shape": list(shape), "chunks": []})
+        entry["chunks"].append([list(box[0]), list(box[1]), DATA, self._size, len(data)])
         self._size += len(data)
 
-    def publish(self, part: str, values: Mapping[str, Plain], told: Mapping[str, Plain]) -> None:
-        """Give the folder its name."""
+    def publish(self, part: str, own_values: Mapping[str, Plain], values: Mapping[str, Plain]) -> None:
+        """Write the index, with a part's own values, and the record; then give the folder its name."""
         self._file.close()
         sync(self._home / DATA)
         files = {DATA: (self._size, self._sum.hexdigest())}
-        index = {"checksum": ALGORITHM, "files": files, "tensors": self._tensors, "ties": {}, "values": dict(values)}
-        text = json.dumps(index, allow_nan=False)
+        index = {"checksum": ALGORITHM, "files": files, "tensors": self._tensors, "ties": {}}
+        text = json.dumps(index | {"values": dict(own_values)}, allow_nan=False)
         write_text(self._home / INDEX, text)
         sync(self._home)
         record = Record(
@@ -184,15 +190,10 @@ class PieceWriter:
             after_round=True,
             parts=(part,),
             own=(),
-            values=dict(told),
-            indexes={"cell_0": hashlib.sha256(text.encode()).hexdigest()},
+            values=dict(values),
+            indexes={CELL_FOLDER: hashlib.sha256(text.encode()).hexdigest()},
         )
         publish(self._target, record)
-
-    def discard(self) -> None:
-        """Leave nothing of it."""
-        self._file.close()
-        shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -212,42 +213,36 @@ def _cut(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
             yield (start, *starts), (count, *sizes)
 
 
-def _storage(data: memoryview) -> tuple[int, int]:
+def _storage(archive: memoryview) -> tuple[int, int]:
     """Return where the bytes of the only storage begin in one of torch's files, and how many they are."""
-    archive = zipfile.ZipFile(io.BufferedReader(_Reader(data)))
-    (entry,) = (one for one in archive.infolist() if one.filename.rpartition("/")[0].endswith("/data"))
+    entries = zipfile.ZipFile(_Window(archive)).infolist()
+    (entry,) = (one for one in entries if one.filename.rpartition("/")[0].endswith("/data"))
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError("it is compressed")
-    local = bytes(data[entry.header_offset : entry.header_offset + 30])
-    start = entry.header_offset + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+    # A local header has 30 bytes, a name and an extra field; its last four bytes are the lengths of these two.
+    lengths = bytes(archive[entry.header_offset + 26 : entry.header_offset + 30])
+    start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     return start, entry.file_size
 
 
-class _Reader(io.RawIOBase):
-    """A part of a mapped file, to be read like one; nothing is copied but what is asked for."""
+class _Window:
+    """A part of a mapped file as a file for :mod:`zipfile`; nothing is copied but what is read."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._place = data, 0
+        self._data, self._position = data, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._data[self._place : self._place + len(buffer)]
-        buffer[: len(part)] = part
-        self._place += len(part)
-        return len(part)
+    def read(self, count: int = -1) -> bytes:
+        part = bytes(self._data[self._position :][: None if count < 0 else count])
+        self._position += len(part)
+        return part
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._data)}[whence]
-        self._place = base + offset
-        return self._place
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
 
 STATE = "server"
@@ -255,110 +250,100 @@ STATE = "server"
 
 
 class OfflineServer:
-    """Take the agreed model on by a round, as the ranks do in a networked round; elementwise."""
+    """The step of a server optimizer, elementwise, with its state in a folder for each round; writes nothing itself."""
 
-    def __init__(self, server: ServerOptimizer, folder: Path, told: Mapping[str, Any], start: Path | None) -> None:
-        self._server, self._told = server, told
-        self._target = folder / f"round_{told['round']}"
-        self._writer: PieceWriter | None = None
+    def __init__(self, server: ServerOptimizer, folder: Path, values: Mapping[str, Any], start: Path | None) -> None:
+        self._server, self._tensors = server, values["tensors"]
+        self.target = folder / f"round_{values['round']}"
         self._numbers: dict[str, Any] = {}
         self._elements: list[str] = []
-        probe = server.make([torch.zeros(1)])
-        self._schedule = server.make_schedule(probe)
-        self._asked, self._probe = asked_of(probe, self._schedule), probe
-        before = folder / f"round_{told['round'] - 1}"
+        self._after: tuple[list[str], dict[str, Any]] | None = None  # keys of tensors, and numbers, after the round
+        self._probe = server.make([torch.zeros(1)])  # has the options, and makes the schedule's steps
+        self._schedule = server.make_schedule(self._probe)
+        self._asked = asked_of(self._probe, self._schedule)
+        before = folder / f"round_{values['round'] - 1}"
         record = find_record(locate_checkpoint(before))
         if record is not None and record.parts == (STATE,):
-            kept: dict[str, Any] = from_plain(record.values[STATE], {})
-            compare(kept["tensors"], told["tensors"], str(before), "the exports")
-            saved = kept["asked"]
-            others = sorted(key for key in self._asked.keys() & saved.keys() if self._asked[key] != saved[key])
+            saved: dict[str, Any] = from_plain(record.values[STATE], {})
+            compare(saved["tensors"], self._tensors, str(before), "the exports")
+            asked = saved["asked"]
+            others = sorted(key for key in self._asked.keys() & asked.keys() if self._asked[key] != asked[key])
             if others:
-                there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (saved, self._asked))
+                there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (asked, self._asked))
                 raise CheckpointError(
                     f"{before} is the state of a server optimizer with {there}, and {here} is asked for; go on with "
                     "the same server"
                 )
             self._old, self._prefix = PieceReader(before, STATE), "model/"
-            self._elements, self._numbers = kept["elements"], kept["numbers"]
-            probe.param_groups[0].update(kept["options"])
+            self._elements, self._numbers = saved["elements"], saved["numbers"]
+            self._probe.param_groups[0].update(saved["options"])
             if self._schedule is not None:
-                self._schedule.load_state_dict(kept["schedule"])
+                self._schedule.load_state_dict(saved["schedule"])
         elif start is not None:
             first = read_told(start, "global")
-            compare(first["tensors"], told["tensors"], str(start), "the exports")
+            compare(first["tensors"], self._tensors, str(start), "the exports")
             self._old, self._prefix = PieceReader(start, PART), ""
         else:
             raise CheckpointError(
-                f"{folder} has no state of round {told['round'] - 1}, so the model that the cells have started from is "
-                "not known; for a first round give it (--start)"
+                f"{folder} has no state of round {values['round'] - 1}, so the model that the cells have started from "
+                "is not known; for a first round give it (--start)"
             )
         self._old.check()
-        self._made: Optimizer | None = None
-        self._made_elements: list[str] = []
-
-    def begin(self) -> None:
-        """Begin to write the state after the round."""
-        self._writer = PieceWriter(self._target)
 
     @torch.no_grad()
-    def step(self, name: str, box: Box, mean: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Take a piece of a tensor on."""
-        assert self._writer is not None, "begun"
+    def step(
+        self, name: str, box: Box, mean: torch.Tensor, shape: tuple[int, ...], writer: PieceWriter
+    ) -> torch.Tensor:
+        """Return the new global values of a piece of a tensor, and write its state."""
         # The state is of real numbers; those of a complex tensor are pairs of them.
         is_pairs = mean.numel() != math.prod(box[1])
-        flat, whole = ((*shape, 2), ((*box[0], 0), (*box[1], 2))) if is_pairs else (shape, box)
-        place = whole if self._prefix else box
-        kept = self._old.read(f"{self._prefix}{name}", place).to(wide_type(mean.dtype))
-        optimizer = self._server.make([kept])
-        optimizer.param_groups[0].update({key: _copied(value) for key, value in self._options().items()})
-        state = {key: self._old.read(f"{key}/{name}", place) for key in self._elements}
+        real_shape, real_box = ((*shape, 2), ((*box[0], 0), (*box[1], 2))) if is_pairs else (shape, box)
+        old_box = real_box if self._prefix else box
+        weights = self._old.read(f"{self._prefix}{name}", old_box).to(wide_type(mean.dtype))
+        optimizer = self._server.make([weights])
+        options = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in self._options().items()}
+        optimizer.param_groups[0].update(options)
+        state = {key: self._old.read(f"{key}/{name}", old_box) for key in self._elements}
         state |= {key: _number(value) for key, value in self._numbers.items()}
         if state:
-            optimizer.state[kept].update(state)
+            optimizer.state[weights].update(state)
         # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
-        kept.grad = torch.sub(kept.to(mean.dtype).to(kept.dtype), mean.to(kept.dtype))
+        weights.grad = torch.sub(weights.to(mean.dtype).to(weights.dtype), mean.to(weights.dtype))
         optimizer.step()
-        made = optimizer.state.get(kept, {})
+        state = optimizer.state.get(weights, {})
         elements = sorted(
-            key for key, value in made.items() if isinstance(value, torch.Tensor) and value.shape == kept.shape != ()
+            key for key, one in state.items() if isinstance(one, torch.Tensor) and one.shape == weights.shape != ()
         )
-        self._writer.write(f"{STATE}/model/{name}", whole, kept.detach(), flat)
+        writer.write(f"{STATE}/model/{name}", real_box, weights.detach(), real_shape)
         for key in elements:
-            self._writer.write(f"{STATE}/{key}/{name}", whole, made[key].detach(), flat)
-        if kept.numel() or self._made is None:
-            self._made, self._made_elements = optimizer, elements
-            self._made_numbers = {key: _plain(value) for key, value in made.items() if key not in elements}
-        return kept.to(mean.dtype)
+            writer.write(f"{STATE}/{key}/{name}", real_box, state[key].detach(), real_shape)
+        if weights.numel() or self._after is None:
+            self._after = elements, {key: _plain(value) for key, value in state.items() if key not in elements}
+        return weights.to(mean.dtype)
 
-    def publish(self) -> None:
-        """Give the state after the round its name."""
-        assert self._writer is not None and self._made is not None, "begun, and something was trained"
+    def publish(self, writer: PieceWriter) -> None:
+        """Publish the state after the round."""
+        assert self._after is not None, "something was trained"
         self._probe.param_groups[0]["params"][0].grad = torch.zeros(1)
         self._probe.step()
         if self._schedule is not None:
             self._schedule.step()
-        kept = {
-            "tensors": self._told["tensors"],
+        saved = {
+            "tensors": self._tensors,
             "asked": self._asked,
-            "elements": self._made_elements,
-            "numbers": self._made_numbers,
+            "elements": self._after[0],
+            "numbers": self._after[1],
             "options": self._options(),
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
-        self._writer.publish(STATE, {}, {STATE: to_plain(kept, STATE)})
-
-    def discard(self) -> None:
-        """Leave nothing of it."""
-        if self._writer is not None:
-            self._writer.discard()
+        writer.publish(STATE, {}, {STATE: to_plain(saved, STATE)})
 
     def _options(self) -> dict[str, Any]:
         return {key: value for key, value in self._probe.param_groups[0].items() if key != "params"}
 
 
 def _plain(value: Any) -> Any:
-    """Write what an optimizer counts: numbers, also as tensors of one element."""
+    """Return a number of an optimizer's state, which may be a tensor of one element, as plain data."""
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     return value
@@ -368,10 +353,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
     return value
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 _HINTS = {
@@ -385,24 +366,24 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Round:
-    """What a round of exports is made of."""
+    """A round of exports: its number, its cells, and the size of its result."""
 
     number: int
     cells: int
     shares: tuple[float, ...]
-    """What each cell counts for, of all"""
+    """Weight of each cell, relative to the sum of all"""
     tensors: int
     size_bytes: int
     """Of the tensors of the result"""
     was_there: bool = False
-    """Whether the result of the same exports stood there already, as it was written"""
+    """Whether the result of the same exports existed already, as it was written"""
 
 
 class _Export(PieceReader):
-    """An export, and what it says of itself."""
+    """An export, with its values."""
 
     def __init__(self, path: str | Path) -> None:
-        self.told: dict[str, Any] = read_told(Path(path), "export")
+        self.values: dict[str, Any] = read_told(Path(path), "export")
         super().__init__(check_path(path), PART)
         self.path = Path(path)
 
@@ -424,15 +405,15 @@ def aggregate_exports(
     The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, with
     checksums of its own, which takes its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it
     into any layout. It has the bits that a round over the network gives on processors of this kind. To make a round
-    again gives the same; where its result stands there whole, nothing is done.
+    again gives the same; where its result exists whole, nothing is done.
 
     :param paths: The exports' folders, in any order.
     :param out: The folder to make; a result of an earlier round there is replaced.
-    :param weights: What each cell counts for, by its number; by default as each has counted.
+    :param weights: The weight of each cell, by its number; by default what its export says.
     :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused. By
-        default what the cells were asked for (:class:`xffl.aggregation.exports.RoundPlan`), else the mean.
-    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default what the cells were
-        asked for, else none. Round 0 has none.
+        default as the cells' configuration says (:class:`xffl.aggregation.exports.RoundPlan`), else the mean.
+    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default as the
+        cells' configuration says, else none. Round 0 has none.
     :param state: The folder where the server optimizer's state goes from round to round, a folder for each; not used
         where there is none.
     :param start: For the first round of a server optimizer: the model that all cells have started from, as this made it
@@ -440,40 +421,46 @@ def aggregate_exports(
     :param is_tried: Whether to check all and write nothing.
     :param progress: Called with a stage, the bytes done and all of its bytes.
     :return: What was made.
-    :raises ConfigError: if an argument cannot be meant.
-    :raises CheckpointError: if an export cannot be trusted, or the exports do not go together; nothing is written.
+    :raises ConfigError: if an argument is invalid.
+    :raises CheckpointError: if an export is damaged, or the exports do not go together; nothing is written.
     """
     target = check_path(out)
-    exports = _open(paths)
-    told = exports[0].told
-    planned = RoundPlan(**(told.get("plan") or {})).read()
-    combiner = make("combine", planned[0] if combine is None else combine)
-    optimizer = server_of(planned[1] if server is None else server) if told["round"] > 0 or server is not None else None
+    exports = _open_exports(paths)
+    values = exports[0].values
+    combine_plan, server_plan = RoundPlan(**(values.get("plan") or {})).read()
+    combiner = make("combine", combine_plan if combine is None else combine)
+    optimizer = None
+    if values["round"] > 0 or server is not None:
+        optimizer = server_of(server_plan if server is None else server)
     if optimizer is not None and state is None:
         raise ConfigError("a server optimizer needs the folder where its state goes from round to round; give --state")
     context = _context(exports, combiner, weights)
-    sizes = {name: _bytes_of(exports[0], name) for name in told["tensors"]}
-    shares = tuple(context.share(cell) for cell in range(told["cells"]))
-    counted = [[digest_of_folder(one.path), one.told["weight"], one.told["steps"]] for one in exports]
+    kinds = [exports[0].kind(name) for name in values["tensors"]]
+    size_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
+    shares = tuple(context.share(cell) for cell in range(values["cells"]))
+    counted = [[digest_of_folder(one.path), one.values["weight"], one.values["steps"]] for one in exports]
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
-    made = Round(told["round"], told["cells"], shares, len(sizes), sum(sizes.values()))
-    if _stands(target, made_of):
+    made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes)
+    if _is_made(target, made_of):
         return replace(made, was_there=True)
-    _check_files(exports, progress or (lambda *_: None))
+    report = _StageProgress(progress, sum(export.size_bytes for export in exports))
+    for export in exports:
+        export.check()
+        report("checked", export.size_bytes)
     _check_target(target)
     outer = None
     if optimizer is not None and state is not None:
-        outer = OfflineServer(optimizer, check_path(state), told, None if start is None else check_path(start))
-    note = _Noting(progress, made.size_bytes)
-    context = _looked(exports, context, note)
+        outer = OfflineServer(optimizer, check_path(state), values, None if start is None else check_path(start))
+    report = _StageProgress(progress, size_bytes)
+    context = _check_values(exports, context, report)
     if not is_tried:
-        _write(target, exports, context, combiner, outer, note, made_of)
+        _write(target, exports, context, combiner, outer, report, made_of)
     return made
 
 
-def _stands(target: Path, made_of: Mapping[str, Any]) -> bool:
-    """Tell whether the result of the same exports stands there, as it was written."""
+def _is_made(target: Path, made_of: Mapping[str, Any]) -> bool:
+    """Tell whether the result of the same exports exists, as it was written."""
     try:
         return read_told(target, "global").get("made_of") == made_of and check_folder(target) is not None
     except CheckpointError:
@@ -488,85 +475,78 @@ def _check_target(target: Path) -> None:
         raise ConfigError(f"{target} exists and is no result of xffl aggregate, which would be replaced; give another")
 
 
-class _Noting:
-    """Tells how far a stage has come."""
+class _StageProgress:
+    """Reports how far a stage has come."""
 
-    def __init__(self, tell: Callable[[str, int, int], None] | None, size: int) -> None:
-        self._tell, self._size, self._stage, self._done = tell, size, "", 0
+    def __init__(self, report: Callable[[str, int, int], None] | None, size: int) -> None:
+        self._report, self._size, self._stage, self._done = report, size, "", 0
 
     def __call__(self, stage: str, count: int) -> None:
         self._done = self._done + count if stage == self._stage else count
         self._stage = stage
-        if self._tell is not None:
-            self._tell(stage, self._done, self._size)
+        if self._report is not None:
+            self._report(stage, self._done, self._size)
 
 
-def _open(paths: Sequence[str | Path]) -> list[_Export]:
-    """Read what the exports say of themselves, and compare it."""
+def _open_exports(paths: Sequence[str | Path]) -> list[_Export]:
+    """Return the exports by cell, when their values go together."""
     if not paths:
         raise ConfigError("no export is given; give the folder of each cell")
-    found: dict[int, _Export] = {}
-    first: _Export | None = None
-    for path in paths:
-        export = _Export(path)
-        told = export.told
-        first = first or export
+    by_cell: dict[int, _Export] = {}
+    exports = [_Export(path) for path in paths]
+    first = exports[0]
+    for export in exports:
+        values = export.values
         for what in ("cells", "sizes", "round", "start", "plan"):
-            if told.get(what) != first.told.get(what):
+            if values.get(what) != first.values.get(what):
                 raise CheckpointError(
-                    f"{path} is of {what} {told.get(what)}, {first.path} of {first.told.get(what)}; {_HINTS[what]}"
+                    f"{export.path} is of {what} {values.get(what)}, {first.path} of {first.values.get(what)}; "
+                    f"{_HINTS[what]}"
                 )
-        compare(told["tensors"], first.told["tensors"], str(path), str(first.path))
-        if told["cell"] in found:
+        compare(values["tensors"], first.values["tensors"], str(export.path), str(first.path))
+        if values["cell"] in by_cell:
             raise CheckpointError(
-                f"{path} and {found[told['cell']].path} are both of cell {told['cell']}; give one of each cell"
+                f"{export.path} and {by_cell[values['cell']].path} are both of cell {values['cell']}; give one of each "
+                "cell"
             )
-        found[told["cell"]] = export
-    assert first is not None, "there is a path"
-    missing = sorted(set(range(first.told["cells"])) - found.keys())
-    if missing:
-        raise CheckpointError(f"the export of cell {missing[0]} of {first.told['cells']} is missing; give one of each")
-    return [found[cell] for cell in sorted(found)]
-
-
-def _check_files(exports: Sequence[_Export], progress: Callable[[str, int, int], None]) -> None:
-    """Compare the exports' files with their checksums."""
-    sizes = [export.size_bytes for export in exports]
-    for number, export in enumerate(exports):
-        export.check()
-        progress("checked", sum(sizes[: number + 1]), sum(sizes))
+        by_cell[values["cell"]] = export
+    cells = first.values["cells"]
+    if missing := sorted(set(range(cells)) - by_cell.keys()):
+        raise CheckpointError(f"the export of cell {missing[0]} of {cells} is missing; give one of each")
+    return [by_cell[cell] for cell in sorted(by_cell)]
 
 
 def _context(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[float] | None) -> RoundContext:
-    """Return what the cells count for."""
+    """Return the cells' weights as a round has them."""
     check_combiner(combiner)
-    given = [export.told["weight"] for export in exports] if weights is None else [float(weight) for weight in weights]
-    if len(given) != len(exports):
-        raise ConfigError(f"{len(given)} weights are given for {len(exports)} cells; give one for each")
-    if not all(math.isfinite(weight) and weight >= 0.0 for weight in given) or not any(given):
-        raise ConfigError(f"weights {given} must be finite, none negative and one positive")
-    steps = tuple(export.told["steps"] for export in exports)
-    context = RoundContext(tuple(given), first=0, number=exports[0].told["round"], steps=steps)
+    counts = [one.values["weight"] for one in exports] if weights is None else [float(weight) for weight in weights]
+    if len(counts) != len(exports):
+        raise ConfigError(f"{len(counts)} weights are given for {len(exports)} cells; give one for each")
+    if not all(math.isfinite(count) and count >= 0.0 for count in counts) or not any(counts):
+        raise ConfigError(f"weights {counts} must be finite, none negative and one positive")
+    steps = tuple(export.values["steps"] for export in exports)
+    context = RoundContext(tuple(counts), first=0, number=exports[0].values["round"], steps=steps)
     combiner.check(len(context.cells))
     return weigh_cells(context, combiner)
 
 
-def _looked(exports: Sequence[_Export], context: RoundContext, note: _Noting) -> RoundContext:
-    """Refuse values that are not finite, and tell how the others may be combined, as the ranks of a round do."""
-    is_moderate = True
-    for name, (policy, *_) in exports[0].told["tensors"].items():
-        for box in _boxes(exports[0], name) if policy == "average" else ():
+def _check_values(exports: Sequence[_Export], context: RoundContext, report: _StageProgress) -> RoundContext:
+    """Refuse values that are not finite, and note how the others may be combined, as the ranks of a round do."""
+    squares_fit_fp32 = True
+    for name, (policy, *_) in exports[0].values["tensors"].items():
+        kind = exports[0].kind(name)
+        for box in boxes(*kind) if policy == "average" else ():
             for export in exports:
                 values = export.read(name, box)
                 if not math.isfinite(sum_of_squares(values).item()):
                     if not values.isfinite().all():
                         raise CheckpointError(
-                            f"{export.path}: tensor {name!r} of cell {export.told['cell']} has values that are not "
+                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
                             "finite; nothing was combined"
                         )
-                    is_moderate = False
-            note("looked", math.prod(box[1]) * exports[0].kind(name)[0].itemsize)
-    return replace(context, is_fused=is_moderate)
+                    squares_fit_fp32 = False
+            report("inspected", math.prod(box[1]) * kind[0].itemsize)
+    return replace(context, is_fused=squares_fit_fp32)
 
 
 def _write(
@@ -575,40 +555,34 @@ def _write(
     context: RoundContext,
     combiner: Combiner,
     outer: OfflineServer | None,
-    note: _Noting,
+    report: _StageProgress,
     made_of: Mapping[str, Any],
 ) -> None:
     """Combine, piece by piece, and publish the result."""
-    told = exports[0].told
-    writer: PieceWriter | None = None
+    values = exports[0].values
     try:
-        writer = PieceWriter(target)
-        if outer is not None:
-            outer.begin()
-        for name, (policy, is_stepped, *_) in told["tensors"].items():
-            dtype, shape = exports[0].kind(name)
-            for box in _boxes(exports[0], name):
-                made = _combined(exports, context, combiner, name, policy, box)
-                if outer is not None and is_stepped:
-                    made = outer.step(name, box, made, shape)
-                writer.write(f"{PART}/{name}", box, made.view(dtype), shape)
-                note("combined", made.nbytes)
-        shares = [context.share(cell) for cell in range(told["cells"])]
-        kept = {name: told[name] for name in ("round", "cells", "tensors")} | {"shares": shares, "made_of": made_of}
-        if outer is not None:
-            outer.publish()  # before the result: a round that is made again begins from the state before it
-        writer.publish(PART, exports[0].index.values, {"global": kept})
-    except BaseException as error:
-        if writer is not None:
-            writer.discard()
-        if outer is not None:
-            outer.discard()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error
-        raise
+        with (
+            PieceWriter(target) as writer,
+            nullcontext() if outer is None else PieceWriter(outer.target) as state_writer,
+        ):
+            for name, (policy, is_stepped, *_) in values["tensors"].items():
+                dtype, shape = exports[0].kind(name)
+                for box in boxes(dtype, shape):
+                    piece = _combine(exports, context, combiner, name, policy, box)
+                    if outer is not None and state_writer is not None and is_stepped:
+                        piece = outer.step(name, box, piece, shape, state_writer)
+                    writer.write(f"{PART}/{name}", box, piece.view(dtype), shape)
+                    report("combined", piece.nbytes)
+            result = {name: values[name] for name in ("round", "cells", "tensors")}
+            result |= {"shares": [context.share(cell) for cell in range(values["cells"])], "made_of": made_of}
+            if outer is not None and state_writer is not None:
+                outer.publish(state_writer)  # before the result: a round made again begins from the state before it
+            writer.publish(PART, exports[0].index.values, {"global": result})
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error
 
 
-def _combined(
+def _combine(
     exports: Sequence[_Export], context: RoundContext, combiner: Combiner, name: str, policy: str, box: Box
 ) -> torch.Tensor:
     """Return a piece of the result, flat."""
@@ -621,12 +595,3 @@ def _combined(
     else:
         weighted_mean(values, [context.counts[cell] for cell in context.cells], out, is_fused=context.is_fused)
     return out
-
-
-def _bytes_of(export: _Export, name: str) -> int:
-    dtype, shape = export.kind(name)
-    return math.prod(shape) * dtype.itemsize
-
-
-def _boxes(export: _Export, name: str) -> Iterator[Box]:
-    return boxes(*export.kind(name))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from xffl.aggregation.compression.codecs import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
+from xffl.checks import shorten
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
@@ -35,9 +37,7 @@ __all__ = [
     "describe_rank_tensors",
     "gather_axes",
     "gather_replica_tensors",
-    "held",
     "owners_of",
-    "places",
     "tensors_of",
     "ties_of",
 ]
@@ -88,7 +88,7 @@ class ModelTensor(TensorInfo):
 
     @property
     def facts(self) -> TensorInfo:
-        """What there is to say of the tensor without the model."""
+        """The same without the module, to send it to other ranks."""
         return TensorInfo(*(getattr(self, one.name) for one in fields(TensorInfo)))
 
     def tensor(self) -> torch.Tensor:
@@ -104,7 +104,7 @@ class ModelTensor(TensorInfo):
 
     @property
     def held(self) -> Mapping[str, torch.Tensor | None]:
-        """What the module keeps the tensor among, to look it up without any check."""
+        """The module's own dictionary that holds the tensor, to look it up without any check."""
         return self.module._buffers if self.is_buffer else self.module._parameters
 
     def elements(self, axis: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ class ModelTensor(TensorInfo):
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield each parameter and buffer once, with its name without wrappers and the module that holds it."""
+    """Yield each parameter and buffer once: its name without wrappers, the module that holds it, its key there."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -124,21 +124,25 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Te
                 f"module {prefix or 'model'!r} is wrapped by FSDP1, whose flat parameters hide the tensors; use "
                 "xffl.shard"
             )
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            yield _name(prefix, leaf), module, leaf, tensor
+        for leaf, tensor in _tensors_in(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield _name(prefix, leaf), module, leaf, tensor
 
 
 def ties_of(model: nn.Module) -> dict[int, list[str]]:
     """Return, by the id of each parameter and buffer, all names that it has, without wrappers."""
     names: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                names.setdefault(id(tensor), []).append(_name(prefix, leaf))
+        for leaf, tensor in _tensors_in(module):
+            names.setdefault(id(tensor), []).append(_name(prefix, leaf))
     return names
+
+
+def _tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return a module's own parameters and buffers; its hidden dictionaries are quicker than torch's iterators."""
+    own = (*module._parameters.items(), *module._buffers.items())
+    return [(leaf, tensor) for leaf, tensor in own if tensor is not None]
 
 
 def _name(prefix: str, leaf: str) -> str:
@@ -159,46 +163,42 @@ def owners_of(model: nn.Module, name: str) -> list[nn.Module]:
     return owners
 
 
-def held(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that the model's modules hold, in order."""
+def _tensors_in_order(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that the model's modules hold, in order; each round asks, so one comprehension does it all."""
     return [
         tensor
         for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for tensor in held.values()
+        for own in (module._parameters, module._buffers)
+        for tensor in own.values()
         if tensor is not None
     ]
 
 
-def places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ...]:
+def _places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ...]:
     """Return where the model keeps its tensors, in order, which of them train, and the first place of tied ones."""
     first: dict[int, tuple[int, str]] = {}
     return tuple(
         (id(module), leaf, tensor.requires_grad, first.setdefault(id(tensor), (id(module), leaf)))
         for module in model.modules()
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
+        for leaf, tensor in _tensors_in(module)
     )
 
 
 def check_reduced(model: nn.Module) -> None:
     """Raise where DDP adds up the gradients of parameters that are no longer the model's."""
     for prefix, module in model.named_modules():
-        if not isinstance(module, nn.parallel.DistributedDataParallel):
+        # Where torch does not tell which parameters DDP was made with, or DDP ignores some, nothing can be compared.
+        made_with = getattr(module, "_module_parameters", None)
+        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if not is_ddp or made_with is None or module.parameters_to_ignore:
             continue
-        known = _reduced_by(module)
+        known = set(map(id, made_with))
         for name, parameter in module.module.named_parameters():
-            if known is not None and parameter.requires_grad and id(parameter) not in known:
+            if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
                     f"parameter {_name(prefix, name)!r} is another object than when DDP was made, and DDP adds up the "
                     "gradients of others; replace or add parameters before xffl.shard, or load with assign=False"
                 )
-
-
-def _reduced_by(ddp: nn.parallel.DistributedDataParallel) -> set[int] | None:
-    """Return the ids of the parameters that DDP was made with; ``None`` where torch does not tell, or some are left."""
-    kept = getattr(ddp, "_module_parameters", None)
-    return None if kept is None or ddp.parameters_to_ignore else set(map(id, kept))
 
 
 def default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
@@ -211,7 +211,7 @@ def default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
 
 
 def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
-    """Raise where a tensor cannot take part in a round as its policy says."""
+    """Raise where a round cannot move a tensor as its policy says."""
     if nn.parameter.is_lazy(tensor) or (tensor.is_meta and policy != "local"):
         raise ConfigError(f"tensor {name!r} has no values yet; initialize the model before making the Aggregator")
     if policy == "local":
@@ -233,8 +233,8 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")
 
 
-# In a list of axes: every rank of the cell holds the whole tensor; or shards hold parts that no cut along one axis
-# makes, or not all of them hold one.
+# Instead of an axis: every rank of the cell holds the whole tensor; or the shards' parts are not those of one cut along
+# one axis, or not all shards hold one.
 REPLICATED, BY_PARTS = -1, -2
 
 
@@ -256,10 +256,7 @@ def gather_axes(
 
     Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
     """
-    runs: list[tuple[int, int]] = []
-    for axis in axes:
-        count = runs.pop()[1] if runs and runs[-1][0] == axis else 0
-        runs.append((axis, count + 1))
+    runs = [(axis, len(list(equal))) for axis, equal in itertools.groupby(axes)]
     gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
     dist.all_gather_object(gathered, runs, group=group)
     cells = []
@@ -287,7 +284,7 @@ def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
     if not cuts:
         return REPLICATED
     dim, place = cuts[0]
-    if len(cuts) > 1 or not isinstance(place, Shard) or type(place) is not Shard:
+    if len(cuts) > 1 or type(place) is not Shard:
         raise ConfigError(
             f"tensor {entry.name!r} has placements {tensor.placements}; a round takes tensors cut along one axis of "
             f"one mesh dimension; {knob}"
@@ -299,11 +296,16 @@ def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
             f"{knob}"
         )
     axis = place.dim
-    length, inner = entry.real_shape[axis], prod(entry.real_shape) // max(1, entry.real_shape[axis])
-    first, last = Cut.of_axis(length, inner, shards).bounds(at.shard)
-    if entry.elements(axis).numel() != last - first:
+    if entry.elements(axis).numel() != _chunk_numel(entry, axis, shards, at.shard):
         raise ConfigError(f"tensor {entry.name!r} is cut unevenly along axis {axis}, not as torch.chunk does; {knob}")
     return axis
+
+
+def _chunk_numel(entry: ModelTensor, axis: int, shards: int, shard: int) -> int:
+    """Return how many elements a shard has of a tensor that is cut as :func:`torch.chunk` does."""
+    length = entry.real_shape[axis]
+    first, last = Cut.of_axis(length, prod(entry.real_shape) // max(1, length), shards).bounds(shard)
+    return last - first
 
 
 WHOLE: tuple[tuple[str, int, int], ...] = ()  # the key of a tensor that is not cut
@@ -319,10 +321,10 @@ class TensorPlacement(NamedTuple):
 
 
 class RankTensors(NamedTuple):
-    """What a rank tells the others of its replica: its tensors, what it holds of them, and which patterns matched."""
+    """A rank's tensors, its part of each, and which patterns matched: sent to the other ranks of the replica."""
 
     tensors: tuple[TensorInfo, ...]
-    held: tuple[TensorPlacement, ...]
+    placements: tuple[TensorPlacement, ...]
     is_used: tuple[bool, ...]
 
 
@@ -348,11 +350,11 @@ def describe_rank_tensors(
 ) -> RankTensors:
     """Return what this rank holds; local."""
     replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
-    held = tuple(_held(entry, replica, at.shard) for entry in entries)
-    return RankTensors(tuple(entry.facts for entry in entries), held, is_used)
+    placements = tuple(_placement(entry, replica, at.shard) for entry in entries)
+    return RankTensors(tuple(entry.facts for entry in entries), placements, is_used)
 
 
-def _held(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:
+def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:
     tensor = entry.tensor()
     if entry.policy == "local" or not isinstance(tensor, DTensor):
         return TensorPlacement(REPLICATED, WHOLE, prod(entry.real_shape))
@@ -372,11 +374,9 @@ def _held(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlace
         )
     key = tuple((str(place), mesh.size(dim), at[dim]) for dim, place in cuts)
     dim, place = cuts[0]
-    if len(cuts) == 1 and isinstance(place, Shard) and type(place) is Shard:
-        length = entry.real_shape[place.dim]
-        cut = Cut.of_axis(length, prod(entry.real_shape) // max(1, length), len(replica))
-        first, last = cut.bounds(shard)
-        if (mesh.size(dim), at[dim], numel) == (len(replica), shard, last - first):
+    if len(cuts) == 1 and type(place) is Shard:  # not a subclass: it may cut in other ways
+        whole_replica = (len(replica), shard, _chunk_numel(entry, place.dim, len(replica), shard))
+        if (mesh.size(dim), at[dim], numel) == whole_replica:
             return TensorPlacement(place.dim, key, numel)
     return TensorPlacement(BY_PARTS, key, numel)
 
@@ -386,56 +386,55 @@ def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) 
 
     Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
     """
-    told: list[RankTensors] = [rank_tensors] * group.size()
-    dist.all_gather_object(told, rank_tensors, group=group)
-    if len({len(one.is_used) for one in told}) > 1:
+    gathered: list[RankTensors] = [rank_tensors] * group.size()
+    dist.all_gather_object(gathered, rank_tensors, group=group)
+    if len({len(one.is_used) for one in gathered}) > 1:
         raise ConfigError("the ranks of a replica were given different policies or codecs; give all the same")
     by_name: dict[str, dict[int, tuple[TensorInfo, TensorPlacement]]] = {}
-    for shard, (tensors, of_tensors, _) in enumerate(told):
-        for facts, held in zip(tensors, of_tensors, strict=True):
-            by_name.setdefault(facts.name, {})[shard] = facts, held
+    for shard, one in enumerate(gathered):
+        for info, placement in zip(one.tensors, one.placements, strict=True):
+            by_name.setdefault(info.name, {})[shard] = info, placement
     moving, axes, parts, lines = [], [], [], []
     for name in sorted(by_name):
-        said = by_name[name]
-        facts = _common(name, {shard: tensor for shard, (tensor, _) in said.items()})
-        here = {shard: held for shard, (_, held) in said.items()}
-        if facts.policy == "local":
-            lines.append(f"{facts}{'' if len(said) == len(told) else f', on shards {sorted(said)}'}")
+        by_shard = by_name[name]
+        info = _common(name, {shard: one for shard, (one, _) in by_shard.items()})
+        if info.policy == "local":
+            lines.append(f"{info}{'' if len(by_shard) == len(gathered) else f', on shards {sorted(by_shard)}'}")
             continue
-        cut = {held.axis for held in here.values()}
-        axis = cut.pop() if len(here) == len(told) and len(cut) == 1 else BY_PARTS
-        by_key = _by_key(facts, here) if axis == BY_PARTS else {}
-        moving.append(facts)
+        placements = {shard: placement for shard, (_, placement) in by_shard.items()}
+        cuts = {placement.axis for placement in placements.values()}
+        axis = cuts.pop() if len(placements) == len(gathered) and len(cuts) == 1 else BY_PARTS
+        by_key = _by_key(info, placements) if axis == BY_PARTS else {}
+        moving.append(info)
         axes.append(axis)
         parts.append(tuple(part for part in by_key.values() if part.numel))
-        lines.append(f"{facts}{_text(axis, by_key)}")
-    is_used = tuple(map(any, zip(*(one.is_used for one in told), strict=True)))
+        lines.append(f"{info}{_text(axis, by_key)}")
+    is_used = tuple(map(any, zip(*(one.is_used for one in gathered), strict=True)))
     return ReplicaTensors(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
 
 
-def _common(name: str, said: dict[int, TensorInfo]) -> TensorInfo:
-    """Return what all shards say of a tensor."""
-    facts = next(iter(said.values()))
-    others = {shard: one for shard, one in said.items() if one != facts}
-    if others:
-        shard, other = next(iter(others.items()))
-        shown = [str(one).partition("\t")[2] for one in (facts, other)]
-        raise ConfigError(
-            f"tensor {name!r} is {shown[0]} on shard {next(iter(said))} and {shown[1]} on shard {shard} of a replica; "
-            "give the tensors of a stage the names that they have in the whole model"
-        )
-    return facts
+def _common(name: str, by_shard: dict[int, TensorInfo]) -> TensorInfo:
+    """Return what all shards agree on for a tensor."""
+    first, info = next(iter(by_shard.items()))
+    for shard, other in by_shard.items():
+        if other != info:
+            shown = [str(one).partition("\t")[2] for one in (info, other)]
+            raise ConfigError(
+                f"tensor {name!r} is {shown[0]} on shard {first} and {shown[1]} on shard {shard} of a replica; give "
+                "the tensors of a stage the names that they have in the whole model"
+            )
+    return info
 
 
-def _by_key(facts: TensorInfo, held: dict[int, TensorPlacement]) -> dict[tuple[tuple[str, int, int], ...], Part]:
+def _by_key(info: TensorInfo, placements: dict[int, TensorPlacement]) -> dict[tuple[tuple[str, int, int], ...], Part]:
     """Return the parts of a tensor, in the order of their first shards."""
     parts: dict[tuple[tuple[str, int, int], ...], Part] = {}
-    for shard, (_, key, numel) in sorted(held.items()):
+    for shard, (_, key, numel) in sorted(placements.items()):
         parts[key] = Part(numel, (*parts[key].holders, shard) if key in parts else (shard,))
     numel = sum(part.numel for part in parts.values())
-    if numel != prod(facts.real_shape):
+    if numel != prod(info.real_shape):
         raise ConfigError(
-            f"tensor {facts.name!r} has {prod(facts.real_shape)} elements, but the shards of a replica hold parts of "
+            f"tensor {info.name!r} has {prod(info.real_shape)} elements, but the shards of a replica hold parts of "
             f"{numel}{_text(BY_PARTS, parts)}; shard it over one mesh, as the state's cell_shape says"
         )
     return parts
@@ -476,7 +475,7 @@ class Manifest:
         reshard(model)
         check_reduced(model)
         if policies is not None and not isinstance(policies, Mapping):
-            raise ConfigError(f"policies {policies!r} is no mapping; give one of name patterns or types to policies")
+            raise ConfigError(f"policies must be a mapping of name patterns or types to policies, got {policies!r}")
         policies = dict(policies or {})
         self.codecs: dict[str, Codec | None] = {}
         codecs: dict[Pattern, str] = {}
@@ -494,24 +493,22 @@ class Manifest:
             owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
             policy = _choose("policies", owners, policies, used) or default_policy(module, leaf, tensor)
             if isinstance(codec, Mapping):
-                written = _choose("codecs", owners, codecs, used) or "none"
+                codec_name = _choose("codecs", owners, codecs, used) or "none"
             else:  # a plain codec is for what trains; a buffer has to be named
-                written = "none" if leaf in module._buffers else codecs[""]
-            written = written if policy == "average" else "none"
-            _add(entries, name, policy, written, module, leaf, tensor)
-        self._patterns = [
-            (what, pattern) for what, given in (("policies", policies), ("codecs", codecs)) for pattern in given
-        ]
-        # On a stage of a pipeline a pattern may be for tensors of another one, so this is judged later.
+                codec_name = "none" if leaf in module._buffers else codecs[""]
+            codec_name = codec_name if policy == "average" else "none"
+            _add(entries, name, policy, codec_name, module, leaf, tensor)
+        self._patterns = [("policies", pattern) for pattern in policies] + [("codecs", pattern) for pattern in codecs]
+        # On a stage of a pipeline a pattern may be for tensors of another stage: check_patterns() decides.
         self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
             _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
         self.entries: tuple[ModelTensor, ...] = tuple(entries[name] for name in sorted(entries))
         self._roots = (model,) if extra is None else (model, extra)
-        self._places = self._look(places)
+        self._places = self._of_roots(_places)
         self._module_names = self._look_up_names()
-        # Kept alive, so that no other tensor can be taken for one of them.
-        self._tensors = self._look(held)
+        # Tensors are kept alive: check() compares objects, and a new one must not get the address of an old one.
+        self._tensors = self._of_roots(_tensors_in_order)
         self._trains = [tensor.requires_grad for tensor in self._tensors]
         self.moving: tuple[ModelTensor, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
@@ -524,16 +521,23 @@ class Manifest:
         names = [entry.name for entry in self.entries] if replica_tensors is None else replica_tensors.names
         for what in ("policies", "codecs"):
             patterns = zip(self._patterns, is_used, strict=True)
-            _check_patterns(what, [pattern for (kind, pattern), used in patterns if kind == what and not used], names)
+            unused = [pattern for (kind, pattern), used in patterns if kind == what and not used]
+            if not unused:
+                continue
+            shown = sorted(pattern if isinstance(pattern, str) else pattern.__name__ for pattern in unused)
+            texts = [pattern for pattern in unused if isinstance(pattern, str)]
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in texts):
+                raise ConfigError(f"{what} {shown} come after patterns that match the same; put the narrower first")
+            raise ConfigError(f"{what} {shown} match no tensor; names look like {names[:3]}")
 
     def check(self) -> None:
         """Raise where the model no longer has the tensors it had; local."""
-        tensors = self._look(held)
+        tensors = self._of_roots(_tensors_in_order)
         trains = [tensor.requires_grad for tensor in tensors]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         if is_same and trains == self._trains:
             return
-        now = self._look(places)
+        now = self._of_roots(_places)
         if now == self._places:
             self._check_replaced(tensors)
             self._tensors, self._trains = tensors, trains
@@ -542,7 +546,7 @@ class Manifest:
         other = set(now) ^ set(self._places)
         changed = sorted({f"{names[module]}.{leaf}".removeprefix(".") for module, leaf, *_ in other})
         raise ConfigError(
-            f"the model's tensors have changed since the Aggregator was made (look at {', '.join(changed[:5])}: "
+            f"the model's tensors have changed since the Aggregator was made (look at {shorten(changed)}: "
             "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
         )
 
@@ -553,19 +557,19 @@ class Manifest:
         if not new:
             return
         for entry in self.moving:
-            entry.tensor()  # another shape or data type is told by itself
+            entry.tensor()  # another shape or data type has an error of its own
         names = sorted(entry.name for entry in self.entries if id(entry.tensor()) in new)
         raise ConfigError(
-            f"parameters {', '.join(map(repr, names[:5]))} ({len(names)} in all) were replaced by other objects since "
-            "the Aggregator was made, so an optimizer or DDP may go on training the old ones; load with assign=False, "
-            "or replace parameters before xffl.shard and the optimizer, and make a new Aggregator"
+            f"parameters {shorten(map(repr, names))} were replaced by other objects since the Aggregator was made, so "
+            "an optimizer or DDP may go on training the old ones; load with assign=False, or replace parameters before "
+            "xffl.shard and the optimizer, and make a new Aggregator"
         )
 
     def _look_up_names(self) -> dict[int, str]:
         return {id(module): name for root in self._roots for name, module in root.named_modules()}
 
-    def _look(self, at: Callable[[nn.Module], Sequence[T]]) -> list[T]:
-        return [found for root in self._roots for found in at(root)]
+    def _of_roots(self, read: Callable[[nn.Module], Sequence[T]]) -> list[T]:
+        return [one for root in self._roots for one in read(root)]
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
         """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none."""
@@ -615,11 +619,11 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
     """Name the first tensor on which the ranks' manifests differ, and the ranks."""
     tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
     for name in sorted({name for table in tables.values() for name in table}):
-        said: dict[str, list[int]] = {}
+        by_text: dict[str, list[int]] = {}
         for rank in sorted(tables):
-            said.setdefault(tables[rank].get(name, "missing"), []).append(rank)
-        if len(said) > 1:
-            shown = "; ".join(f"{what} on ranks {', '.join(map(str, ranks))}" for what, ranks in said.items())
+            by_text.setdefault(tables[rank].get(name, "missing"), []).append(rank)
+        if len(by_text) > 1:
+            shown = "; ".join(f"{text} on ranks {', '.join(map(str, ranks))}" for text, ranks in by_text.items())
             return ConfigError(f"{name!r} differs: {shown}; give every rank the same model, policies and options")
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
 
@@ -647,9 +651,11 @@ def _add(
 def _choose(
     what: str, owners: Mapping[str, Sequence[nn.Module]], patterns: Mapping[Pattern, str], used: set[Pattern]
 ) -> str | None:
-    """Return what patterns say of a tensor, by whichever of its names and modules they match."""
-    matches = [_match(name, modules, patterns, used) for name, modules in owners.items()]
-    chosen = sorted({patterns[match] for match in matches if match is not None})
+    """Return the value of the patterns that match a tensor under one of its names, and note that they are of use."""
+    matches = (_match(name, modules, patterns) for name, modules in owners.items())
+    matched = {pattern for pattern in matches if pattern is not None}
+    used |= matched
+    chosen = sorted({patterns[pattern] for pattern in matched})
     if len(chosen) > 1:
         raise ConfigError(
             f"{what} {', '.join(map(repr, chosen))} match one tensor under its names {', '.join(owners)}; give these "
@@ -658,29 +664,16 @@ def _choose(
     return chosen[0] if chosen else None
 
 
-def _match(
-    name: str, owners: Sequence[nn.Module], patterns: Mapping[Pattern, str], used: set[Pattern]
-) -> Pattern | None:
-    """Return the first pattern that a tensor matches, and note that it is of use."""
+def _match(name: str, owners: Sequence[nn.Module], patterns: Iterable[Pattern]) -> Pattern | None:
+    """Return the first pattern that a tensor matches, by its name or by the modules that it lies in."""
     for pattern in patterns:
         if isinstance(pattern, str):
             is_match = fnmatch.fnmatchcase(name, pattern)
         else:
             is_match = any(isinstance(owner, pattern) for owner in owners)
         if is_match:
-            used.add(pattern)
             return pattern
     return None
-
-
-def _check_patterns(what: str, unused: Sequence[Pattern], names: Sequence[str]) -> None:
-    if not unused:
-        return
-    shown = sorted(pattern if isinstance(pattern, str) else pattern.__name__ for pattern in unused)
-    texts = [pattern for pattern in unused if isinstance(pattern, str)]
-    if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in texts):
-        raise ConfigError(f"{what} {shown} come after patterns that match the same; put the narrower first")
-    raise ConfigError(f"{what} {shown} match no tensor; names look like {names[:3]}")
 
 
 def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
