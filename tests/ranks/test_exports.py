@@ -224,6 +224,9 @@ def one_wrong_weight(rank: int, world_size: int, port: int, folder: str) -> None
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(ConfigError, match=r"weight -1.0 is negative or not finite.*rank 1 of 2"), scaling:
             optimizer.step()
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, weight=lambda: 1 / (1 - rank))
+        with pytest.raises(xffl.RoundError, match=r"cannot be read: ZeroDivisionError.*rank 1 of 2"), scaling:
+            optimizer.step()
 
 
 def test_a_wrong_weight_of_one_rank_is_refused_on_all(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.contributions import unwrap
-from xffl.aggregation.hierarchical import read_levels
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer
@@ -163,6 +162,8 @@ def _parse(
 def _check_keywords(options: Mapping[str, Any]) -> None:
     """Check the names of an aggregator's keywords."""
     if "levels" in options:
+        from xffl.aggregation.hierarchical import read_levels
+
         read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
         return
     parameters = inspect.signature(Aggregator).parameters.values()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,13 @@ from xffl.aggregation.contributions import (
 )
 from xffl.aggregation.engine.consensus import RoundInput, digest_of
 from xffl.aggregation.engine.status import checked_weight
-from xffl.aggregation.exports import FileRound, RoundPlan
-from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
+
+if TYPE_CHECKING:
+    from xffl.aggregation.exports import FileRound
 
 __all__ = ["FederatedScaling"]
 
@@ -207,7 +208,11 @@ class FederatedScaling:
                 set_up(client, self._model, self._optimizers, options.get("policies"))
             if client is not None and client.extra is not None:
                 options["extra"] = client.extra
-            kind = Levels if "levels" in options else Aggregator
+            kind: type[Aggregator] = Aggregator
+            if "levels" in options:
+                from xffl.aggregation.hierarchical import Levels
+
+                kind = Levels
             self._aggregator = kind(self._model, self._state, **options)
             if saved is not None:
                 self._aggregator.load_state_dict(saved)
@@ -370,7 +375,10 @@ class FederatedScaling:
         self._tracker.add_effort(self._normalized_steps.of_step())
         if not self._tracker.is_waiting(0) and (failure := self._find_uncounted()) is not None:
             raise failure
-        with run_on_all_ranks("weights"):
+        with run_on_all_ranks(
+            "weights",
+            convert=lambda error: RoundError(f"the weight cannot be read: {type(error).__name__}: {error}"),
+        ):
             if self._weight is not None:
                 self._tracker.add_count(checked_weight(self._weight()))
         weight = 0.0 if not self._tracker.is_waiting(0) else None if self._weight is None else self._tracker.count(0)
@@ -559,6 +567,9 @@ def _file_round(
             f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "
             f"{config.delay} and aggregator {aggregator!r}; give keywords for the aggregator, and leave the others out"
         )
+    # Rounds over files read and write checkpoints, which rounds over a network do without.
+    from xffl.aggregation.exports import FileRound, RoundPlan
+
     options = dict(aggregator or {})
     policies = options.pop("policies", None)
     return FileRound(model, state, RoundPlan(algorithm, options), policies)
