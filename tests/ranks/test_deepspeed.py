@@ -483,7 +483,7 @@ def misuse(rank: int, world_size: int) -> None:
         (model.module, optimizer, "give what wrap_model returned"),
         (model, torch.optim.SGD(Tied().parameters()), "holds a parameter that the model has not"),
         (model, torch.optim.SGD([model.module.embedding.weight]), "lacks parameter 'norm.weight'"),
-        (model, None, "is no optimizer"),
+        (model, None, "must be a torch.optim.Optimizer, got NoneType"),
     ):
         with pytest.raises(ConfigError, match=told):
             strategy.wrap_optimizer(wrong, given)

@@ -24,11 +24,11 @@ from xffl.errors import ConfigError, StateError
 
 __all__ = [
     "NO_ENGINE",
+    "UNREADY",
     "Masters",
     "find_masters",
     "is_cut",
     "mark",
-    "mark_unready",
     "refresh_view",
     "round_view",
     "write_view",
@@ -37,11 +37,12 @@ __all__ = [
 
 MARK = "_xffl_zero"
 UNREADY = "unready"
+"""The mark of a model that ZeRO is to cut, so that nobody uses it before."""
 NO_ENGINE = (
     "DeepSpeed has no optimizer yet; call optimizer = strategy.wrap_optimizer(model, optimizer) before the model is "
     "used"
 )
-"""What is said where the engine is not made yet."""
+"""The message where the engine is not made yet."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,32 @@ class Masters:
     @cached_property
     def view(self) -> nn.Module:
         """The model of cut rows, made at the first use; it holds what :meth:`read` has taken."""
-        return self._mirror()
+        # Modules of the same types and names, with the cut rows in the place of the parameters.
+        cut: dict[nn.Parameter, nn.Parameter] = {p: self._shard[name] for name, p in self._parameter.items()}
+        twins: dict[nn.Module, nn.Module] = {}
+        for module in self._model.modules():
+            twin = twins[module] = type(module).__new__(type(module))
+            twin.__dict__.update(module.__dict__)
+        for module, twin in twins.items():
+            parameters = {
+                leaf: None if parameter is None else self._row_of(parameter, cut)
+                for leaf, parameter in module._parameters.items()
+            }
+            children = {name: None if child is None else twins[child] for name, child in module._modules.items()}
+            twin.__dict__.update(_parameters=parameters, _modules=children)
+            twin.__dict__.pop(MARK, None)
+        return twins[self._model]
+
+    def _row_of(self, parameter: nn.Parameter, cut: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+        """Return a parameter's row; one that is not trained shares its memory with the model."""
+        if parameter not in cut:
+            if self._stage < 3:
+                cut[parameter] = parameter
+            else:
+                start, last = self._chunk(numel := self._numel(parameter))
+                own = parameter.ds_tensor.data[: last - start]  # type: ignore[attr-defined]
+                cut[parameter] = nn.Parameter(self._cut(own, numel), requires_grad=False)
+        return cut[parameter]
 
     def _fragments(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[tuple[nn.Parameter, Fragment]]:
         """Find where this rank's rows hold each parameter."""
@@ -124,35 +150,6 @@ class Masters:
     def _cut(self, local: torch.Tensor, numel: int) -> DTensor:
         shape = torch.Size((numel,))
         return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
-
-    def _mirror(self) -> nn.Module:
-        """Make modules of the same types and names with the cut rows in the place of the parameters."""
-        cut: dict[nn.Parameter, nn.Parameter] = {p: self._shard[name] for name, p in self._parameter.items()}
-        made: dict[nn.Module, nn.Module] = {}
-        for module in self._model.modules():
-            twin = type(module).__new__(type(module))
-            twin.__dict__.update(module.__dict__)
-            made[module] = twin
-        for module, twin in made.items():
-            parameters = {
-                leaf: None if parameter is None else self._twin(parameter, cut)
-                for leaf, parameter in module._parameters.items()
-            }
-            children = {name: None if child is None else made[child] for name, child in module._modules.items()}
-            twin.__dict__.update(_parameters=parameters, _modules=children)
-            twin.__dict__.pop(MARK, None)
-        return made[self._model]
-
-    def _twin(self, parameter: nn.Parameter, cut: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
-        """Return a parameter's row; one that is not trained shares its memory with the model."""
-        if parameter not in cut:
-            if self._stage < 3:
-                cut[parameter] = parameter
-            else:
-                start, last = self._chunk(numel := self._numel(parameter))
-                own = parameter.ds_tensor.data[: last - start]  # type: ignore[attr-defined]
-                cut[parameter] = nn.Parameter(self._cut(own, numel), requires_grad=False)
-        return cut[parameter]
 
     # Between rows and cut rows ----------------------------------------------------------------------------------------
 
@@ -252,11 +249,11 @@ class Masters:
         """Take over what :meth:`state_dict` returned, of any number of ranks; collective like it."""
         inner = self._engine.optimizer.optimizer
         for name, fragment in self._fragment.items():
-            kept = inner.state[self._rows[fragment.row]]
+            own = inner.state[self._rows[fragment.row]]
             for key, value in state["rows"][name].items():
-                self._spread(name, _local(value), [inner.state[row].get(key, kept[key]) for row in self._rows])
+                self._spread(name, _local(value), [inner.state[row].get(key, own[key]) for row in self._rows])
             for key, value in state["others"][name].items():
-                kept[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
         for group, options in zip(inner.param_groups, state["options"], strict=True):
             group.update(options)
         vars(self._engine.optimizer.loss_scaler).update(state["loss_scale"])
@@ -266,38 +263,29 @@ class Masters:
         inner = self._engine.optimizer.optimizer
         if any(inner.state.get(row) for row in self._rows):
             return
-        kept = [dict(group) for group in inner.param_groups]
+        params = [group["params"] for group in inner.param_groups]
         values = [row.detach().clone() for row in self._rows]
         grads = [row.grad for row in self._rows]
         for row in self._rows:
             row.grad = torch.zeros_like(row)
-        for group, members in zip(inner.param_groups, self._rows_of_groups(), strict=True):
-            group["params"] = members
+        for group in inner.param_groups:
+            group["params"] = []
+        for row_number, row in enumerate(self._rows):
+            number = self._engine.optimizer.sub_group_to_group_id[row_number] if self._stage == 3 else row_number
+            inner.param_groups[number]["params"].append(row)
         inner.step()
         for row, value, grad in zip(self._rows, values, grads, strict=True):
             row.data.copy_(value)
             row.grad = grad
-        for group, before in zip(inner.param_groups, kept, strict=True):
-            group["params"] = before["params"]
-
-    def _rows_of_groups(self) -> list[list[torch.Tensor]]:
-        zero = self._engine.optimizer
-        groups: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
-        for number, row in enumerate(self._rows):
-            groups[zero.sub_group_to_group_id[number] if self._stage == 3 else number].append(row)
-        return groups
+        for group, members in zip(inner.param_groups, params, strict=True):
+            group["params"] = members
 
 
 # What rounds call -----------------------------------------------------------------------------------------------------
 
 
-def mark_unready(model: nn.Module) -> None:
-    """Mark a model that ZeRO is to cut, so that nobody uses it before; local."""
-    object.__setattr__(model, MARK, UNREADY)
-
-
-def mark(model: nn.Module, masters: Masters | None) -> None:
-    """Mark a model with what ZeRO has cut it into; local."""
+def mark(model: nn.Module, masters: Masters | str | None) -> None:
+    """Mark a model with what ZeRO has cut it into, or as :data:`UNREADY`; local."""
     object.__setattr__(model, MARK, masters)
 
 
@@ -310,15 +298,15 @@ def is_cut(model: nn.Module) -> bool:
 def find_masters(model: nn.Module) -> Masters | None:
     """Return the masters of a model; local."""
     for module in model.modules():
-        found = module.__dict__.get(MARK)
-        if found == UNREADY:
+        masters = module.__dict__.get(MARK)
+        if masters == UNREADY:
             raise StateError(NO_ENGINE)
-        if isinstance(found, Masters):
-            return found
+        if isinstance(masters, Masters):
+            return masters
     if "deepspeed" not in sys.modules:
         return None
-    # Asked in each round, so names are put together only for one that is to be told.
-    for parameter in (held for module in model.modules() for held in module._parameters.values()):
+    # Called in each round, so names are put together only for the message.
+    for parameter in (parameter for module in model.modules() for parameter in module._parameters.values()):
         if parameter is not None and "ds_tensor" in parameter.__dict__:
             name = next(name for name, other in model.named_parameters() if other is parameter)
             raise ConfigError(
