@@ -529,7 +529,7 @@ def test_wrong_calls_tell_what_to_do() -> None:
         ({"device_parameters": DeviceParameters(dp_replicate=2)}, {}, "dp_replicate is 2"),
         ({"device_parameters": DeviceParameters(dp_shard=2, cpu_offload=True)}, {}, "does not know cpu_offload"),
         ({"wrap": (Tied,)}, {}, "does not know wrap"),
-        ({"zero_stage": 4}, {}, "zero_stage 4 is none of 0, 1, 2, 3"),
+        ({"zero_stage": 4}, {}, "zero_stage must be an integer from 0 to 3, got 4"),
         ({"zero_stage": 0}, {"mixed_precision": "bf16"}, "zero_stage 0 with 'bfloat16'"),
         ({"zero_stage": 0, "offload": True}, {}, "zero_stage is 0"),
         ({"strategy": "deepsped"}, {}, "did you mean 'deepspeed'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,16 @@ Initializer = Callable[[nn.Module], object]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Tell whether a model's tensors have no values yet; local."""
-    places = {name: tensor.is_meta for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    if len(set(places.values())) > 1:
-        with_values = next(name for name, is_bare in places.items() if not is_bare)
-        without = next(name for name, is_bare in places.items() if is_bare)
+    """Return whether a model's tensors have no values yet; local."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    bare = [name for name, tensor in tensors if tensor.is_meta]
+    with_values = [name for name, tensor in tensors if not tensor.is_meta]
+    if bare and with_values:
         raise ConfigError(
-            f"tensor {without!r} is on the meta device and {with_values!r} is not; build all of the model under "
+            f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all of the model under "
             "torch.device('meta'), or none of it"
         )
-    return True in places.values()
+    return bool(bare)
 
 
 def check_initializers(model: nn.Module, init_weights: Initializer | None) -> None:
@@ -92,7 +93,7 @@ class _Filling:
         if not any(_own(part) for part in covered):
             return set()
         with self._whole(name, covered):
-            for part in covered if self._init_weights is not None else reversed(_outside_in(covered)):
+            for part in covered if self._init_weights is not None else _children_first(covered):
                 if self._init_weights is not None:
                     self._init_weights(part)
                 elif (reset := _reset_of(part)) is not None:
@@ -106,19 +107,19 @@ class _Filling:
         A tensor that another module has initialized before (a tied one) keeps its values.
         """
         own = [(part, *place) for part in covered for place in _own(part)]
-        for _, kept, leaf, tensor in own:
+        for _, holder, leaf, tensor in own:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if whole.is_floating_point():
                 whole.fill_(torch.nan)  # to see what nobody initializes
             is_parameter = isinstance(tensor, nn.Parameter)
-            kept[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+            holder[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
         try:
             yield
-            made = [kept[leaf] for _, kept, leaf, _ in own]
+            initialized = [holder[leaf] for _, holder, leaf, _ in own]
         finally:
-            for _, kept, leaf, tensor in own:
-                kept[leaf] = tensor
-        for (part, _, leaf, tensor), values in zip(own, made, strict=True):
+            for _, holder, leaf, tensor in own:
+                holder[leaf] = tensor
+        for (part, _, leaf, tensor), values in zip(own, initialized, strict=True):
             if values is None or (values.is_floating_point() and values.isnan().any()):
                 raise ConfigError(
                     f"tensor {leaf!r} of module {name or 'model'!r} ({type(part).__name__}) was left without values; "
@@ -144,8 +145,8 @@ def _make_empty(model: nn.Module, device: torch.device) -> None:
             module._parameters[leaf] = owner._parameters[name]
 
 
-def _outside_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return a module and its descendants so that, backwards, children come in order and each before its parent."""
+def _children_first(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return a module and its descendants, children in order and each before its parent."""
     ordered: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -155,17 +156,13 @@ def _outside_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
             ordered.append(module)
 
     visit(modules[0])
-    return ordered[::-1]
+    return ordered
 
 
 def _own(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """Return a module's own tensors, with where it keeps them."""
-    found: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-    for kept in (module._parameters, module._buffers):
-        for leaf, tensor in kept.items():
-            if tensor is not None:
-                found.append((kept, leaf, tensor))  # type: ignore[arg-type]
-    return found
+    """Return a module's own tensors, with the dictionary and the name under which it keeps them."""
+    holders: list[Any] = [module._parameters, module._buffers]
+    return [(holder, leaf, tensor) for holder in holders for leaf, tensor in holder.items() if tensor is not None]
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:

@@ -37,11 +37,11 @@ class NativeStrategy(DistributedStrategy):
 
     def __init__(self, config: object = None) -> None:
         super().__init__(config)
-        found = self.device_parameters.strategy
-        if found not in self.kinds:
+        plainest = self.device_parameters.strategy
+        if plainest not in self.kinds:
             raise ConfigError(
-                f"strategy {self.name!r} does not do what the device parameters ask for ({found}); give "
-                f"strategy={found!r}, or other sizes"
+                f"strategy {self.name!r} does not do what the device parameters ask for ({plainest}); give "
+                f"strategy={plainest!r}, or other sizes"
             )
         self._check_options()
         self._scale: LossScale | None = None
@@ -211,10 +211,7 @@ class SingleStrategy(NativeStrategy):
 
     name = "single"
     kinds = ("single",)
-
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.SINGLE_DEVICE()
+    _preset = DeviceParameters.SINGLE_DEVICE
 
 
 class DDPStrategy(NativeStrategy):
@@ -222,10 +219,7 @@ class DDPStrategy(NativeStrategy):
 
     name = "ddp"
     kinds = ("single", "ddp")
-
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.DDP()
+    _preset = DeviceParameters.DDP
 
 
 class FSDPStrategy(NativeStrategy):
@@ -233,10 +227,7 @@ class FSDPStrategy(NativeStrategy):
 
     name = "fsdp"
     kinds = ("single", "fsdp")
-
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.FSDP()
+    _preset = DeviceParameters.FSDP
 
 
 class HSDPStrategy(NativeStrategy):
@@ -248,8 +239,8 @@ class HSDPStrategy(NativeStrategy):
     name = "hsdp"
     kinds = ("single", "ddp", "fsdp", "hsdp")
 
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
+    @staticmethod
+    def _preset() -> DeviceParameters:
         raise ConfigError(
             "strategy 'hsdp' needs to know the ranks of a replica; give "
             "device_parameters=DeviceParameters.HSDP(dp_shard=n)"
@@ -295,28 +286,27 @@ class LossScale:
         """
         if self._is_spent:
             raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
-        found = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
-        local = [_local(parameter.grad) for parameter in found if parameter.grad is not None]
+        scaled = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
+        gradients = [parameter.grad for parameter in scaled if parameter.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         for same in alike(gradient for gradient in local if not gradient.is_sparse):
             torch._foreach_div_(same, self.scale)
         for gradient in local:
             if gradient.is_sparse:
                 gradient.div_(self.scale)
-        held = [values for values in map(values_of, local) if values.numel()]
-        worst = norms_of(held, torch.inf, self._device).isfinite().all().logical_not().float()
+        values = [value for value in map(values_of, local) if value.numel()]
+        worst = norms_of(values, torch.inf, self._device).isfinite().all().logical_not().float()
         if self._group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
-        self._unscaled.update(map(id, found))
+        self._unscaled.update(map(id, scaled))
         self._has_overflowed |= bool(worst.item())
         return self._has_overflowed
 
     def update(self, *, is_lost: bool = False) -> None:
         """Choose the factor for the next step; local, after :meth:`unscale` and the step."""
-        if is_lost:
-            pass
-        elif self._has_overflowed:
+        if not is_lost and self._has_overflowed:
             self.scale, self._steps = max(self.scale / 2.0, 1.0), 0
-        else:
+        elif not is_lost:
             self._steps += 1
             if self._steps == self._growth_interval:
                 self.scale, self._steps = min(self.scale * 2.0, 2.0**24), 0
@@ -332,7 +322,3 @@ class LossScale:
         if set(state) != {"scale", "steps"}:
             raise ConfigError(f"a loss scale's state has 'scale' and 'steps', not {sorted(state)}; give its own")
         self.scale, self._steps = float(state["scale"]), int(state["steps"])
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
