@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 
-from xffl.checks import integer, integer_fields
+from xffl.checks import integer, number, one_of
+from xffl.costs import MAX_BLOCK, kept_values, read_codec, scale_bytes
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -31,14 +31,8 @@ __all__ = [
 ]
 
 
-MAX_BLOCK = 2**16
-"""Largest block: more values share one scale only where the scale's bytes no longer matter."""
-
 MAX_POSITIONS = 2**31
 """Values that 32-bit positions can tell apart."""
-
-NAMES = ("none", "bf16", "fp16", "int8", "int4", "topk")
-"""What a codec's name may begin with."""
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Data types by the names that options give them."""
@@ -105,7 +99,7 @@ class Cast(Codec):
     kind: str
 
     def __post_init__(self) -> None:
-        _check_choice("float type", self.kind, ("bf16", "fp16"))
+        one_of("float type", self.kind, ("bf16", "fp16"))
 
     def __str__(self) -> str:
         return self.kind
@@ -172,12 +166,11 @@ class Blockwise(Codec):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        integer_fields(self, "bits")
-        if self.bits not in (8, 4):
-            raise ConfigError(f"{self.bits!r} bits for each value are not offered; give 8 or 4")
+        object.__setattr__(self, "bits", integer("bits", self.bits))
+        one_of("bits", self.bits, (8, 4))
         object.__setattr__(self, "block", integer("block", self.block, 1, MAX_BLOCK, hint="give block=64"))
-        _check_choice("scale", self.scale, ("fp16", "fp32"))
-        _check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+        one_of("scale", self.scale, ("fp16", "fp32"))
+        one_of("rounding", self.rounding, ("nearest", "stochastic"))
 
     def __str__(self) -> str:
         scale = "" if self.scale == "fp16" else f",scale={self.scale}"
@@ -186,7 +179,7 @@ class Blockwise(Codec):
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of scales and values."""
-        return self._head(numel) + -(-numel * self.bits // 8)
+        return scale_bytes(numel, self.block, self.scale) + -(-numel * self.bits // 8)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`."""
@@ -226,14 +219,10 @@ class Blockwise(Codec):
     def _is_half(self) -> bool:
         return self.scale == "fp16"
 
-    def _head(self, numel: int) -> int:
-        """Return the bytes of the scales."""
-        scales = -(-numel // self.block)
-        return 4 * scales if not self._is_half or numel == 0 else 4 + 2 * scales
-
     def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes of the scales and those of the values."""
-        return data[: self._head(numel)], data[self._head(numel) :]
+        head = scale_bytes(numel, self.block, self.scale)
+        return data[:head], data[head:]
 
     def _chunks(
         self, values: torch.Tensor, scales: torch.Tensor, body: torch.Tensor, length: int
@@ -267,16 +256,15 @@ class TopK(Codec):
     value: str = "fp32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ConfigError(f"density {self.density!r} is not above 0 and at most 1; give topk:0.01 for 1 %")
-        _check_choice("value", self.value, ("fp32", "fp16"))
+        number("density", self.density, above=0.0, maximum=1.0, hint="give topk:0.01 for 1 %")
+        one_of("value", self.value, ("fp32", "fp16"))
 
     def __str__(self) -> str:
         return f"topk:{float(self.density)!r}" + ("" if self.value == "fp32" else f",value={self.value}")
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of positions and values."""
-        return self._kept(numel) * (4 + FLOATS[self.value].itemsize)
+        return kept_values(numel, self.density) * (4 + FLOATS[self.value].itemsize)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Write the positions, ascending, then the values; see :meth:`Codec.encode`."""
@@ -285,7 +273,7 @@ class TopK(Codec):
             raise ConfigError(f"{values.numel()} values at once pass 32-bit positions; give smaller buckets")
         if values.numel() == 0:
             return
-        positions = largest_positions(values, self._kept(values.numel()))
+        positions = largest_positions(values, kept_values(values.numel(), self.density))
         kept = values[positions]
         if self.value == "fp16":
             largest = torch.finfo(torch.float16).max
@@ -296,16 +284,11 @@ class TopK(Codec):
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Write zeros, then the values that were kept; see :meth:`Codec.decode`."""
         self._check(out, data)
-        split = 4 * self._kept(out.numel())
+        split = 4 * kept_values(out.numel(), self.density)
         # Copies are aligned.
         positions = data[:split].clone().view(torch.int32).long()
         kept = data[split:].clone().view(FLOATS[self.value]).float()
         out.zero_().scatter_(0, positions, kept)
-
-    def _kept(self, numel: int) -> int:
-        # The decimal number that was written: 0.07 of 100 values are 7, where floats would round up to 8.
-        density = Fraction(repr(float(self.density)))
-        return -(-numel * density.numerator // density.denominator)
 
 
 def codec_of(name: str | Codec) -> Codec | None:
@@ -321,55 +304,12 @@ def codec_of(name: str | Codec) -> Codec | None:
     """
     if isinstance(name, Codec):
         return name
-    if not isinstance(name, str):
-        raise ConfigError(f"codec {name!r} is neither a name nor a Codec; give one of {', '.join(NAMES)}")
-    kind, colon, text = name.partition(":")
-    if kind not in NAMES:
-        raise ConfigError(f"codec {name!r} is unknown; give one of {', '.join(NAMES)}")
-    try:
-        return _made(kind, text.split(",") if colon else [])
-    except ConfigError as error:
-        raise ConfigError(f"codec {name!r}: {error}") from error
-
-
-def _made(kind: str, parts: list[str]) -> Codec | None:
-    if kind in ("int8", "int4"):
-        options = _options(parts, ("block", "scale", "rounding"))
-        block = options.pop("block", "64")
-        if not (block.isascii() and block.isdecimal()):
-            raise ConfigError(f"block {block!r} is no whole number from 1 to {MAX_BLOCK}; give block=64")
-        return Blockwise(int(kind.removeprefix("int")), int(block), **options)
-    if kind == "topk":
-        try:
-            density = float(parts[0]) if parts else 0.0
-        except ValueError:
-            density = 0.0
-        if not 0 < density <= 1:
-            raise ConfigError(
-                f"density {','.join(parts[:1])!r} is no number above 0 and at most 1; give topk:0.01 for 1 %"
-            )
-        return TopK(density, **_options(parts[1:], ("value",)))
-    _options(parts, ())
-    return None if kind == "none" else Cast(kind)
-
-
-def _options(parts: list[str], known: tuple[str, ...]) -> dict[str, str]:
-    """Return what stands on both sides of each equals sign."""
-    options: dict[str, str] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if key not in known or not equals:
-            told = f"give {' or '.join(f'{k}=...' for k in known)}" if known else "give the codec without options"
-            raise ConfigError(f"option {part!r} is unknown; {told}")
-        if key in options:
-            raise ConfigError(f"option {key!r} is given twice; give it once")
-        options[key] = value
-    return options
-
-
-def _check_choice(what: str, given: str, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise ConfigError(f"{what} {given!r} is not offered; give {' or '.join(choices)}")
+    spec = read_codec(name)
+    if spec.kind == "topk":
+        return TopK(spec.density, spec.value)
+    if spec.kind in ("int8", "int4"):
+        return Blockwise(int(spec.kind.removeprefix("int")), spec.block, spec.scale, spec.rounding)
+    return None if spec.kind == "none" else Cast(spec.kind)
 
 
 CHUNK = 2**16
@@ -451,7 +391,7 @@ def quantize(
     generator: torch.Generator | None,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Divide by the scales and round to whole numbers from ``-levels`` to ``levels``.
+    """Divide by the scales and round to integers from ``-levels`` to ``levels``.
 
     The scales are the decoded ones: what rounding did to them is thus part of the ratio, not of the error.
     The result is fp32 in the first row of the scratch (:func:`scratch_for`), which is overwritten; ``generator`` rounds
@@ -460,7 +400,7 @@ def quantize(
     numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
     if generator is not None:
         # 16 random bits for each value cost a third of torch.rand. The noise is symmetric, so its mean is exactly 0,
-        # and less than half a step, so a whole number keeps its value: zeros stay zeros.
+        # and less than half a step, so an integer keeps its value: zeros stay zeros.
         bits = scratch[0].view(torch.int64)[: -(-values.numel() // 4)].random_(-(2**63), None, generator=generator)
         noise.copy_(bits.view(torch.int16)[: values.numel()]).add_(0.5).mul_(2.0**-16)
     for (rows, column), (ratios, _) in zip(
@@ -474,13 +414,13 @@ def quantize(
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiply whole numbers by their block's scale, in place."""
+    """Multiply integers by their block's scale, in place."""
     for rows, column in _blocks(numbers, scales, block):
         rows.mul_(column)
 
 
 def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
-    """Write whole numbers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
+    """Write integers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
 
     In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
     is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
