@@ -144,7 +144,10 @@ def read_config(config: object) -> StrategyConfig:
     """
     if isinstance(config, StrategyConfig):
         return config
-    parts = {name: _get(config, name) for name in ("distributed", "training")}
+    parts = {
+        name: config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        for name in ("distributed", "training")
+    }
     if parts["distributed"] is None:
         raise ConfigError(f"configuration {config!r} says nothing of 'distributed'; give distributed.strategy")
     return StrategyConfig(
@@ -181,10 +184,6 @@ def check_name(what: str, name: object, known: Iterable[str]) -> None:
     near = closest(str(name), names, cutoff=0.4)
     meant = "" if near is None else f"; did you mean {near!r}?"
     raise ConfigError(f"{what} {name!r} is none of {', '.join(names)}{meant}")
-
-
-def _get(config: object, name: str) -> object:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 PARTS: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "comm": CommParameters, "ddp": DDPConfig}

@@ -405,7 +405,7 @@ class ZeroModel(nn.Module):
         local_rank: int,
     ) -> Any:
         """Let DeepSpeed make the engine; collective over the cell."""
-        # DeepSpeed takes it for the number of its device.
+        # DeepSpeed takes LOCAL_RANK for the number of its device, and reads DS_ACCELERATOR when it is imported.
         self._local_rank = str(local_rank if device.index is None else device.index)
         with _environment(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])

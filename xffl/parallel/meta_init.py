@@ -72,7 +72,10 @@ def materialize(
     _make_empty(model, device)
     filling = _Filling(mine, device, init_weights)
     with torch.random.fork_rng(devices=[]):
-        _share_random_state()
+        if dist.is_initialized():  # all go on with rank 0's random numbers
+            state = torch.get_rng_state().to(control_device())
+            dist.broadcast(state, src=0)
+            torch.set_rng_state(state.cpu())
         inside: set[int] = set()
         for name, module in order.items():
             if id(module) not in inside:
@@ -176,15 +179,6 @@ def _take(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> N
     if not isinstance(tensor, DTensor):
         tensor.copy_(values)
         return
-    # Cut from the values that every rank has made, without a word to the others.
+    # src_data_rank=None: cut from the values that every rank has made, without communication.
     part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.to_local().copy_(part.to_local())
-
-
-def _share_random_state() -> None:
-    """Go on with rank 0's random numbers."""
-    if not dist.is_initialized():
-        return
-    state = torch.get_rng_state().to(control_device())
-    dist.broadcast(state, src=0)
-    torch.set_rng_state(state.cpu())

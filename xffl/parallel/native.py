@@ -185,6 +185,7 @@ class NativeStrategy(DistributedStrategy):
             return super().step(*optimizers)
         self._accumulator.check_complete()
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        # Of all optimizers at once: the ranks decide together, and all optimizers step or none.
         has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
         self.is_step_lost = not self.world.commit_step()
         is_taken = not (self.is_step_lost or has_overflowed)

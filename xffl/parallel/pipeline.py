@@ -187,7 +187,7 @@ class PipelineModel(nn.Module):
         try:
             result = call(*(inputs if stage.is_first else ()), target=target, return_outputs=mode == "forward", **named)
         except BaseException as wrong:
-            self._made = None
+            self._made = None  # torch's stage still holds activations of this batch
             if isinstance(wrong.__cause__, ConfigError):  # torch hides what a forward pass raises
                 raise wrong.__cause__ from None
             raise
@@ -289,7 +289,7 @@ class PipelineModel(nn.Module):
         finally:
             for part, mode in modes.items():
                 part.training = mode
-                if isinstance(part, FSDPModule):
+                if isinstance(part, FSDPModule):  # without a backward pass nothing else frees what was gathered
                     part.reshard()
 
     def _micro_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -434,6 +434,7 @@ def _bounds(count: int, stage: int, stages: int, cuts: Sequence[int] | None) -> 
             raise ConfigError(f"cuts={cuts} do not make {stages} stages of {count} layers; {hint}")
         return cuts
     counts = [1] * stages
+    # The embedding and the head count as a layer each.
     loads = [1 + (index == 0) + (index == stages - 1) for index in range(stages)]
     for _ in range(count - stages):
         lightest = loads.index(min(loads))

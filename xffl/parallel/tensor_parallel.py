@@ -273,12 +273,8 @@ def _head_width(model: nn.Module, query: str) -> int:
 
 
 def _count(sources: list[Any], names: tuple[str, ...]) -> int | None:
-    for source in sources:
-        for name in names:
-            value = getattr(source, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:

@@ -268,6 +268,8 @@ class Masters:
         grads = [row.grad for row in self._rows]
         for row in self._rows:
             row.grad = torch.zeros_like(row)
+        # DeepSpeed's stage 3 hands the optimizer a row only while it steps it, so all rows are put into their groups
+        # for this step. With weight decay it moves them without a gradient, too: their values are copied back.
         for group in inner.param_groups:
             group["params"] = []
         for row_number, row in enumerate(self._rows):

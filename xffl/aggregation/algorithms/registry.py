@@ -108,7 +108,7 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{kind} {spec!r} is neither a name nor a mapping; give name, or name:option=value")
     name, _, rest = spec.partition(":")
     options = {}
-    for piece in re.split(r",(?![^(\[]*[)\]])", rest) if rest.strip() else ():
+    for piece in re.split(r",(?![^(\[]*[)\]])", rest) if rest.strip() else ():  # at commas outside brackets
         key, is_pair, value = (part.strip() for part in piece.partition("="))
         if not key or not is_pair or key in options:
             raise ConfigError(f"{kind} {spec!r} has no option=value in {piece!r}; write name:option=value,option=value")

@@ -48,32 +48,20 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the exact size of encoded values.
-
-        :param numel: Number of values.
-        :return: Bytes; 0 for no values.
-        """
+        """Return the exact size of encoded values in bytes; 0 for no values."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Encode finite values.
+        """Encode finite values, fp32, 1-D, contiguous and only read, into ``out``.
 
-        :param values: fp32, 1-D, contiguous, finite; only read.
-        :param out: uint8, 1-D, contiguous, ``nbytes(values.numel())`` bytes on the same device, at any offset;
-            overwritten.
-        :param seed: Seed of stochastic rounding, not negative. It alone decides the noise: torch's own generators are
-            neither used nor moved. On a CPU and on a GPU the noise differs.
-        :raises ConfigError: if ``out`` has another length.
+        That is uint8, 1-D, contiguous, ``nbytes(values.numel())`` bytes on the same device, at any offset. The seed of
+        stochastic rounding, not negative, alone decides the noise: torch's own generators are neither used nor moved.
+        On a CPU and on a GPU the noise differs.
         """
 
     @abstractmethod
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode what :meth:`encode` wrote.
-
-        :param data: uint8, 1-D, contiguous, ``nbytes(out.numel())`` bytes, at any offset; only read.
-        :param out: fp32, 1-D, contiguous, on the same device; overwritten.
-        :raises ConfigError: if ``data`` has another length.
-        """
+        """Decode what :meth:`encode` wrote, only read, into ``out``: fp32, 1-D, contiguous, on the same device."""
 
     def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
         needed = self.nbytes(values.numel())
@@ -91,9 +79,6 @@ class Cast(Codec):
     Error: ``bf16`` at most ``2**-8 * |x|`` (``2**-134`` where ``|x| < 2**-126``), ``fp16`` at most ``2**-11 * |x|``
     (``2**-25`` where ``|x| < 2**-14``). What lies beyond the type's largest number becomes that number, not infinity.
     Values that the type holds keep every bit.
-
-    :param kind: ``bf16`` or ``fp16``.
-    :raises ConfigError: if ``kind`` is anything else.
     """
 
     kind: str
@@ -138,9 +123,9 @@ class Cast(Codec):
 class Blockwise(Codec):
     """Round to whole multiples of a step: 8 or 4 bits for each value, one step (scale) for each block of values.
 
-    The step of a block is ``s = max|x| / 127`` (8 bits) or ``max|x| / 7`` (4 bits), symmetric around 0. Blocks run over
-    the flat values in the order given; the last may be short. With blocks of 64 and fp16 scales 8 bits take 0.258 and
-    4 bits 0.133 of the fp32 bytes.
+    The step of a block is ``s = max|x| / 127`` (8 bits) or ``max|x| / 7`` (4 bits), symmetric around 0. Blocks of 1 to
+    65536 values run over the flat values in the order given; the last may be short. With blocks of 64 and fp16 scales 8
+    bits take 0.258 and 4 bits 0.133 of the fp32 bytes. Rounding is ``nearest`` (ties to even) or ``stochastic``.
 
     Error: with ``t`` the step as it is stored, nearest rounding is off by at most ``t / 2 * (1 + 2**-15)``, stochastic
     rounding by at most ``t * (1 + 2**-15)``. fp32: ``t <= s * (1 + 2**-23) + 2**-120``. fp16, with ``largest`` the
@@ -152,12 +137,6 @@ class Blockwise(Codec):
 
     Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022 (arXiv:2110.02861); stochastic rounding:
     Alistarh et al., QSGD, 2017 (arXiv:1610.02132).
-
-    :param bits: Bits for each value, 8 or 4.
-    :param block: Values that share a scale, from 1 to 65536.
-    :param scale: Type of the scales, ``fp16`` (with 4 bytes more in front) or ``fp32``.
-    :param rounding: ``nearest`` (ties to even) or ``stochastic``.
-    :raises ConfigError: if a parameter is anything else.
     """
 
     bits: int
@@ -246,10 +225,6 @@ class TopK(Codec):
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017 (arXiv:1704.05021); with error
     feedback: Stich et al., Sparsified SGD with Memory, 2018 (arXiv:1809.07599).
-
-    :param density: Part of the values that is kept, above 0, at most 1.
-    :param value: Type of the values kept, ``fp32`` or ``fp16``.
-    :raises ConfigError: if a parameter is anything else.
     """
 
     density: float
@@ -292,15 +267,11 @@ class TopK(Codec):
 
 
 def codec_of(name: str | Codec) -> Codec | None:
-    """Return the codec that a name stands for.
+    """Return the codec that a name stands for, ``None`` for ``none``; a codec stands for itself.
 
     ``none``, ``bf16``, ``fp16``, ``int8``, ``int4`` (options ``block=64``, ``scale=fp16`` or ``fp32``,
     ``rounding=nearest`` or ``stochastic``), ``topk:DENSITY`` (option ``value=fp32`` or ``fp16``); options follow a
     colon and are separated by commas: ``int8:block=128,rounding=stochastic``, ``topk:0.01,value=fp16``.
-
-    :param name: The name; a codec stands for itself.
-    :return: The codec; ``None`` for ``none``: values cross as they are.
-    :raises ConfigError: if the name, an option or its value is unknown.
     """
     if isinstance(name, Codec):
         return name

@@ -22,7 +22,7 @@ HUGE = 1e30
 
 
 class ErrorFeedback:
-    """One lane's memory on one carrier: as large as the lane, sharded as it is.
+    """The memory of one bucket group on one sender: as large as the group, sharded as it is.
 
     What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
     Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`settle` has been called, so that a round which is
@@ -51,7 +51,7 @@ class ErrorFeedback:
     def encode(
         self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
-        """Write values and what is left from before; note what the code leaves out."""
+        """Encode values and what is left from before, and keep what the code leaves out."""
         if place in self._left:
             values.add_(self._left[place])
         limit = torch.finfo(torch.float32).max
@@ -122,8 +122,8 @@ class ErrorFeedback:
         if reference is None or reference.shape != self.reference.shape or reference.dtype != self.reference.dtype:
             got = "nothing" if reference is None else f"{reference.numel()} {reference.dtype} values"
             raise CheckpointError(
-                f"the codec's state holds {got} for a lane of {self.reference.numel()} {self.reference.dtype} values; "
-                "resume with the same model, federation, bucket_bytes, form and codec"
+                f"the codec's state holds {got} for a bucket group of {self.reference.numel()} {self.reference.dtype} "
+                "values; resume with the same model, federation, bucket_bytes, form and codec"
             )
         self.begin()
         self.reference.copy_(reference)
@@ -135,7 +135,7 @@ class ErrorFeedback:
 
 
 class ResidualStore:
-    """What lossy codecs carry from round to round on one rank, of all its lanes."""
+    """What lossy codecs carry from round to round on one rank, of all its bucket groups."""
 
     def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, ErrorFeedback]) -> None:
         self._transfers = tuple(transfers)
@@ -160,14 +160,11 @@ class ResidualStore:
             feedback.begin()
 
     def is_encoding(self, fragment: int) -> bool:
-        """Tell whether a round has made the agreed state that lossy codecs start from."""
+        """Return whether a round has made the agreed state that lossy codecs start from."""
         return fragment in self._seeded
 
     def state_dict(self, plan: str) -> dict[str, Any]:
-        """Return what lossy codecs carry from round to round on this rank.
-
-        That is which fragments have an agreed state, and by lane that state and what is still to be sent.
-        """
+        """Return which fragments have an agreed state, and by bucket group that state and what is still to be sent."""
         lanes = {
             str(self._transfers[number].group.key): feedback.state_dict() for number, feedback in self._feedback.items()
         }
