@@ -165,13 +165,13 @@ def read_ddp(options: object) -> DDPConfig:
 
 def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:
     """Return a mesh with the data type that the training asks for; pure."""
-    asked, precision = config.distributed.device_parameters, config.training.mixed_precision
+    mesh, precision = config.distributed.device_parameters, config.training.mixed_precision
     if precision is None:
         return parameters
     dtype = PRECISIONS[precision]
-    if asked is not None and asked.param_dtype not in ("float32", dtype):
+    if mesh is not None and mesh.param_dtype not in ("float32", dtype):
         raise ConfigError(
-            f"training.mixed_precision {precision!r} and param_dtype {asked.param_dtype!r} differ; give one of them"
+            f"training.mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one of them"
         )
     return replace(parameters, param_dtype=dtype)
 

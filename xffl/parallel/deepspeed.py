@@ -75,19 +75,20 @@ class DeepSpeedStrategy(DistributedStrategy):
     _preset = DeviceParameters.FSDP
 
     def _check_options(self) -> None:
-        asked, default = self.device_parameters, DeviceParameters()
+        parameters, default = self.device_parameters, DeviceParameters()
         for axis in AXES:
-            if axis != "dp_shard" and getattr(asked, axis) != 1:
+            if axis != "dp_shard" and getattr(parameters, axis) != 1:
                 raise ConfigError(
-                    f"strategy 'deepspeed' cuts over all ranks of a cell, but {axis} is {getattr(asked, axis)}; "
+                    f"strategy 'deepspeed' cuts over all ranks of a cell, but {axis} is {getattr(parameters, axis)}; "
                     "leave it at 1 and dp_shard 'auto', or give strategy='fsdp'"
                 )
-        foreign = [name for name in FOREIGN if getattr(asked, name) != getattr(default, name)]
+        foreign = [name for name in FOREIGN if getattr(parameters, name) != getattr(default, name)]
         if foreign or self.config.distributed.wrap:
             name = foreign[0] if foreign else "wrap"
             raise ConfigError(f"strategy 'deepspeed' does not know {name}; leave it out, or give strategy='fsdp'")
-        if self._stage == 0 and asked.param_dtype != "float32":
-            raise ConfigError(f"zero_stage 0 with {asked.param_dtype!r} keeps no master weights here; give 1, 2 or 3")
+        dtype = parameters.param_dtype
+        if self._stage == 0 and dtype != "float32":
+            raise ConfigError(f"zero_stage 0 with {dtype!r} keeps no master weights here; give 1, 2 or 3")
         if self._stage == 0 and self.config.distributed.offload:
             raise ConfigError("offload is for what ZeRO cuts, but zero_stage is 0; give 1, 2 or 3, or leave it out")
 
@@ -280,9 +281,9 @@ def _check_optimizer(model: ZeroModel, optimizer: torch.optim.Optimizer) -> None
     stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if stepped - names.keys():
         raise ConfigError("the optimizer holds a parameter that the model has not; make it of model.parameters()")
-    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
-    if left:
-        raise ConfigError(f"the optimizer lacks parameter {left[0]!r}; give it all that train, or freeze it")
+    missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
+    if missing:
+        raise ConfigError(f"the optimizer lacks parameter {missing[0]!r}; give it all that train, or freeze it")
 
 
 def _only(what: str, value: Any) -> Any:
@@ -485,8 +486,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 def _engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Make an optimizer of the same class as the inner one, with the same options, that steps the engine."""
     kind = type(inner)
-    made: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
-    optimizer: EngineOptimizer = made.__new__(made)
+    subclass: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
+    optimizer: EngineOptimizer = subclass.__new__(subclass)
     torch.optim.Optimizer.__init__(optimizer, [torch.zeros(1)], dict(inner.defaults))
     optimizer._model, optimizer._inner = model, inner
     optimizer.look_up()

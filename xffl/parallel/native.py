@@ -48,11 +48,11 @@ class NativeStrategy(DistributedStrategy):
         self._is_in_context = False
 
     def _check_options(self) -> None:
-        asked, distributed = self.device_parameters, self.config.distributed
+        device_parameters, distributed = self.device_parameters, self.config.distributed
         by_layer = {
-            "activation_checkpointing": asked.activation_checkpointing != "none",
-            "compile": asked.compile,
-            "fsdp_forward_prefetch": asked.fsdp_forward_prefetch,
+            "activation_checkpointing": device_parameters.activation_checkpointing != "none",
+            "compile": device_parameters.compile,
+            "fsdp_forward_prefetch": device_parameters.fsdp_forward_prefetch,
         }
         for name in [name for name, is_asked in by_layer.items() if is_asked and not distributed.wrap]:
             raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
@@ -82,13 +82,13 @@ class NativeStrategy(DistributedStrategy):
 
         Collective over the world, see :func:`xffl.parallel.shard.spread`.
         """
-        world, asked = self.world, self.device_parameters
+        world, device_parameters = self.world, self.device_parameters
         if world.pp_enabled and loss is None:
             raise ConfigError("a pipeline computes its loss itself; give wrap_model(model, loss=...)")
         self._loss = loss
         spread_model = spread(model, self.state, self._options(init_weights), world)
         if world.cp_enabled:
-            is_cut_further = world.tp_enabled and asked.sequence_parallel
+            is_cut_further = world.tp_enabled and device_parameters.sequence_parallel
             parts = world.tp_size if is_cut_further and world.pp_rank > 0 else 1
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
         if world.pp_enabled:
@@ -97,25 +97,25 @@ class NativeStrategy(DistributedStrategy):
                 spread_model,
                 world.get_mesh("pp"),
                 loss,
-                micro_batches=asked.pp_micro_batches or world.pp_size,
-                schedule=asked.pp_schedule,
+                micro_batches=device_parameters.pp_micro_batches or world.pp_size,
+                schedule=device_parameters.pp_schedule,
             )
         self._wrapped.setdefault(spread_model, WeakSet())
         return spread_model
 
     def _options(self, init_weights: Callable[[nn.Module], object] | None) -> SpreadOptions:
-        asked, world = self.device_parameters, self.world
-        is_fsdp = asked.strategy in ("fsdp", "hsdp")
+        device_parameters, world = self.device_parameters, self.world
+        is_fsdp = device_parameters.strategy in ("fsdp", "hsdp")
         return SpreadOptions(
             layers=self.config.distributed.wrap,
             mp_policy=world.get_fsdp_mp_policy() if is_fsdp else None,
             offload_policy=world.get_offload_policy() if is_fsdp else None,
-            reshard_after_forward=asked.reshard_after_forward,
-            prefetch=asked.fsdp_forward_prefetch,
-            checkpointing=asked.activation_checkpointing,
-            compile=asked.compile,
-            sequence_parallel=asked.sequence_parallel,
-            loss_parallel=asked.loss_parallel,
+            reshard_after_forward=device_parameters.reshard_after_forward,
+            prefetch=device_parameters.fsdp_forward_prefetch,
+            checkpointing=device_parameters.activation_checkpointing,
+            compile=device_parameters.compile,
+            sequence_parallel=device_parameters.sequence_parallel,
+            loss_parallel=device_parameters.loss_parallel,
             ddp=self.config.distributed.ddp,
             init_weights=init_weights,
         )

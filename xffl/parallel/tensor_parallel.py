@@ -399,7 +399,7 @@ class GatheredInput(ParallelStyle):
 
 
 def _take(
-    mesh: DeviceMesh, layout: Placement, wanted: Placement, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    mesh: DeviceMesh, layout: Placement, target: Placement, module: nn.Module, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Change the first tensor of a call from its layout into the wanted one, as a DTensor."""
     values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
@@ -410,5 +410,5 @@ def _take(
     value = values[tensors[0]]
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh, [layout], run_check=False)
-    values[tensors[0]] = value.redistribute(placements=[wanted])
+    values[tensors[0]] = value.redistribute(placements=[target])
     return tuple(values[index] for index in range(len(args))), {key: values[key] for key in kwargs}

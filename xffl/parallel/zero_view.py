@@ -115,8 +115,8 @@ class Masters:
     def _fragments(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[tuple[nn.Parameter, Fragment]]:
         """Find where this rank's rows hold each parameter."""
         for row, parameters in enumerate(groups):
-            offset, held = 0, self._rows[row].numel()
-            first = 0 if self._stage == 3 else self._place * held
+            offset, length = 0, self._rows[row].numel()
+            first = 0 if self._stage == 3 else self._place * length
             for parameter in parameters:
                 numel = self._numel(parameter)
                 if self._stage == 3:
@@ -124,7 +124,7 @@ class Masters:
                     yield parameter, Fragment(row, offset, start, last - start)
                     offset += -(-numel // self._size)
                     continue
-                start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + held))
+                start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + length))
                 yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start)
                 offset += numel
 

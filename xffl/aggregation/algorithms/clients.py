@@ -300,18 +300,20 @@ class Scaffold(Client):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the last round, the control variates, and the learning rates since."""
-        tensors = {what: {name: one.clone() for name, one in held.items()} for what, held in self._held().items()}
+        tensors = {
+            what: {name: one.clone() for name, one in by_name.items()} for what, by_name in self._lasting().items()
+        }
         return {**tensors, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        for what, held in self._held().items():
-            restore(held, state[what], "SCAFFOLD")
+        for what, by_name in self._lasting().items():
+            restore(by_name, state[what], "SCAFFOLD")
         self._reach.update({one: float(state["reach"][name]) for name, one in self._parameters.items()})
 
     @torch.no_grad()
-    def _held(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _lasting(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that outlive a round, by kind and name."""
         named = self._parameters.items()
         return {

@@ -90,10 +90,10 @@ def make(kind: str, spec: object) -> Any:
     if kind == "partition":
         return partial(target, **options)
     try:
-        made = target(**options)
+        instance = target(**options)
     except TypeError as wrong:
         raise ConfigError(f"{kind} {name!r} cannot be made with {_shown(options)}: {wrong}") from wrong
-    return _checked_instance(kind, made)
+    return _checked_instance(kind, instance)
 
 
 def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
@@ -123,8 +123,8 @@ def locate(kind: str, name: str, *, home: str | None = None) -> tuple[Any, Mappi
         return load(entry.target, f"{kind} {name!r}"), entry.options
     if "." in name:
         return load(name, f"{kind} {name!r}"), {}
-    if home is not None and inspect.isclass(found := getattr(import_module(home), name, None)):
-        return found, {}
+    if home is not None and inspect.isclass(candidate := getattr(import_module(home), name, None)):
+        return candidate, {}
     known = [one.name for one in entries(kind)] if kind in KINDS else []
     choices = ", ".join([*known, *([f"a class of {home}"] if home else [])])
     raise ConfigError(f"{kind} {name!r} is unknown; choose one of {choices}, or give the dotted path of your own")
@@ -142,27 +142,27 @@ def load(path: str, what: str) -> Any:
 
 
 def check_options(
-    what: str, target: Any, given: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
+    what: str, target: Any, options: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
 ) -> dict[str, Any]:
     """Check options against the types that a class or function asks for; local."""
     _, names = _parser(what, target, set(), leading)
-    unknown = [key for key in given if key not in names]
+    unknown = [key for key in options if key not in names]
     if unknown:
         raise ConfigError(f"{what} has no option {', '.join(unknown)}; there are: {', '.join(names) or 'none'}")
-    left_out = {name for name in names if name not in given}
+    left_out = {name for name in names if name not in options}
     if inspect.isclass(target):
         # What is not given keeps its default, which may be of any type; a class must get what has none.
         parameters = inspect.signature(target).parameters.values()
         left_out -= {one.name for one in parameters if one.default is inspect.Parameter.empty}
-    parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - given.keys()}, leading)
+    parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - options.keys()}, leading)
     try:
-        parsed = parser.parse_object(dict(given))
+        parsed = parser.parse_object(dict(options))
     except (ArgumentError, TypeError, ValueError) as wrong:
         known, reason = describe_options(target, leading=leading), " ".join(str(wrong).split())
         raise ConfigError(
-            f"{what} cannot be made with {_shown(given) or 'no options'}: {reason}; it takes {known}"
+            f"{what} cannot be made with {_shown(options) or 'no options'}: {reason}; it takes {known}"
         ) from wrong
-    return {name: parsed[name] for name in given}
+    return {name: parsed[name] for name in options}
 
 
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
@@ -177,13 +177,13 @@ def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any]
 
 def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
     """Return an algorithm's entry and the options that are given; local, without torch."""
-    name, given = read_spec("algorithm", spec)
+    name, options = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
         raise ConfigError(
             f"algorithm {name!r} is unknown; choose one of {', '.join(one.name for one in entries('algorithm'))}"
         )
-    return entry, given
+    return entry, options
 
 
 def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -193,22 +193,22 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
     its parts that knows it (``lr`` to the server optimizer, ``mu`` to the client). ``server``, ``combine``, ``client``
     and ``privacy`` replace a part, or, as a mapping without a name, change options of the one that is there.
     """
-    entry, given = find_algorithm(spec)
+    entry, options = find_algorithm(spec)
     name = entry.name
     keywords = {"aggregator": dict(entry.aggregator), "scaling": dict(entry.scaling)}
     parts = {kind: keywords[side].pop(kind) for kind, side in _SIDES.items() if kind in keywords[side]}
-    for kind in _SIDES.keys() & given.keys():
-        parts[kind] = _changed(kind, parts.get(kind), given[kind])
+    for kind in _SIDES.keys() & options.keys():
+        parts[kind] = _changed(kind, parts.get(kind), options[kind])
     changes: dict[str, dict[str, Any]] = {}
-    for key in given.keys() - _SIDES.keys():
+    for key in options.keys() - _SIDES.keys():
         side = next((side for side, words in keywords.items() if key in words), None)
         if side is not None:
             # No class says which type a keyword has: a text is what it would be in a configuration file.
-            keywords[side][key] = _plain(given[key]) if isinstance(given[key], str) else given[key]
+            keywords[side][key] = _plain(options[key]) if isinstance(options[key], str) else options[key]
         else:
-            changes.setdefault(_owner(name, key, parts, keywords), {})[key] = given[key]
-    for kind, options in changes.items():
-        parts[kind] = _changed(kind, parts[kind], options)
+            changes.setdefault(_owner(name, key, parts, keywords), {})[key] = options[key]
+    for kind, change in changes.items():
+        parts[kind] = _changed(kind, parts[kind], change)
     for kind, part in parts.items():
         if part is not None or kind not in _OPTIONAL:
             keywords[_SIDES[kind]][kind] = make(kind, part)
@@ -262,13 +262,13 @@ def _changed(kind: str, part: object, change: object) -> object:
     return {"name": name, **options, **change}
 
 
-def _checked_instance(kind: str, made: Any) -> Any:
+def _checked_instance(kind: str, instance: Any) -> Any:
     base = load(KINDS[kind], kind) if KINDS[kind] else None
-    if base is not None and not isinstance(made, base):
-        raise ConfigError(f"{kind} {made!r} is no {KINDS[kind]}; give a name, or an object of such a class")
-    if kind == "partition" and not callable(made):
-        raise ConfigError(f"partition {made!r} cannot be called; give a name, or a function")
-    return made
+    if base is not None and not isinstance(instance, base):
+        raise ConfigError(f"{kind} {instance!r} is no {KINDS[kind]}; give a name, or an object of such a class")
+    if kind == "partition" and not callable(instance):
+        raise ConfigError(f"partition {instance!r} cannot be called; give a name, or a function")
+    return instance
 
 
 def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[ArgumentParser, list[str]]:

@@ -161,12 +161,12 @@ def server_of(spec: object) -> ServerOptimizer | None:
 
 def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
     """Write what a server optimizer was made with; local."""
-    asked = {"class": type(optimizer).__qualname__, "schedule": "none"}
-    asked |= {key: _plain(value) for key, value in _options(optimizer).items()}
+    description = {"class": type(optimizer).__qualname__, "schedule": "none"}
+    description |= {key: _plain(value) for key, value in _options(optimizer).items()}
     if schedule is not None:
-        asked["schedule"] = type(schedule).__qualname__
-        asked |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
-    return asked
+        description["schedule"] = type(schedule).__qualname__
+        description |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
+    return description
 
 
 def _schedule_of(spec: object) -> Schedule | None:

@@ -249,12 +249,12 @@ class TopK(Codec):
         if values.numel() == 0:
             return
         positions = largest_positions(values, kept_values(values.numel(), self.density))
-        kept = values[positions]
+        selected = values[positions]
         if self.value == "fp16":
             largest = torch.finfo(torch.float16).max
-            kept = kept.clamp_(-largest, largest).half()
-        out[: 4 * kept.numel()].copy_(positions.int().view(torch.uint8))
-        out[4 * kept.numel() :].copy_(kept.view(torch.uint8))
+            selected = selected.clamp_(-largest, largest).half()
+        out[: 4 * selected.numel()].copy_(positions.int().view(torch.uint8))
+        out[4 * selected.numel() :].copy_(selected.view(torch.uint8))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Write zeros, then the values that were kept; see :meth:`Codec.decode`."""
@@ -262,8 +262,8 @@ class TopK(Codec):
         split = 4 * kept_values(out.numel(), self.density)
         # Copies are aligned.
         positions = data[:split].clone().view(torch.int32).long()
-        kept = data[split:].clone().view(FLOATS[self.value]).float()
-        out.zero_().scatter_(0, positions, kept)
+        selected = data[split:].clone().view(FLOATS[self.value]).float()
+        out.zero_().scatter_(0, positions, selected)
 
 
 def codec_of(name: str | Codec) -> Codec | None:
@@ -448,8 +448,8 @@ def _pairs(
     data: torch.Tensor, numbers: torch.Tensor, block: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
-    pairs, left = divmod(numbers.numel(), 2 * block)
-    whole, middle = pairs * block, (left + 1) // 2
+    pairs, remainder = divmod(numbers.numel(), 2 * block)
+    whole, middle = pairs * block, (remainder + 1) // 2
     if whole:
         rows = numbers[: 2 * whole].view(pairs, 2, block)
         yield data[:whole].view(pairs, block), rows[:, 0], rows[:, 1]

@@ -32,37 +32,37 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codec = codec
         self.reference = torch.zeros(numel, dtype=dtype, device=device)
-        self._left: dict[tuple[int, int], torch.Tensor] = {}
-        self._fresh: dict[tuple[int, int], torch.Tensor] = {}
+        self._residuals: dict[tuple[int, int], torch.Tensor] = {}
+        self._new_residuals: dict[tuple[int, int], torch.Tensor] = {}
         self._spare: dict[tuple[int, int], torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Forget what a round that was not taken has left behind."""
-        self._spare |= self._fresh
-        self._fresh.clear()
+        self._spare |= self._new_residuals
+        self._new_residuals.clear()
         self._norms.clear()
 
     def forget(self) -> None:
         """Forget what is still to be sent."""
         self.begin()
-        self._left.clear()
+        self._residuals.clear()
 
     def encode(
         self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
         """Encode values and what is left from before, and keep what the code leaves out."""
-        if place in self._left:
-            values.add_(self._left[place])
+        if place in self._residuals:
+            values.add_(self._residuals[place])
         limit = torch.finfo(torch.float32).max
         self._codec.encode(values.clamp_(-limit, limit), code, seed)
         self._codec.decode(code, spare)
-        fresh = self._spare.pop(place, None)
-        if fresh is None:
+        residual = self._spare.pop(place, None)
+        if residual is None:
             with torch.inference_mode(False):
-                fresh = torch.empty_like(values)
-        self._fresh[place] = torch.sub(values, spare, out=fresh)
-        self._norms.append((values.dot(values), fresh.dot(fresh)))
+                residual = torch.empty_like(values)
+        self._new_residuals[place] = torch.sub(values, spare, out=residual)
+        self._norms.append((values.dot(values), residual.dot(residual)))
 
     def difference(self, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write how far a bucket's values are from the agreed ones."""
@@ -93,11 +93,11 @@ class ErrorFeedback:
 
     def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
         """Conclude a round that was taken."""
-        for place, fresh in self._fresh.items():
-            if place in self._left:
-                self._spare[place] = self._left[place]
-            self._left[place] = fresh
-        self._fresh.clear()
+        for place, residual in self._new_residuals.items():
+            if place in self._residuals:
+                self._spare[place] = self._residuals[place]
+            self._residuals[place] = residual
+        self._new_residuals.clear()
         if stage is None:
             return None
         self.reference, spare = stage, self.reference
@@ -112,7 +112,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of the agreed state and of the error that is still to be sent, on this rank."""
-        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._left.items()}
+        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._residuals.items()}
         return {"reference": self.reference.clone()} | left
 
     @torch.inference_mode(False)
@@ -127,11 +127,11 @@ class ErrorFeedback:
             )
         self.begin()
         self.reference.copy_(reference)
-        self._left = {}
+        self._residuals = {}
         for name, left in state.items():
             if name.startswith("left "):
                 _, bucket, part = name.split()
-                self._left[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
+                self._residuals[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
 
 
 class ResidualStore:

@@ -213,8 +213,8 @@ class Accountant:
         colluding = integer("colluding", colluding, 0, hint="give a number of cells")
         history = []
         for (noise, where, cells), rounds in self._spent.items():
-            left = max(0, cells - colluding) / cells if where == "sum" else 1.0
-            multiplier = noise * math.sqrt(left) / (2.0 if neighbours == "replace" else 1.0)
+            remaining = max(0, cells - colluding) / cells if where == "sum" else 1.0
+            multiplier = noise * math.sqrt(remaining) / (2.0 if neighbours == "replace" else 1.0)
             if multiplier == 0.0:
                 return math.inf
             history.append((multiplier, 1.0, rounds))
