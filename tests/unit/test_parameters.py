@@ -130,7 +130,7 @@ def test_strategies_by_name() -> None:
         ({"distributed": {"strategy": "fdsp"}}, "strategy 'fdsp' is none of .*; did you mean 'fsdp'?"),
         ({"distributed": {"strategy": None}}, "strategy None is none of"),
         ({"distributed": {"stategy": "fsdp"}}, "distributed option 'stategy' .* did you mean 'strategy'?"),
-        ({"training": {}}, "says nothing of 'distributed'"),
+        ({"training": {}}, "has no 'distributed'"),
         ({"distributed": {"strategy": "hsdp"}}, "needs to know the ranks of a replica"),
         (
             {"distributed": {"strategy": "ddp", "device_parameters": {"dp_shard": 2}}},

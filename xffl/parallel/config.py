@@ -149,7 +149,7 @@ def read_config(config: object) -> StrategyConfig:
         for name in ("distributed", "training")
     }
     if parts["distributed"] is None:
-        raise ConfigError(f"configuration {config!r} says nothing of 'distributed'; give distributed.strategy")
+        raise ConfigError(f"configuration {config!r} has no 'distributed'; give distributed.strategy")
     return StrategyConfig(
         distributed=_read(DistributedConfig, parts["distributed"], "distributed", is_strict=True),
         training=_read(TrainingConfig, parts["training"], "training", is_strict=False),

@@ -265,9 +265,9 @@ def _changed(kind: str, part: object, change: object) -> object:
 def _checked_instance(kind: str, instance: Any) -> Any:
     base = load(KINDS[kind], kind) if KINDS[kind] else None
     if base is not None and not isinstance(instance, base):
-        raise ConfigError(f"{kind} {instance!r} is no {KINDS[kind]}; give a name, or an object of such a class")
+        raise ConfigError(f"{kind} must be a name or an object of {KINDS[kind]}, got {instance!r}")
     if kind == "partition" and not callable(instance):
-        raise ConfigError(f"partition {instance!r} cannot be called; give a name, or a function")
+        raise ConfigError(f"partition must be a name or a function, got {instance!r}")
     return instance
 
 
@@ -294,7 +294,7 @@ def _parsed(text: str) -> Any:
     try:
         return list(ast.literal_eval(text))
     except (ValueError, SyntaxError, TypeError) as wrong:
-        raise ConfigError(f"{text!r} is no list of values; write (1,2)") from wrong
+        raise ConfigError(f"{text!r} is not a list of values; write (1,2)") from wrong
 
 
 def _shown(options: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ def server_of(spec: object) -> ServerOptimizer | None:
         return spec
     if not isinstance(spec, (str, Mapping)):
         if not callable(spec):
-            raise ConfigError(f"server {spec!r} is no name, mapping, optimizer's class or function; give one of them")
+            raise ConfigError(f"server must be a name, a mapping, an optimizer's class or a function, got {spec!r}")
         return ServerOptimizer(spec)
     name, options = read_spec("server", spec)
     if name in _PLAIN_MEAN:
@@ -174,7 +174,7 @@ def _schedule_of(spec: object) -> Schedule | None:
         return None
     if not isinstance(spec, (str, Mapping)):
         if not callable(spec):
-            raise ConfigError(f"schedule {spec!r} is no name, mapping or function; give one of them")
+            raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
         return spec
     name, options = read_spec("schedule of the server", spec)
     factory, _ = locate("schedule of the server", name, home="torch.optim.lr_scheduler")

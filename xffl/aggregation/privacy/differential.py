@@ -97,8 +97,9 @@ class Privacy:
     def noise_of(self, rank: int, exchange: int = 0) -> Noise:
         """Return a rank's source of noise; make one for each exchange, and draw all of its noise from it.
 
-        Exchanges are numbered as :attr:`Accountant.rounds` counts them, so that a resumed run goes on with other noise
-        than it began with. It comes from the operating system's randomness, or from ``seed``, the rank and the number.
+        An exchange's number is what :attr:`~xffl.aggregation.privacy.differential.Accountant.rounds` counts, so that a
+        resumed run goes on with other noise than it began with. Without ``seed`` noise comes from the operating
+        system's randomness.
         """
         return Noise(rank, self.seed, exchange)
 
