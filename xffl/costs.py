@@ -21,6 +21,7 @@ __all__ = [
     "TINY",
     "TINY_FOR_TWO",
     "CodecSpec",
+    "block_bytes",
     "codec_bytes",
     "codec_ratio",
     "form_of",
@@ -28,6 +29,7 @@ __all__ = [
     "pipeline_depth",
     "read_codec",
     "scale_bytes",
+    "topk_bytes",
 ]
 
 FORMS = ("auto", "all_gather", "two_hop")
@@ -112,9 +114,9 @@ class CodecSpec:
     def nbytes(self, numel: int) -> int:
         """Return the exact size of encoded values; 0 for no values."""
         if self.kind in ("int8", "int4"):
-            return scale_bytes(numel, self.block, self.scale) + -(-numel * int(self.kind[3:]) // 8)
+            return block_bytes(numel, int(self.kind.removeprefix("int")), self.block, self.scale)
         if self.kind == "topk":
-            return kept_values(numel, self.density) * (8 if self.value == "fp32" else 6)
+            return topk_bytes(numel, self.density, self.value)
         return numel * (4 if self.kind == "none" else 2)
 
 
@@ -122,6 +124,16 @@ def scale_bytes(numel: int, block: int, scale: str) -> int:
     """Return the size of the scales of blocks of values: fp16 ones have the fp32 number in front that they refer to."""
     scales = -(-numel // block)
     return 4 * scales if scale == "fp32" or not numel else 4 + 2 * scales
+
+
+def block_bytes(numel: int, bits: int, block: int, scale: str) -> int:
+    """Return the size of values of so many bits in blocks, with their scales."""
+    return scale_bytes(numel, block, scale) + -(-numel * bits // 8)
+
+
+def topk_bytes(numel: int, density: float, value: str) -> int:
+    """Return the size of the values that a density keeps, each with a position of 32 bits."""
+    return kept_values(numel, density) * (8 if value == "fp32" else 6)
 
 
 def kept_values(numel: int, density: float) -> int:

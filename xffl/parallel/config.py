@@ -1,4 +1,4 @@
-"""What a strategy is asked for: its name, the mesh, and what of the training it has to know."""
+"""Configuration of a strategy: its name, the mesh, and what it has to know of the training."""
 
 from __future__ import annotations
 

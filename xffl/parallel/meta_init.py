@@ -68,9 +68,16 @@ def materialize(
     # A pipeline's stage gives the modules of the whole model: those it does not hold are initialized, too, and dropped,
     # so that random numbers are those of the whole model.
     order = dict(model.named_modules()) if modules is None else modules
-    mine = set(map(id, model.modules()))
+    own_modules = set(map(id, model.modules()))
     _make_empty(model, device)
-    filling = _Filling(mine, device, init_weights)
+    done: set[int] = set()
+
+    def keep(module: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        # A tensor that another module has initialized before (a tied one) keeps its values.
+        if id(module) in own_modules and id(tensor) not in done:
+            _take(tensor, values, device)
+        done.add(id(tensor))
+
     with torch.random.fork_rng(devices=[]):
         if dist.is_initialized():  # all go on with rank 0's random numbers
             state = torch.get_rng_state().to(control_device())
@@ -78,59 +85,45 @@ def materialize(
             torch.set_rng_state(state.cpu())
         inside: set[int] = set()
         for name, module in order.items():
-            if id(module) not in inside:
-                inside |= filling.fill(name, module)
+            # reset_parameters may initialize the children, too (torch's attention does); init_weights takes one module.
+            is_alone = init_weights is not None or _reset_of(module) is None
+            covered = [module] if is_alone else [*module.modules()]
+            if id(module) in inside or not any(_own(part) for part in covered):
+                continue
+            inside.update(map(id, covered))
+            with _whole_tensors(name, covered, keep):
+                if init_weights is not None:
+                    init_weights(module)
+                else:
+                    for reset in filter(None, map(_reset_of, _children_first(module))):
+                        reset()
 
 
-class _Filling:
-    """Modules that are given values, one after the other."""
-
-    def __init__(self, mine: set[int], device: torch.device, init_weights: Initializer | None) -> None:
-        self._mine, self._device, self._init_weights = mine, device, init_weights
-        self._done: set[int] = set()
-
-    def fill(self, name: str, module: nn.Module) -> set[int]:
-        """Initialize a module, with its children if it does so itself; return the modules that are done with it."""
-        is_own_alone = self._init_weights is not None or _reset_of(module) is None or not [*module.children()]
-        covered = [module] if is_own_alone else [*module.modules()]
-        if not any(_own(part) for part in covered):
-            return set()
-        with self._whole(name, covered):
-            for part in covered if self._init_weights is not None else _children_first(covered):
-                if self._init_weights is not None:
-                    self._init_weights(part)
-                elif (reset := _reset_of(part)) is not None:
-                    reset()
-        return set(map(id, covered))
-
-    @contextmanager
-    def _whole(self, name: str, covered: Sequence[nn.Module]) -> Iterator[None]:
-        """Let modules have whole tensors on the CPU for the length of a block, then take over this rank's part of them.
-
-        A tensor that another module has initialized before (a tied one) keeps its values.
-        """
-        own = [(part, *place) for part in covered for place in _own(part)]
+@contextmanager
+def _whole_tensors(
+    name: str, modules: Sequence[nn.Module], keep: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
+) -> Iterator[None]:
+    """Let modules have whole tensors on the CPU for the length of a block, then let this rank keep its part of them."""
+    own = [(module, *place) for module in modules for place in _own(module)]
+    for _, holder, leaf, tensor in own:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if whole.is_floating_point():
+            whole.fill_(torch.nan)  # to see what nobody initializes
+        is_parameter = isinstance(tensor, nn.Parameter)
+        holder[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+    try:
+        yield
+        initialized = [holder[leaf] for _, holder, leaf, _ in own]
+    finally:
         for _, holder, leaf, tensor in own:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            if whole.is_floating_point():
-                whole.fill_(torch.nan)  # to see what nobody initializes
-            is_parameter = isinstance(tensor, nn.Parameter)
-            holder[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
-        try:
-            yield
-            initialized = [holder[leaf] for _, holder, leaf, _ in own]
-        finally:
-            for _, holder, leaf, tensor in own:
-                holder[leaf] = tensor
-        for (part, _, leaf, tensor), values in zip(own, initialized, strict=True):
-            if values is None or (values.is_floating_point() and values.isnan().any()):
-                raise ConfigError(
-                    f"tensor {leaf!r} of module {name or 'model'!r} ({type(part).__name__}) was left without values; "
-                    "initialize all of it in reset_parameters, or in init_weights"
-                )
-            if id(part) in self._mine and id(tensor) not in self._done:
-                _take(tensor, values.detach(), self._device)
-            self._done.add(id(tensor))
+            holder[leaf] = tensor
+    for (module, _, leaf, tensor), values in zip(own, initialized, strict=True):
+        if values is None or (values.is_floating_point() and values.isnan().any()):
+            raise ConfigError(
+                f"tensor {leaf!r} of module {name or 'model'!r} ({type(module).__name__}) was left without values; "
+                "initialize all of it in reset_parameters, or in init_weights"
+            )
+        keep(module, tensor, values.detach())
 
 
 def _make_empty(model: nn.Module, device: torch.device) -> None:
@@ -148,18 +141,10 @@ def _make_empty(model: nn.Module, device: torch.device) -> None:
             module._parameters[leaf] = owner._parameters[name]
 
 
-def _children_first(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def _children_first(module: nn.Module) -> list[nn.Module]:
     """Return a module and its descendants, children in order and each before its parent."""
-    ordered: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        if module not in ordered:
-            ordered.append(module)
-
-    visit(modules[0])
-    return ordered
+    below = [part for child in module.children() for part in _children_first(child)]
+    return list(dict.fromkeys([*below, module]))
 
 
 def _own(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The strategies made of torch's own parts: one body, for any mesh inside a cell."""
+"""Strategies made of torch's own parts: one body, for any mesh inside a cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch runs of a pipeline: a stage, and its schedules.
+"""Parts of a pipeline that torch runs: a stage, and its schedules.
 
 Imported where a pipeline runs, since torch's compiler comes with it: half a second for whoever has none.
 """

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that ZeRO has cut: the master weights by name, for rounds and checkpoints.
+"""View of a model that ZeRO has cut: the master weights that a rank holds, by name, for rounds and checkpoints.
 
 DeepSpeed's optimizer keeps its own copy of the weights in fp32 (the *masters*), cut over the ranks of a cell: with
 stages 1 and 2 the parameters of a group as one long row, with stage 3 each parameter by itself. The masters are what

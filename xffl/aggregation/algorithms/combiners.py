@@ -1,4 +1,4 @@
-"""How the values of the cells become one: what every combiner is, and the two means."""
+"""Combiners, which make one value of the cells' values: means, medians, and means that resist faulty cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every algorithm by its name: what there is, and how a name with options becomes an object.
+"""Registry of all algorithms: their names, and how a name with options becomes an object.
 
 Importing this needs no torch: the entries are data, and what they name is imported when it is made.
 

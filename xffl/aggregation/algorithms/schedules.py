@@ -1,4 +1,4 @@
-"""When rounds take place: how many local steps each cell makes until the next one.
+"""Schedules of rounds: how many local steps each cell makes until the next one.
 
 A schedule is arithmetic on what all ranks know: the rounds so far and what the last one's report tells. So no cell has
 to ask another one when to meet, and cells may make different numbers of steps between the same two rounds.

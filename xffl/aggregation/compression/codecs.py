@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from xffl.checks import integer, number, one_of
-from xffl.costs import MAX_BLOCK, kept_values, read_codec, scale_bytes
+from xffl.costs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -158,7 +158,7 @@ class Blockwise(Codec):
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of scales and values."""
-        return scale_bytes(numel, self.block, self.scale) + -(-numel * self.bits // 8)
+        return block_bytes(numel, self.bits, self.block, self.scale)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`."""
@@ -239,7 +239,7 @@ class TopK(Codec):
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of positions and values."""
-        return kept_values(numel, self.density) * (4 + FLOATS[self.value].itemsize)
+        return topk_bytes(numel, self.density, self.value)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Write the positions, ascending, then the values; see :meth:`Codec.encode`."""

@@ -1,4 +1,4 @@
-"""What a lossy codec needs beside the values: the last agreed state, and the error that is still to be sent."""
+"""State of lossy codecs: the values that cells last agreed on, and the residual that is still to be sent."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class ErrorFeedback:
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
-        """Forget what a round that was not taken has left behind."""
+        """Discard the residuals of a round that was not taken."""
         self._spare |= self._new_residuals
         self._new_residuals.clear()
         self._norms.clear()
 
     def forget(self) -> None:
-        """Forget what is still to be sent."""
+        """Forget the residuals."""
         self.begin()
         self._residuals.clear()
 
@@ -74,16 +74,16 @@ class ErrorFeedback:
         else:  # a narrow type would round it, or have no room for it
             out.copy_(values).sub_(reference)
 
-    def advance(self, bucket: Bucket, way: torch.Tensor, out: torch.Tensor) -> None:
-        """Write a bucket's agreed values moved by what all cells go on by, rounded once."""
+    def advance(self, bucket: Bucket, mean: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a bucket's agreed values plus the mean of what the cells sent, rounded once."""
         limit = torch.finfo(out.dtype).max
         if limit < HUGE:
-            out.copy_(way.add_(self._agreed(bucket)).clamp_(-limit, limit))
+            out.copy_(mean.add_(self._agreed(bucket)).clamp_(-limit, limit))
         else:
-            torch.add(self._agreed(bucket), way, out=out)
+            torch.add(self._agreed(bucket), mean, out=out)
 
     def _agreed(self, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's agreed values; of 8-bit floats, which torch adds not up, a copy in fp32."""
+        """Return a bucket's agreed values; of 8-bit floats, which torch cannot add, a copy in fp32."""
         reference = self.reference[bucket.start : bucket.stop]
         return reference.float() if reference.itemsize == 1 else reference
 
@@ -92,7 +92,7 @@ class ErrorFeedback:
         self._codec.decode(code, out)
 
     def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
-        """Conclude a round that was taken."""
+        """Conclude a round that was taken, whose agreed values ``stage`` holds; return the memory of those before."""
         for place, residual in self._new_residuals.items():
             if place in self._residuals:
                 self._spare[place] = self._residuals[place]
@@ -111,7 +111,7 @@ class ErrorFeedback:
         return list(zip(whole, left, strict=True))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the agreed state and of the error that is still to be sent, on this rank."""
+        """Return copies of the agreed values and of the residuals on this rank."""
         left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._residuals.items()}
         return {"reference": self.reference.clone()} | left
 
@@ -164,7 +164,7 @@ class ResidualStore:
         return fragment in self._seeded
 
     def state_dict(self, plan: str) -> dict[str, Any]:
-        """Return which fragments have an agreed state, and by bucket group that state and what is still to be sent."""
+        """Return which fragments have an agreed state, and by bucket group its values and the residuals."""
         lanes = {
             str(self._transfers[number].group.key): feedback.state_dict() for number, feedback in self._feedback.items()
         }

@@ -1,6 +1,6 @@
 """Secure sums: the cells learn the weighted mean of a round, and nobody another cell's own values.
 
-For each pair of cells ``c < d`` the two ranks that carry the same elements share a secret. Of each row that leaves a
+For each pair of cells ``c < d`` the two ranks that send the same elements share a secret. Of each row that leaves a
 cell, ``c`` adds a mask that the secret gives, and ``d`` takes the same mask off its own: a single row is noise without
 pattern, and in the sum of all rows the masks cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their
 recovery of lost cells). So that they cancel to the last bit, values are whole numbers modulo ``2**64``:
@@ -70,7 +70,7 @@ class SecureSum:
 
 
 class Masker:
-    """One rank's secrets with every rank that may carry the same elements in another cell.
+    """One rank's secrets with every rank that may send the same elements in another cell.
 
     Local: public keys have been exchanged before, and secrets are computed when they are first needed. They are bound
     to ``context``, what all ranks have in common beside the keys, such as the plan.
@@ -164,7 +164,7 @@ class Masker:
             )
         if place in self._used:
             raise StateError(
-                f"place {place} has a row in attempt {self._attempt} already; a second one would bare both"
+                f"place {place} has a row in attempt {self._attempt} already; a second one would reveal both"
             )
         self._used.add(place)
         self._check_range(values)
