@@ -77,11 +77,7 @@ def context_parallel(
     :raises ConfigError: if an argument is invalid, or the model's attention cannot be spread.
     """
     check_mesh(mesh, "context", ring=ring)
-    if len(buffers) != len(buffer_seq_dims):
-        raise ConfigError(
-            f"{len(buffers)} buffers came with {len(buffer_seq_dims)} dimensions; give buffer_seq_dims one for each"
-        )
-    parts = tuple(_part(tensor, mesh, dim) for tensor, dim in zip(buffers, buffer_seq_dims, strict=True))
+    parts = split_sequence(buffers, mesh, buffer_seq_dims)
     if ring:
         with _ring(mesh, buffers, buffer_seq_dims) as parts:
             yield parts

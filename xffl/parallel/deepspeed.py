@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -406,11 +406,16 @@ class ZeroModel(nn.Module):
         local_rank: int,
     ) -> Any:
         """Let DeepSpeed make the engine; collective over the cell."""
-        # DeepSpeed takes LOCAL_RANK for the number of its device, and reads DS_ACCELERATOR when it is imported.
+        # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
+        # some variables of its own.
         self._local_rank = str(local_rank if device.index is None else device.index)
-        with _environment(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
+        with _restored(os.environ):
+            os.environ.update(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type)
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])
-            with _without_compiler(deepspeed, device):
+            operations = deepspeed.ops.__compatible_ops__ if device.type == "cpu" else {}
+            with _restored(operations):
+                # Else it would compile an operation of shared memory for the CPU, which takes a minute.
+                operations["deepspeed_shm_comm"] = False
                 comm: Any = importlib.import_module("deepspeed.comm.comm")
                 if comm.cdb is None:
                     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
@@ -427,7 +432,7 @@ class ZeroModel(nn.Module):
     def working(self) -> Iterator[None]:
         """Let DeepSpeed work in this block, with the cell as its world; local."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
-        # In every forward pass, so only what DeepSpeed reads: _environment would copy all variables.
+        # In every forward pass, so only what DeepSpeed reads: _restored would copy all variables.
         backend, variable = comm.cdb, os.environ.get("LOCAL_RANK")
         comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
         try:
@@ -511,28 +516,12 @@ def _import(device: torch.device, *, is_fp16: bool) -> Any:
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set variables, and leave the environment as it was: DeepSpeed reads and sets some on the way."""
-    before = dict(os.environ)
-    os.environ.update(variables)
+def _restored(values: MutableMapping[str, Any]) -> Iterator[None]:
+    """Leave a mapping after the block as it was before."""
+    before = dict(values)
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _without_compiler(deepspeed: Any, device: torch.device) -> Iterator[None]:
-    """On a CPU, keep DeepSpeed from compiling an operation of shared memory, which takes a minute."""
-    if device.type != "cpu":
-        yield
-        return
-    operations = deepspeed.ops.__compatible_ops__
-    before = dict(operations)
-    operations["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        operations.update(before)
+        for name in values.keys() - before.keys():
+            del values[name]
+        values.update(before)

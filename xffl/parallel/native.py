@@ -88,6 +88,7 @@ class NativeStrategy(DistributedStrategy):
         self._loss = loss
         spread_model = spread(model, self.state, self._options(init_weights), world)
         if world.cp_enabled:
+            # Stages behind the first get activations, which tensor parallelism has cut along the sequence once more.
             is_cut_further = world.tp_enabled and device_parameters.sequence_parallel
             parts = world.tp_size if is_cut_further and world.pp_rank > 0 else 1
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)

@@ -382,6 +382,7 @@ def split_model(
     name, container = _find_layers(model, layers)
     keys = [key for key, _ in container.named_children()]
     bounds = _bounds(len(keys), stage, stages, cuts)
+    # A layer's stage is the number of cuts up to it.
     homes = {f"{name}.{key}": sum(bound <= index for bound in bounds) for index, key in enumerate(keys)}
     homes |= _surroundings(model, name, first, last, stages)
     _check_homes(model, homes, stages)

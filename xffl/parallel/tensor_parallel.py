@@ -132,6 +132,7 @@ def apply_tensor_parallel(
     _check_tied(tied, chosen, model)
     for name, style in chosen.items():
         layer = model.get_submodule(name)
+        # src_data_rank=None: each rank cuts its own weights, and nothing is broadcast.
         parallelize_module(layer, mesh, style, src_data_rank=None)
         if (
             isinstance(layer, nn.Embedding)
@@ -246,6 +247,7 @@ def _check_heads(model: nn.Module, plan: Mapping[str, ParallelStyle], size: int)
                         f"which do not divide by the {size} ranks of the mesh; give a tensor-parallel size that "
                         "divides the heads"
                     )
+                # Attention splits its projections by these counts, and a rank's projections have fewer heads.
                 attributes = QUERY_HEADS if other in QUERIES else KEY_HEADS
                 changes += [(attention, key, count // size) for key in attributes if vars(attention).get(key) == count]
             if other in HEAD_NORMS and any(weight.numel() != width for weight in layer.parameters()):

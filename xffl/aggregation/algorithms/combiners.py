@@ -386,6 +386,7 @@ class NormClipping(WeightedCombiner):
     def weigh(self, seen: CellStats) -> AggregationWeights:
         """Shorten by way of weights and scale."""
         assert seen.norms is not None, "needs_norms asks for them"
+        # g + s (sum(w f x) / sum(w f) - g) with s = sum(w f) / sum(w) is the mean of the updates f (x - g).
         own = reduced(seen.weights)
         clipped = tuple(
             weight * (self.clip / norm if norm > self.clip else 1.0)

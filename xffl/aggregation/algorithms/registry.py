@@ -154,6 +154,7 @@ def check_options(
         # What is not given keeps its default, which may be of any type; a class must get what has none.
         parameters = inspect.signature(target).parameters.values()
         left_out -= {one.name for one in parameters if one.default is inspect.Parameter.empty}
+    # Another parser, of the options that are there: jsonargparse would check defaults, too.
     parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - options.keys()}, leading)
     try:
         parsed = parser.parse_object(dict(options))
