@@ -47,12 +47,17 @@ NO_ENGINE = (
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer holds of a parameter."""
+    """This rank's part of a parameter: elements of a row of the optimizer from an offset, from a start in the whole."""
 
     row: int
     offset: int
     start: int
     numel: int
+    total: int
+
+    def of(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the part, in the memory of its row."""
+        return rows[self.row].detach()[self.offset : self.offset + self.numel]
 
 
 class Masters:
@@ -121,11 +126,11 @@ class Masters:
                 numel = self._numel(parameter)
                 if self._stage == 3:
                     start, last = self._chunk(numel)
-                    yield parameter, Fragment(row, offset, start, last - start)
+                    yield parameter, Fragment(row, offset, start, last - start, numel)
                     offset += -(-numel // self._size)
                     continue
                 start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + length))
-                yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start)
+                yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start, numel)
                 offset += numel
 
     def _numel(self, parameter: nn.Parameter) -> int:
@@ -137,8 +142,7 @@ class Masters:
         return min(self._place * length, numel), min((self._place + 1) * length, numel)
 
     def _empty(self, name: str, dtype: torch.dtype | None = None) -> nn.Parameter:
-        parameter = self._parameter[name]
-        numel = self._numel(parameter)
+        numel = self._fragment[name].total
         start, last = self._chunk(numel)
         local = torch.zeros(last - start, dtype=dtype or self._rows[0].dtype, device=self._device)
         return nn.Parameter(self._cut(local, numel), requires_grad=True)
@@ -156,26 +160,26 @@ class Masters:
     @torch.no_grad()
     def _collect(self, name: str, rows: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Copy a parameter's part of the ranks' rows into this rank's shard; with stages 1 and 2 over the cell."""
-        fragment, numel = self._fragment[name], self._numel(self._parameter[name])
-        mine = rows[fragment.row].detach()[fragment.offset : fragment.offset + fragment.numel]
+        fragment = self._fragment[name]
+        own = fragment.of(rows)
         if self._stage == 3:
-            into.copy_(mine)
+            into.copy_(own)
             return
-        whole = torch.zeros(numel, dtype=mine.dtype, device=self._device)
-        whole[fragment.start : fragment.start + fragment.numel] = mine.to(self._device)
+        whole = torch.zeros(fragment.total, dtype=own.dtype, device=self._device)
+        whole[fragment.start : fragment.start + fragment.numel] = own.to(self._device)
         dist.all_reduce(whole.view(torch.uint8), group=self._mesh.get_group())  # adding zeros keeps every bit
-        into.copy_(whole[slice(*self._chunk(numel))])
+        into.copy_(whole[slice(*self._chunk(fragment.total))])
 
     @torch.no_grad()
     def _spread(self, name: str, shard: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Copy shards into the ranks' rows; with stages 1 and 2 over the cell, and the whole is returned."""
-        fragment, numel = self._fragment[name], self._numel(self._parameter[name])
-        mine = rows[fragment.row].detach()[fragment.offset : fragment.offset + fragment.numel]
+        fragment = self._fragment[name]
+        own = fragment.of(rows)
         if self._stage == 3:
-            mine.copy_(shard)
+            own.copy_(shard)
             return None
-        whole = self._cut(shard, numel).full_tensor()
-        mine.copy_(whole[fragment.start : fragment.start + fragment.numel])
+        whole = self._cut(shard, fragment.total).full_tensor()
+        own.copy_(whole[fragment.start : fragment.start + fragment.numel])
         return whole
 
     def check(self) -> None:
