@@ -5,22 +5,32 @@ Without torch, so that ``xffl plan`` forecasts what the ranks will do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+from xffl.checks import integer, one_of
 from xffl.errors import ConfigError
 
 __all__ = [
     "FORMS",
     "IN_FLIGHT",
     "IN_FLIGHT_BYTES",
+    "MAX_BLOCK",
     "MOST_IN_FLIGHT",
     "STATUS_BYTES",
     "TINY",
     "TINY_FOR_TWO",
+    "CodecSpec",
+    "block_bytes",
     "codec_bytes",
     "codec_ratio",
     "form_of",
+    "kept_values",
     "pipeline_depth",
+    "read_codec",
+    "scale_bytes",
+    "topk_bytes",
 ]
 
 FORMS = ("auto", "all_gather", "two_hop")
@@ -44,10 +54,18 @@ IN_FLIGHT_BYTES = 2**25
 STATUS_BYTES = 128
 """What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.status.RoundStatus`."""
 
-WIDTHS = {"fp32": 4, "fp16": 2}
-"""Bytes of the types that options name."""
-BITS = {"int8": 8, "int4": 4}
-KINDS = ("none", "bf16", "fp16", "int8", "int4", "topk:DENSITY")
+CODECS: dict[str, dict[str, tuple[str, ...]]] = {
+    "none": {},
+    "bf16": {},
+    "fp16": {},
+    "int8": {"block": (), "scale": ("fp16", "fp32"), "rounding": ("nearest", "stochastic")},
+    "int4": {"block": (), "scale": ("fp16", "fp32"), "rounding": ("nearest", "stochastic")},
+    "topk": {"value": ("fp32", "fp16")},
+}
+"""What a codec's name may begin with, and the options that may follow with what they may be."""
+NAMES = ", ".join(CODECS) + ":DENSITY"
+MAX_BLOCK = 2**16
+"""Largest block: more values share one scale only where the scale's bytes no longer matter."""
 LARGE = 2**20
 """Values of which a ratio is taken."""
 
@@ -86,6 +104,84 @@ def pipeline_depth(nbytes: float, count: float, cells: int, form: str) -> int:
     return max(IN_FLIGHT, int(most))
 
 
+@dataclass(frozen=True)
+class CodecSpec:
+    """What a codec's name says, and how many bytes it writes; :func:`read_codec` makes one."""
+
+    kind: str
+    block: int = 64
+    scale: str = "fp16"
+    rounding: str = "nearest"
+    density: float = 1.0
+    value: str = "fp32"
+
+    def nbytes(self, numel: int) -> int:
+        """Return the exact size of encoded values; 0 for no values."""
+        if self.kind in ("int8", "int4"):
+            return block_bytes(numel, int(self.kind.removeprefix("int")), self.block, self.scale)
+        if self.kind == "topk":
+            return topk_bytes(numel, self.density, self.value)
+        return numel * (4 if self.kind == "none" else 2)
+
+
+def scale_bytes(numel: int, block: int, scale: str) -> int:
+    """Return the size of the scales of blocks of values: fp16 ones have the fp32 number in front that they refer to."""
+    scales = -(-numel // block)
+    return 4 * scales if scale == "fp32" or not numel else 4 + 2 * scales
+
+
+def block_bytes(numel: int, bits: int, block: int, scale: str) -> int:
+    """Return the size of values of so many bits in blocks, with their scales."""
+    return scale_bytes(numel, block, scale) + -(-numel * bits // 8)
+
+
+def topk_bytes(numel: int, density: float, value: str) -> int:
+    """Return the size of the values that a density keeps, each with a position of 32 bits."""
+    return kept_values(numel, density) * (8 if value == "fp32" else 6)
+
+
+def kept_values(numel: int, density: float) -> int:
+    """Return how many of some values a density keeps, rounded up."""
+    # The decimal number that was written: 0.07 of 100 values are 7, where floats would round up to 8.
+    fraction = Fraction(repr(float(density)))
+    return -(-numel * fraction.numerator // fraction.denominator)
+
+
+def read_codec(name: object) -> CodecSpec:
+    """Read a codec's name with its options; pure."""
+    if not isinstance(name, str):
+        raise ConfigError(f"codec {name!r} is neither a name nor a Codec; give one of {NAMES}")
+    kind, colon, text = name.partition(":")
+    if kind not in CODECS:
+        raise ConfigError(f"codec {name!r} is unknown; give one of {NAMES}")
+    parts = text.split(",") if colon else []
+    options: dict[str, Any] = {}
+    if kind == "topk":
+        density = parts.pop(0) if parts else ""
+        try:
+            options["density"] = float(density)
+        except ValueError:
+            options["density"] = 0.0
+        if not 0 < options["density"] <= 1:
+            raise ConfigError(
+                f"codec {name!r}: the density, the share of values that it sends, must be a number above 0 and at most "
+                f"1, got {density!r}; give topk:0.01 for 1 %"
+            )
+    known = CODECS[kind]
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if key not in known or not equals or key in options:
+            knob = "give " + " or ".join(f"{key}=..." for key in known) if known else "give the codec without options"
+            raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice; {knob}")
+        options[key] = value
+        if key == "block":
+            number = int(value) if value.isascii() and value.isdecimal() else value
+            options[key] = integer(f"codec {name!r}: block", number, 1, MAX_BLOCK, hint="give block=64")
+        else:
+            one_of(f"codec {name!r}: {key}", value, known[key], hint=f"give {key}={known[key][0]}")
+    return CodecSpec(kind, **options)
+
+
 def codec_bytes(codec: str, numel: int) -> int:
     """Return the size of encoded values, as ``codec_of(codec).nbytes(numel)`` does; local, without torch.
 
@@ -95,32 +191,7 @@ def codec_bytes(codec: str, numel: int) -> int:
     :return: Bytes; 0 for no values.
     :raises ConfigError: if the name, an option or its value is unknown.
     """
-    kind, colon, text = codec.partition(":")
-    parts = text.split(",") if colon else []
-    if kind in ("none", "bf16", "fp16"):
-        _options(codec, parts, ())
-        return numel * (4 if kind == "none" else 2)
-    if kind in BITS:
-        options = _options(codec, parts, ("block", "scale", "rounding"))
-        block = options.get("block", "64")
-        if not (block.isascii() and block.isdecimal() and 1 <= int(block) <= 2**16):
-            raise ConfigError(f"codec {codec!r}: block {block!r} must be an integer from 1 to 65536; give block=64")
-        scales = -(-numel // int(block))
-        # fp16 scales have an fp32 number in front that all of them are relative to.
-        head = 4 * scales if _width(codec, options.get("scale", "fp16")) == 4 or not numel else 4 + 2 * scales
-        return head + -(-numel * BITS[kind] // 8)
-    if kind == "topk" and not parts:
-        raise ConfigError(f"codec {codec!r} lacks its density, the share of values that it sends; give topk:0.01")
-    if kind == "topk":
-        try:
-            density = Fraction(repr(float(parts[0])))
-        except (ValueError, OverflowError):
-            density = Fraction(0)
-        if not 0 < density <= 1:
-            raise ConfigError(f"codec {codec!r}: density {parts[0]!r} is not above 0 and at most 1; give topk:0.01")
-        value = _options(codec, parts[1:], ("value",)).get("value", "fp32")
-        return -(-numel * density.numerator // density.denominator) * (4 + _width(codec, value))
-    raise ConfigError(f"codec {codec!r} is unknown; give one of {', '.join(KINDS)}")
+    return read_codec(codec).nbytes(numel)
 
 
 def codec_ratio(codec: str, bytes_per_parameter: float = 4.0) -> float:
@@ -132,22 +203,3 @@ def codec_ratio(codec: str, bytes_per_parameter: float = 4.0) -> float:
     :raises ConfigError: if the name, an option or its value is unknown.
     """
     return 1.0 if codec == "none" else codec_bytes(codec, LARGE) / (bytes_per_parameter * LARGE)
-
-
-def _options(codec: str, parts: list[str], known: tuple[str, ...]) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if key not in known or not equals or key in options:
-            told = "give " + " or ".join(f"{name}=..." for name in known) if known else "give the codec without options"
-            raise ConfigError(f"codec {codec!r}: option {part!r} is unknown or given twice; {told}")
-        if key == "rounding" and value not in ("nearest", "stochastic"):
-            raise ConfigError(f"codec {codec!r}: rounding {value!r} is not offered; give nearest or stochastic")
-        options[key] = value
-    return options
-
-
-def _width(codec: str, name: str) -> int:
-    if name not in WIDTHS:
-        raise ConfigError(f"codec {codec!r}: type {name!r} is not offered; give {' or '.join(WIDTHS)}")
-    return WIDTHS[name]

@@ -435,7 +435,7 @@ def wrong(rank: int, world_size: int) -> None:
         (sgd, {"client": "fedprox", "delay": 1}, "leave one of them out"),
         (sgd, {"client": "fedprox", "aggregator": {"fragments": 2}}, "fragments is 2"),
         (sgd, {"client": "fedprox", "aggregator": made}, "give aggregator={option: value}"),
-        (sgd, {"client": "fedprox:mu=-1"}, "mu -1"),
+        (sgd, {"client": "fedprox:mu=-1"}, "mu must be a number >= 0, got -1"),
         (sgd, {"client": "fedprocks"}, "'fedprocks' is unknown"),
         (sgd, {"client": FedProx(mu=0.1 + rank)}, r"FedProx\(mu=1.1\)"),
         (sgd, {"client": Scaffold() if rank else None}, "client=None"),

@@ -256,7 +256,7 @@ def wrong(mesh: DeviceMesh, model: nn.Module, tokens: torch.Tensor) -> None:
         split_sequence([tokens], mesh, 2)
     with raises("1 tensors came with 2"):
         split_sequence([tokens], mesh, [1, 1])
-    with raises("1 buffers came with 0"), context_parallel(mesh, buffers=(tokens,)):
+    with raises("1 tensors came with 0"), context_parallel(mesh, buffers=(tokens,)):
         pass
     with raises("needs CUDA", "ring=False"), context_parallel(mesh, ring=True):
         pass

@@ -483,7 +483,7 @@ def misuse(rank: int, world_size: int) -> None:
         (model.module, optimizer, "give what wrap_model returned"),
         (model, torch.optim.SGD(Tied().parameters()), "holds a parameter that the model has not"),
         (model, torch.optim.SGD([model.module.embedding.weight]), "lacks parameter 'norm.weight'"),
-        (model, None, "is no optimizer"),
+        (model, None, "must be a torch.optim.Optimizer, got NoneType"),
     ):
         with pytest.raises(ConfigError, match=told):
             strategy.wrap_optimizer(wrong, given)
@@ -529,7 +529,7 @@ def test_wrong_calls_tell_what_to_do() -> None:
         ({"device_parameters": DeviceParameters(dp_replicate=2)}, {}, "dp_replicate is 2"),
         ({"device_parameters": DeviceParameters(dp_shard=2, cpu_offload=True)}, {}, "does not know cpu_offload"),
         ({"wrap": (Tied,)}, {}, "does not know wrap"),
-        ({"zero_stage": 4}, {}, "zero_stage 4 is none of 0, 1, 2, 3"),
+        ({"zero_stage": 4}, {}, "zero_stage must be an integer from 0 to 3, got 4"),
         ({"zero_stage": 0}, {"mixed_precision": "bf16"}, "zero_stage 0 with 'bfloat16'"),
         ({"zero_stage": 0, "offload": True}, {}, "zero_stage is 0"),
         ({"strategy": "deepsped"}, {}, "did you mean 'deepspeed'"),

@@ -346,7 +346,7 @@ def wrong(rank: int, world_size: int) -> None:
     static = nn.parallel.DistributedDataParallel(module, process_group=alone["dp"].get_group(), static_graph=True)
     for more, text in (
         ({"module": static}, "static_graph"),
-        ({"schedule": "1f1B"}, "unknown; give one of 1f1b, gpipe"),
+        ({"schedule": "1f1B"}, "must be one of '1f1b', 'gpipe', got '1f1B'"),
         ({"micro_batches": 1}, "over 2 stages must be an integer of 2 or more, got 1"),
         ({"micro_batches": 0, "schedule": "gpipe"}, "over 2 stages must be a positive integer, got 0"),
         ({"mesh": alone}, "2 dimensions; give a mesh of one"),

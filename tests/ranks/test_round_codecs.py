@@ -244,7 +244,7 @@ def remember(rank: int, world_size: int, codec: str) -> None:
         aggregator.aggregate()
     if state.is_sender:
         unseeded["codecs"]["seeded"] = [0, 1]
-        with pytest.raises(xffl.CheckpointError, match="holds nothing for a lane"):
+        with pytest.raises(xffl.CheckpointError, match="holds nothing for a bucket group"):
             aggregator.load_state_dict(unseeded)
     with pytest.raises(xffl.CheckpointError, match="saved without"):
         aggregator.load_state_dict({"rounds": 8})

@@ -92,7 +92,7 @@ def test_a_spec_is_a_name_with_options(spec: object, name: str, options: dict[st
     "spec", ["", "  ", "x:a", "x:=1", "x:a=1,a=2", "x:a=1,,b=2", "x:a=(1,", {"a": 1}, {"name": 3}, 3]
 )
 def test_what_is_no_spec_is_refused(spec: object) -> None:
-    with pytest.raises(ConfigError, match="combine|no list"):
+    with pytest.raises(ConfigError, match="combine|not a list"):
         read_spec("combine", spec)
 
 
@@ -158,15 +158,19 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
         ("combine", f"{OWN}:power=high", "power='high'.*it takes power: float = 1.0"),
         ("combine", f"{OWN}:keep=(1,2,3)", "keep="),
         ("combine", {"name": OWN, "power": "2", "label": 3}, "label=3"),
-        ("combine", f"{__name__}.Stranger", "is no xffl.aggregation.algorithms.combiners.Combiner"),
+        (
+            "combine",
+            f"{__name__}.Stranger",
+            "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got",
+        ),
         ("combine", f"{__name__}.Nobody", "Nobody cannot be imported"),
         ("combine", "no.such.module", "no.such.module cannot be imported"),
-        ("combine", Stranger(), "is no xffl.aggregation.algorithms.combiners.Combiner"),
-        ("combine", Lowest, "is no xffl.aggregation.algorithms.combiners.Combiner"),
-        ("combine", None, "is no xffl.aggregation.algorithms.combiners.Combiner"),
+        ("combine", Stranger(), "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got"),
+        ("combine", Lowest, "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got"),
+        ("combine", None, "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got"),
         ("schedule", "steps", "required: every"),
         ("schedule", "steps:every=0", "every must be a positive integer, got 0"),
-        ("partition", 3, "cannot be called"),
+        ("partition", 3, "must be a name or a function, got 3"),
         ("aggregate", "mean", "kind 'aggregate' is unknown"),
     ],
 )

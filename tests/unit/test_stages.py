@@ -40,8 +40,8 @@ def test_wrong_splits() -> None:
         ({"cuts": [2, 2], "stages": 3}, "2 growing indices"),
         ({"layers": "lm_head"}, "layers='lm_head' is Linear"),
         ({"layers": "blocks"}, "layers='blocks' is NoneType"),
-        ({"first": ["embed"]}, "'embed' is no module beside 'layers'"),
-        ({"last": ["layers.3", "norm"]}, "'layers.3' is no module beside 'layers'"),
+        ({"first": ["embed"]}, "'embed' is not a module beside 'layers'"),
+        ({"last": ["layers.3", "norm"]}, "'layers.3' is not a module beside 'layers'"),
         ({"first": ["embed_tokens", "norm"]}, "'norm' is on the first and on the last stage"),
         ({"last": ["norm"]}, "'lm_head.weight' belongs to no stage"),
     ):

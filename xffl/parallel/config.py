@@ -1,14 +1,12 @@
-"""What a strategy is asked for: its name, the mesh, and what of the training it has to know."""
+"""Configuration of a strategy: its name, the mesh, and what it has to know of the training."""
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from xffl.checks import integer_fields
+from xffl.checks import closest, integer, integer_fields, number
 from xffl.cluster.cells import read_federation
 from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
@@ -27,7 +25,6 @@ __all__ = [
 
 HOOKS = ("none", "fp16", "bf16", "powersgd")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ZERO_STAGES = (0, 1, 2, 3)
 
 T = TypeVar("T")
 
@@ -91,9 +88,7 @@ class DistributedConfig:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        integer_fields(self, "zero_stage", minimum=0)
-        if self.zero_stage not in ZERO_STAGES:
-            raise ConfigError(f"zero_stage {self.zero_stage!r} is none of {', '.join(map(str, ZERO_STAGES))}")
+        object.__setattr__(self, "zero_stage", integer("zero_stage", self.zero_stage, 0, 3))
         object.__setattr__(self, "federated", read_federation(self.federated, "distributed.federated"))
         object.__setattr__(self, "wrap", tuple(self.wrap))
         if not all(isinstance(layer, type) for layer in self.wrap):
@@ -123,8 +118,8 @@ class TrainingConfig:
         integer_fields(self, "batch_size", "gradient_accumulation", prefix="training.")
         if self.mixed_precision is not None:
             check_name("mixed_precision", self.mixed_precision, PRECISIONS)
-        if self.max_grad_norm is not None and not (math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0):
-            raise ConfigError(f"max_grad_norm {self.max_grad_norm} is no norm; give a number above 0, or None")
+        if self.max_grad_norm is not None:
+            number("training.max_grad_norm", self.max_grad_norm, above=0.0, hint="give None for no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,35 +140,38 @@ def read_config(config: object) -> StrategyConfig:
     :param config: A :class:`StrategyConfig`, or a mapping or an object with ``distributed`` and, maybe, ``training``;
         an object may have fields that are not for strategies, a mapping given by ``distributed`` may not.
     :return: The configuration.
-    :raises ConfigError: if a value cannot be meant, or a name is unknown.
+    :raises ConfigError: if a value is invalid, or a name is unknown.
     """
     if isinstance(config, StrategyConfig):
         return config
-    parts = {name: _get(config, name) for name in ("distributed", "training")}
+    parts = {
+        name: config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        for name in ("distributed", "training")
+    }
     if parts["distributed"] is None:
-        raise ConfigError(f"configuration {config!r} says nothing of 'distributed'; give distributed.strategy")
+        raise ConfigError(f"configuration {config!r} has no 'distributed'; give distributed.strategy")
     return StrategyConfig(
         distributed=_read(DistributedConfig, parts["distributed"], "distributed", is_strict=True),
         training=_read(TrainingConfig, parts["training"], "training", is_strict=False),
     )
 
 
-def read_ddp(given: object) -> DDPConfig:
-    """Return what DDP is asked for; pure."""
-    if not isinstance(given, DDPConfig | Mapping | None):
-        raise ConfigError(f"ddp must be a mapping of DDP's options, or a DDPConfig, got {given!r}")
-    return _read(DDPConfig, given, "ddp", is_strict=True)
+def read_ddp(options: object) -> DDPConfig:
+    """Return the options of DDP; pure."""
+    if not isinstance(options, DDPConfig | Mapping | None):
+        raise ConfigError(f"ddp must be a mapping of DDP's options, or a DDPConfig, got {options!r}")
+    return _read(DDPConfig, options, "ddp", is_strict=True)
 
 
 def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:
     """Return a mesh with the data type that the training asks for; pure."""
-    asked, precision = config.distributed.device_parameters, config.training.mixed_precision
+    mesh, precision = config.distributed.device_parameters, config.training.mixed_precision
     if precision is None:
         return parameters
     dtype = PRECISIONS[precision]
-    if asked is not None and asked.param_dtype not in ("float32", dtype):
+    if mesh is not None and mesh.param_dtype not in ("float32", dtype):
         raise ConfigError(
-            f"training.mixed_precision {precision!r} and param_dtype {asked.param_dtype!r} differ; give one of them"
+            f"training.mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one of them"
         )
     return replace(parameters, param_dtype=dtype)
 
@@ -183,39 +181,34 @@ def check_name(what: str, name: object, known: Iterable[str]) -> None:
     names = list(known)
     if name in names:
         return
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    raise ConfigError(
-        f"{what} {name!r} is none of {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
-    )
-
-
-def _get(config: object, name: str) -> object:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    near = closest(str(name), names, cutoff=0.4)
+    meant = "" if near is None else f"; did you mean {near!r}?"
+    raise ConfigError(f"{what} {name!r} is none of {', '.join(names)}{meant}")
 
 
 PARTS: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "comm": CommParameters, "ddp": DDPConfig}
 """Options that have options of their own."""
 
 
-def _read(kind: type[T], given: object, where: str, *, is_strict: bool) -> T:
+def _read(kind: type[T], source: object, where: str, *, is_strict: bool) -> T:
     """Make a part of the configuration from a mapping or an object with the same names, and the parts in it."""
-    if given is None:
+    if source is None:
         return kind()
-    if isinstance(given, kind):
-        return given
+    if isinstance(source, kind):
+        return source
     assert is_dataclass(kind)
     names = [f.name for f in fields(kind)]
-    if isinstance(given, Mapping):
-        for name in given if is_strict else ():
+    if isinstance(source, Mapping):
+        for name in source if is_strict else ():
             check_name(f"{where} option", name, names)
-        found = {name: given[name] for name in names if name in given}
+        values = {name: source[name] for name in names if name in source}
     else:
-        found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+        values = {name: getattr(source, name) for name in names if hasattr(source, name)}
     for name, part in PARTS.items():
-        if found.get(name) is not None:
-            found[name] = _read(part, found[name], f"{where}.{name}", is_strict=True)
+        if values.get(name) is not None:
+            values[name] = _read(part, values[name], f"{where}.{name}", is_strict=True)
     try:
-        return kind(**found)
+        return kind(**values)
     except TypeError as wrong:
         raise ConfigError(
             f"the options of {where} cannot be read: {wrong}; give values of the documented types"

@@ -33,7 +33,15 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import ConfigError
 
-__all__ = ["POSITIONS", "context_parallel", "fill_positions", "find_positions", "give_positions", "split_sequence"]
+__all__ = [
+    "POSITIONS",
+    "check_mesh",
+    "context_parallel",
+    "fill_positions",
+    "find_positions",
+    "give_positions",
+    "split_sequence",
+]
 
 
 SOFTMAX: tuple[Callable[..., Any], ...] = (F.softmax, torch.softmax, torch.special.softmax, torch.Tensor.softmax)
@@ -66,15 +74,10 @@ def context_parallel(
     :param ring: Whether to use torch's prototype of ring attention, which needs CUDA and deals out the sequence in its
         own balanced order, so that positions must be among the buffers. It has not been run on a GPU here.
     :yield: This rank's parts, in the order of the buffers.
-    :raises ConfigError: if the arguments cannot be meant, or the model's attention cannot be spread.
+    :raises ConfigError: if an argument is invalid, or the model's attention cannot be spread.
     """
-    _check_mesh(mesh)
-    _check_ring(mesh, ring)
-    if len(buffers) != len(buffer_seq_dims):
-        raise ConfigError(
-            f"{len(buffers)} buffers came with {len(buffer_seq_dims)} dimensions; give buffer_seq_dims one for each"
-        )
-    parts = tuple(_part(tensor, mesh, dim) for tensor, dim in zip(buffers, buffer_seq_dims, strict=True))
+    check_mesh(mesh, "context", ring=ring)
+    parts = split_sequence(buffers, mesh, buffer_seq_dims)
     if ring:
         with _ring(mesh, buffers, buffer_seq_dims) as parts:
             yield parts
@@ -94,7 +97,7 @@ def split_sequence(
     tensors: Sequence[torch.Tensor], mesh: DeviceMesh, dim: int | Sequence[int] = 1
 ) -> tuple[torch.Tensor, ...]:
     """Return this rank's parts of whole sequences, as tensors of their own. Nothing moves."""
-    _check_mesh(mesh)
+    check_mesh(mesh, "context")
     dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
     if len(dims) != len(tensors):
         raise ConfigError(f"{len(tensors)} tensors came with {len(dims)} dimensions; give one for each, or one for all")
@@ -109,8 +112,7 @@ def give_positions(
     For models whose ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
     Nothing moves.
     """
-    _check_mesh(mesh)
-    _check_ring(mesh, ring)
+    check_mesh(mesh, "context", ring=ring)
     name = find_positions(model)
     if name is None:
         raise ConfigError(
@@ -179,27 +181,23 @@ class _GatheredAttention(TorchFunctionMode):
         _check_attention(query, key, value, attn_mask, dropout_p)
         self.calls += 1
         length = query.shape[-2]
-        both = _Gather.apply(  # type: ignore[no-untyped-call]
-            torch.cat((key, value), dim=-1), self._group, self._size
-        )
+        # Keys and values together: one message instead of two.
+        both = _Gather.apply(torch.cat((key, value), dim=-1), self._group, self._size)  # type: ignore[no-untyped-call]
+        mask = None
         if is_causal:
-            both = both[..., : (self._rank + 1) * length, :]  # later keys are hidden from all of this rank's queries
+            keys = (self._rank + 1) * length
+            both = both[..., :keys, :]  # later keys are hidden from all of this rank's queries
+            mask = self._mask
+            if mask is None or mask.shape[0] != length or mask.device != query.device:
+                # Which keys each query sees, (queries, keys). All layers share the last one.
+                mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+                self._mask = mask
         key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        mask = self._hidden(length, query.device) if is_causal else None
         self._is_attending = True  # the mode may be on here, or not
         try:
             return self._attention(query, key, value, mask, **more)
         finally:
             self._is_attending = False
-
-    def _hidden(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return which keys each query sees (queries, keys); the last one made is kept, all layers share it."""
-        mask = self._mask
-        if mask is None or mask.shape[0] != length or mask.device != device:
-            keys = (self._rank + 1) * length
-            mask = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
-            self._mask = mask
-        return mask
 
 
 class _Gather(torch.autograd.Function):
@@ -236,14 +234,12 @@ def _ring(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int]
         yield parts
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:
+    """Raise unless a mesh has one dimension, as context and tensor parallelism need it; local."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(
-            f"context parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['cp']"
+            f"{kind} parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['{kind[0]}p']"
         )
-
-
-def _check_ring(mesh: DeviceMesh, ring: bool) -> None:
     if ring and mesh.device_type != "cuda":
         raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
 
@@ -302,9 +298,9 @@ def fill_positions(
     place = list(inspect.signature(model.forward).parameters).index(name)
 
     def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = args[place] if place < len(args) else kwargs.get(name)
+        own = args[place] if place < len(args) else kwargs.get(name)
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        positions = None if given is not None or first is None else make(first)
+        positions = None if own is not None or first is None else make(first)
         if positions is None:
             return args, kwargs
         if name == "position_ids":

@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -24,12 +25,15 @@ from xffl.extras import optional_import
 from xffl.parallel.meta_init import is_meta
 from xffl.parallel.shard import SpreadOptions, check_model, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
-from xffl.parallel.zero_view import NO_ENGINE, Masters, find_masters, is_cut, mark, mark_unready
+from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 
-__all__ = ["NEED", "CellUnit", "DeepSpeedStrategy", "EngineOptimizer", "ZeroModel", "engine_optimizer"]
+__all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
 
 
-OWN = ("cpu_offload", "compile", "fsdp_forward_prefetch", "activation_checkpointing", "reduce_dtype")
+NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
+"""The extra, and the message where the package is missing."""
+
+FOREIGN = ("cpu_offload", "compile", "fsdp_forward_prefetch", "activation_checkpointing", "reduce_dtype")
 """Device parameters that are for other strategies."""
 
 
@@ -64,40 +68,38 @@ class DeepSpeedStrategy(DistributedStrategy):
         with optional_import(*NEED):
             if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds
                 raise ModuleNotFoundError("No module named 'deepspeed'")
-        asked, plain = self.device_parameters, DeviceParameters()
-        wrong = [axis for axis in AXES if axis != "dp_shard" and getattr(asked, axis) != 1]
-        if wrong:
-            raise ConfigError(
-                f"strategy 'deepspeed' cuts over all ranks of a cell, but {wrong[0]} is {getattr(asked, wrong[0])}; "
-                "leave it at 1 and dp_shard 'auto', or give strategy='fsdp'"
-            )
-        other = [name for name in OWN if getattr(asked, name) != getattr(plain, name)]
-        if other or self.config.distributed.wrap:
-            name = other[0] if other else "wrap"
-            raise ConfigError(f"strategy 'deepspeed' does not know {name}; leave it out, or give strategy='fsdp'")
-        if self._stage == 0 and asked.param_dtype != "float32":
-            raise ConfigError(f"zero_stage 0 with {asked.param_dtype!r} keeps no master weights here; give 1, 2 or 3")
-        if self._stage == 0 and self.config.distributed.offload:
-            raise ConfigError("offload is for what ZeRO cuts, but zero_stage is 0; give 1, 2 or 3, or leave it out")
-        self._ds_config = self._build_ds_config()
+        self._stage = self.config.distributed.zero_stage
+        self._check_options()
         self._model: ZeroModel | None = None
 
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.FSDP()
+    _preset = DeviceParameters.FSDP
+
+    def _check_options(self) -> None:
+        parameters, default = self.device_parameters, DeviceParameters()
+        for axis in AXES:
+            if axis != "dp_shard" and getattr(parameters, axis) != 1:
+                raise ConfigError(
+                    f"strategy 'deepspeed' cuts over all ranks of a cell, but {axis} is {getattr(parameters, axis)}; "
+                    "leave it at 1 and dp_shard 'auto', or give strategy='fsdp'"
+                )
+        foreign = [name for name in FOREIGN if getattr(parameters, name) != getattr(default, name)]
+        if foreign or self.config.distributed.wrap:
+            name = foreign[0] if foreign else "wrap"
+            raise ConfigError(f"strategy 'deepspeed' does not know {name}; leave it out, or give strategy='fsdp'")
+        dtype = parameters.param_dtype
+        if self._stage == 0 and dtype != "float32":
+            raise ConfigError(f"zero_stage 0 with {dtype!r} keeps no master weights here; give 1, 2 or 3")
+        if self._stage == 0 and self.config.distributed.offload:
+            raise ConfigError("offload is for what ZeRO cuts, but zero_stage is 0; give 1, 2 or 3, or leave it out")
 
     def use_world(self, world: DistributedWorld) -> None:
         """Refuse another world: DeepSpeed averages gradients itself, and knows of no other replica groups."""
         raise ConfigError(f"strategy 'deepspeed' takes no {type(world).__name__}; give strategy='fsdp'")
 
-    @property
-    def _stage(self) -> int:
-        return self.config.distributed.zero_stage
-
-    @property
+    @cached_property
     def ds_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration; changes of it hold for engines that are made later."""
-        return self._ds_config
+        return self._build_ds_config()
 
     @property
     def model_engine(self) -> Any:
@@ -157,7 +159,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         model.to(self.device)
         send_weights(model, self.state)
         self._loss = loss
-        mark_unready(model)
+        mark(model, UNREADY)
         self._model = ZeroModel(model)
         self._wrapped.setdefault(self._model, WeakSet())
         return self._model
@@ -168,38 +170,21 @@ class DeepSpeedStrategy(DistributedStrategy):
         Collective over the world.
         """
         with run_on_all_ranks("optimizers given to wrap_optimizer") as share:
-            self._check_optimizer(model, optimizer)
+            zero_model = _zero_model(model)
+            _check_optimizer(zero_model, optimizer)
             share(f"{type(optimizer).__name__} {self.ds_config}")
-        assert isinstance(model, ZeroModel)
-        unit = CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
-        engine = model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
-        masters = None if self._stage == 0 else Masters(engine, model.module, self.world.get_mesh("dp_shard"))
-        mark(model.module, masters)
-        return super().wrap_optimizer(model, engine_optimizer(model, optimizer))
-
-    def _check_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(model, ZeroModel):
-            raise ConfigError(f"model is a {type(model).__name__}; give what wrap_model returned")
-        if model.has_engine:
-            raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"{type(optimizer).__name__} is no optimizer; give a torch.optim.Optimizer")
-        if optimizer.state:
-            raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
-        names = {parameter: name for name, parameter in model.module.named_parameters()}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(parameter not in names for parameter in held):
-            raise ConfigError("the optimizer holds a parameter that the model has not; make it of model.parameters()")
-        left = [name for p, name in names.items() if p.requires_grad and p not in set(held)]
-        if left:
-            raise ConfigError(f"the optimizer lacks parameter {left[0]!r}; give it all that train, or freeze it")
+        unit = _CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
+        engine = zero_model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
+        masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
+        mark(zero_model.module, masters)
+        return super().wrap_optimizer(zero_model, _engine_optimizer(zero_model, optimizer))
 
     def train_context(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: the weights have the data type that is asked for."""
         return nullcontext()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
-        _engine_of(model).set_gradient_accumulation_boundary(is_last)
+        _zero_model(model).engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: torch.Tensor, *, share: float | None = None) -> None:
         """Compute gradients, in float16 of a scaled loss; collective over the cell."""
@@ -211,16 +196,16 @@ class DeepSpeedStrategy(DistributedStrategy):
     @torch.no_grad()
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Let the next step scale the gradients down to a norm; collective over the cell."""
-        if math.isnan(max_norm) or max_norm <= 0:
-            raise ConfigError(f"max_norm {max_norm} is no norm; give a number above 0")
-        engine = _engine_of(model)
+        if math.isnan(max_norm) or max_norm <= 0:  # infinite: for the norm alone
+            raise ConfigError(f"max_norm {max_norm} is not positive; give a number above 0")
+        engine = _zero_model(model).engine
         zero = engine.optimizer
         if self._stage == 0:
             return nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
         zero.clip_grad = min(max_norm, self.config.training.max_grad_norm or max_norm)
         if self._stage < 3:
             norm = torch.as_tensor(zero.scaled_global_norm(), device=self.device).float()
-            norm = norm.where(norm >= 0, torch.inf)  # DeepSpeed says -1 of what is not finite
+            norm = norm.where(norm >= 0, torch.inf)  # DeepSpeed returns -1 where it is not finite
         else:
             squares = torch.zeros((), device=self.device)
             for group in zero.get_fp32_grad_partitions().values():
@@ -236,49 +221,43 @@ class DeepSpeedStrategy(DistributedStrategy):
         optimizer = optimizers[0] if len(optimizers) == 1 else None
         if not isinstance(optimizer, EngineOptimizer):
             raise StateError(
-                f"{[type(given).__name__ for given in optimizers]} step without what ZeRO has cut; give step what "
+                f"{[type(one).__name__ for one in optimizers]} step without what ZeRO has cut; give step what "
                 "wrap_optimizer(model, optimizer) returned"
             )
         optimizer.step()
-        if self._stage:  # what clip_grad_norm asked for was for this step
+        if self._stage:  # clip_grad_norm asks for one step
             optimizer.engine.optimizer.clip_grad = self.config.training.max_grad_norm or 0.0
         return bool(optimizer.engine.was_step_applied())
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **kept: Any) -> Any:
+    def save_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **options: Any) -> Any:
         """Write a checkpoint, each rank its part; collective over the world.
 
         With stages 1 to 3 it holds the master weights in fp32 as rows, each parameter one: any number of ranks and any
         of these stages can read it, other strategies cannot.
         """
-        self._read_masters(_only("model", model))
-        return super().save_checkpoint(path, model, optimizer, **kept)
+        _read_masters(_only("model", model))
+        return super().save_checkpoint(path, model, optimizer, **options)
 
     def load_checkpoint(
-        self, path: str | Path, model: Any = None, optimizer: Any = None, **kept: Any
+        self, path: str | Path, model: Any = None, optimizer: Any = None, **options: Any
     ) -> dict[str, Any]:
         """Read a checkpoint; collective over the world."""
         if model is None:
             model, optimizer = self._only_model(optimizer)
-        given, engine_optimizer = _only("model", model), _only("optimizer", optimizer)
-        masters = self._read_masters(given)
-        if masters is not None and engine_optimizer is not None:
+        only_model, only_optimizer = _only("model", model), _only("optimizer", optimizer)
+        masters = _read_masters(only_model)
+        if masters is not None and only_optimizer is not None:
             masters.fill_state()
-        found = super().load_checkpoint(path, model, optimizer, **kept)
+        values = super().load_checkpoint(path, model, optimizer, **options)
         if masters is not None:
             masters.write()
-        if isinstance(engine_optimizer, EngineOptimizer):
-            engine_optimizer.look_up()
-        given.load_state_dict(given.state_dict())  # changes nothing, and tells a torn model that it is whole
-        return found
-
-    def _read_masters(self, model: nn.Module) -> Masters | None:
-        _engine_of(model)
-        masters = find_masters(model)
-        if masters is not None:
-            masters.read()
-        return masters
+        if isinstance(only_optimizer, EngineOptimizer):
+            only_optimizer.look_up()
+        # Changes nothing, but an inconsistent model learns that it is whole again.
+        only_model.load_state_dict(only_model.state_dict())
+        return values
 
     def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
         model, optimizer = _only("model", models), _only("optimizer", optimizers)
@@ -286,63 +265,75 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise StateError("a checkpoint takes the optimizer that wrap_optimizer(model, optimizer) returned")
         masters = find_masters(model)
         if masters is None:
-            engine = _engine_of(model)
-            kept = dict.fromkeys(optimizers, engine.optimizer)
-            return super()._parts(dict.fromkeys(models, engine.module), kept)
+            engine = _zero_model(model).engine
+            return super()._parts(dict.fromkeys(models, engine.module), dict.fromkeys(optimizers, engine.optimizer))
         return {**dict.fromkeys(models, masters.view), **dict.fromkeys(optimizers, masters)}
 
 
-def _only(what: str, given: Any) -> Any:
+def _check_optimizer(model: ZeroModel, optimizer: torch.optim.Optimizer) -> None:
+    if model.has_engine:
+        raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer.state:
+        raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if stepped - names.keys():
+        raise ConfigError("the optimizer holds a parameter that the model has not; make it of model.parameters()")
+    missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
+    if missing:
+        raise ConfigError(f"the optimizer lacks parameter {missing[0]!r}; give it all that train, or freeze it")
+
+
+def _only(what: str, value: Any) -> Any:
     """Return the only model or optimizer, which may come by name; ``None`` where there is none."""
-    if not isinstance(given, Mapping):
-        return given
-    if len(given) > 1:
-        raise ConfigError(f"DeepSpeed trains one model, and {sorted(given)} are several of {what}; give one")
-    return next(iter(given.values()), None)
+    if not isinstance(value, Mapping):
+        return value
+    if len(value) > 1:
+        raise ConfigError(f"DeepSpeed trains one model, and {sorted(value)} are several of {what}; give one")
+    return next(iter(value.values()), None)
 
 
-def _engine_of(model: nn.Module) -> Any:
+def _zero_model(model: nn.Module) -> ZeroModel:
     if not isinstance(model, ZeroModel):
         raise ConfigError(f"model is a {type(model).__name__}; give what wrap_model returned")
-    return model.engine
+    return model
 
 
-NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
-"""The extra, and what is said where the package is missing."""
+def _read_masters(model: nn.Module) -> Masters | None:
+    """Return the masters of a model, which must have an engine, their view filled; ``None`` with stage 0."""
+    masters = find_masters(_zero_model(model))
+    if masters is not None:
+        masters.read()
+    return masters
 
 
-class CellUnit:
-    """Tell DeepSpeed which ranks share the data-parallel work: those of a cell (what it calls an ``mpu``)."""
+class _CellUnit:
+    """The ranks that share the data-parallel work: those of a cell. The methods are DeepSpeed's, of an ``mpu``."""
 
     def __init__(self, cell: dist.ProcessGroup, alone: dist.ProcessGroup) -> None:
         self.cell, self._alone = cell, alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the ranks of the cell."""
         return self.cell
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return their ranks in the world."""
         return dist.get_process_group_ranks(self.cell)
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place in the cell."""
         return dist.get_rank(self.cell)
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the cell's size."""
         return self.cell.size()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return this rank alone."""
         return self._alone
 
     def get_model_parallel_rank(self) -> int:
-        """Return 0."""
         return 0
 
     def get_model_parallel_world_size(self) -> int:
-        """Return 1."""
         return 1
 
 
@@ -371,8 +362,8 @@ class _CellBackend:
     def broadcast(
         self, tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None, async_op: bool = False
     ) -> Any:
-        place = dist.get_global_rank(self._cell, src) if group is None else src
-        return self.inner.broadcast(tensor, place, group or self._cell, async_op)
+        source = dist.get_global_rank(self._cell, src) if group is None else src
+        return self.inner.broadcast(tensor, source, group or self._cell, async_op)
 
     def all_reduce(
         self,
@@ -410,16 +401,21 @@ class ZeroModel(nn.Module):
         self,
         optimizer: torch.optim.Optimizer,
         config: dict[str, Any],
-        unit: CellUnit,
+        unit: _CellUnit,
         device: torch.device,
         local_rank: int,
     ) -> Any:
         """Let DeepSpeed make the engine; collective over the cell."""
-        # DeepSpeed takes it for the number of its device.
+        # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
+        # some variables of its own.
         self._local_rank = str(local_rank if device.index is None else device.index)
-        with _environment(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
+        with _restored(os.environ):
+            os.environ.update(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type)
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])
-            with _without_compiler(deepspeed, device):
+            operations = deepspeed.ops.__compatible_ops__ if device.type == "cpu" else {}
+            with _restored(operations):
+                # Else it would compile an operation of shared memory for the CPU, which takes a minute.
+                operations["deepspeed_shm_comm"] = False
                 comm: Any = importlib.import_module("deepspeed.comm.comm")
                 if comm.cdb is None:
                     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
@@ -436,12 +432,13 @@ class ZeroModel(nn.Module):
     def working(self) -> Iterator[None]:
         """Let DeepSpeed work in this block, with the cell as its world; local."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
-        kept, variable = comm.cdb, os.environ.get("LOCAL_RANK")
+        # In every forward pass, so only what DeepSpeed reads: _restored would copy all variables.
+        backend, variable = comm.cdb, os.environ.get("LOCAL_RANK")
         comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
         try:
             yield
         finally:
-            comm.cdb = kept
+            comm.cdb = backend
             if variable is None:
                 del os.environ["LOCAL_RANK"]
             else:
@@ -491,11 +488,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise StateError("ZeRO has cut the optimizer's state; load it with strategy.load_checkpoint")
 
 
-def engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Make an optimizer of the same class as the inner one, with the same options, that steps the engine."""
     kind = type(inner)
-    made: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
-    optimizer: EngineOptimizer = made.__new__(made)
+    subclass: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
+    optimizer: EngineOptimizer = subclass.__new__(subclass)
     torch.optim.Optimizer.__init__(optimizer, [torch.zeros(1)], dict(inner.defaults))
     optimizer._model, optimizer._inner = model, inner
     optimizer.look_up()
@@ -507,10 +504,10 @@ def _import(device: torch.device, *, is_fp16: bool) -> Any:
     with optional_import(*NEED):
         deepspeed = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    found = str(accelerator.device_name())
-    if found != device.type:
+    name = str(accelerator.device_name())
+    if name != device.type:
         raise ConfigError(
-            f"DeepSpeed was imported for {found!r} devices, but this process computes on {device.type!r}; set "
+            f"DeepSpeed was imported for {name!r} devices, but this process computes on {device.type!r}; set "
             f"DS_ACCELERATOR={device.type}, or leave the import to the strategy"
         )
     if is_fp16 and not accelerator.is_fp16_supported():
@@ -519,28 +516,12 @@ def _import(device: torch.device, *, is_fp16: bool) -> Any:
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set variables, and leave the environment as it was: DeepSpeed reads and sets some on the way."""
-    before = dict(os.environ)
-    os.environ.update(variables)
+def _restored(values: MutableMapping[str, Any]) -> Iterator[None]:
+    """Leave a mapping after the block as it was before."""
+    before = dict(values)
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _without_compiler(deepspeed: Any, device: torch.device) -> Iterator[None]:
-    """On a CPU, keep DeepSpeed from compiling an operation of shared memory, which takes a minute."""
-    if device.type != "cpu":
-        yield
-        return
-    operations = deepspeed.ops.__compatible_ops__
-    kept = dict(operations)
-    operations["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        operations.update(kept)
+        for name in values.keys() - before.keys():
+            del values[name]
+        values.update(before)

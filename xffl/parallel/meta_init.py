@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,16 @@ Initializer = Callable[[nn.Module], object]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Tell whether a model's tensors have no values yet; local."""
-    places = {name: tensor.is_meta for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    if len(set(places.values())) > 1:
-        with_values = next(name for name, is_bare in places.items() if not is_bare)
-        without = next(name for name, is_bare in places.items() if is_bare)
+    """Return whether a model's tensors have no values yet; local."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    bare = [name for name, tensor in tensors if tensor.is_meta]
+    with_values = [name for name, tensor in tensors if not tensor.is_meta]
+    if bare and with_values:
         raise ConfigError(
-            f"tensor {without!r} is on the meta device and {with_values!r} is not; build all of the model under "
+            f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all of the model under "
             "torch.device('meta'), or none of it"
         )
-    return True in places.values()
+    return bool(bare)
 
 
 def check_initializers(model: nn.Module, init_weights: Initializer | None) -> None:
@@ -67,66 +68,62 @@ def materialize(
     # A pipeline's stage gives the modules of the whole model: those it does not hold are initialized, too, and dropped,
     # so that random numbers are those of the whole model.
     order = dict(model.named_modules()) if modules is None else modules
-    mine = set(map(id, model.modules()))
+    own_modules = set(map(id, model.modules()))
     _make_empty(model, device)
-    filling = _Filling(mine, device, init_weights)
+    done: set[int] = set()
+
+    def keep(module: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        # A tensor that another module has initialized before (a tied one) keeps its values.
+        if id(module) in own_modules and id(tensor) not in done:
+            _take(tensor, values, device)
+        done.add(id(tensor))
+
     with torch.random.fork_rng(devices=[]):
-        _share_random_state()
+        if dist.is_initialized():  # all go on with rank 0's random numbers
+            state = torch.get_rng_state().to(control_device())
+            dist.broadcast(state, src=0)
+            torch.set_rng_state(state.cpu())
         inside: set[int] = set()
         for name, module in order.items():
-            if id(module) not in inside:
-                inside |= filling.fill(name, module)
+            # reset_parameters may initialize the children, too (torch's attention does); init_weights takes one module.
+            is_alone = init_weights is not None or _reset_of(module) is None
+            covered = [module] if is_alone else [*module.modules()]
+            if id(module) in inside or not any(_own(part) for part in covered):
+                continue
+            inside.update(map(id, covered))
+            with _whole_tensors(name, covered, keep):
+                if init_weights is not None:
+                    init_weights(module)
+                else:
+                    for reset in filter(None, map(_reset_of, _children_first(module))):
+                        reset()
 
 
-class _Filling:
-    """Modules that are given values, one after the other."""
-
-    def __init__(self, mine: set[int], device: torch.device, init_weights: Initializer | None) -> None:
-        self._mine, self._device, self._init_weights = mine, device, init_weights
-        self._done: set[int] = set()
-
-    def fill(self, name: str, module: nn.Module) -> set[int]:
-        """Initialize a module, with its children if it does so itself; return the modules that are done with it."""
-        is_own_alone = self._init_weights is not None or _reset_of(module) is None or not [*module.children()]
-        covered = [module] if is_own_alone else [*module.modules()]
-        if not any(_own(part) for part in covered):
-            return set()
-        with self._whole(name, covered):
-            for part in covered if self._init_weights is not None else reversed(_outside_in(covered)):
-                if self._init_weights is not None:
-                    self._init_weights(part)
-                elif (reset := _reset_of(part)) is not None:
-                    reset()
-        return set(map(id, covered))
-
-    @contextmanager
-    def _whole(self, name: str, covered: Sequence[nn.Module]) -> Iterator[None]:
-        """Let modules have whole tensors on the CPU for the length of a block, then take over this rank's part of them.
-
-        A tensor that another module has initialized before (a tied one) keeps its values.
-        """
-        own = [(part, *place) for part in covered for place in _own(part)]
-        for _, kept, leaf, tensor in own:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            if whole.is_floating_point():
-                whole.fill_(torch.nan)  # to see what nobody initializes
-            is_parameter = isinstance(tensor, nn.Parameter)
-            kept[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
-        try:
-            yield
-            made = [kept[leaf] for _, kept, leaf, _ in own]
-        finally:
-            for _, kept, leaf, tensor in own:
-                kept[leaf] = tensor
-        for (part, _, leaf, tensor), values in zip(own, made, strict=True):
-            if values is None or (values.is_floating_point() and values.isnan().any()):
-                raise ConfigError(
-                    f"tensor {leaf!r} of module {name or 'model'!r} ({type(part).__name__}) was left without values; "
-                    "initialize all of it in reset_parameters, or in init_weights"
-                )
-            if id(part) in self._mine and id(tensor) not in self._done:
-                _take(tensor, values.detach(), self._device)
-            self._done.add(id(tensor))
+@contextmanager
+def _whole_tensors(
+    name: str, modules: Sequence[nn.Module], keep: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
+) -> Iterator[None]:
+    """Let modules have whole tensors on the CPU for the length of a block, then let this rank keep its part of them."""
+    own = [(module, *place) for module in modules for place in _own(module)]
+    for _, holder, leaf, tensor in own:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if whole.is_floating_point():
+            whole.fill_(torch.nan)  # to see what nobody initializes
+        is_parameter = isinstance(tensor, nn.Parameter)
+        holder[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+    try:
+        yield
+        initialized = [holder[leaf] for _, holder, leaf, _ in own]
+    finally:
+        for _, holder, leaf, tensor in own:
+            holder[leaf] = tensor
+    for (module, _, leaf, tensor), values in zip(own, initialized, strict=True):
+        if values is None or (values.is_floating_point() and values.isnan().any()):
+            raise ConfigError(
+                f"tensor {leaf!r} of module {name or 'model'!r} ({type(module).__name__}) was left without values; "
+                "initialize all of it in reset_parameters, or in init_weights"
+            )
+        keep(module, tensor, values.detach())
 
 
 def _make_empty(model: nn.Module, device: torch.device) -> None:
@@ -144,28 +141,16 @@ def _make_empty(model: nn.Module, device: torch.device) -> None:
             module._parameters[leaf] = owner._parameters[name]
 
 
-def _outside_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return a module and its descendants so that, backwards, children come in order and each before its parent."""
-    ordered: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        if module not in ordered:
-            ordered.append(module)
-
-    visit(modules[0])
-    return ordered[::-1]
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    """Return a module and its descendants, children in order and each before its parent."""
+    below = [part for child in module.children() for part in _children_first(child)]
+    return list(dict.fromkeys([*below, module]))
 
 
 def _own(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """Return a module's own tensors, with where it keeps them."""
-    found: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-    for kept in (module._parameters, module._buffers):
-        for leaf, tensor in kept.items():
-            if tensor is not None:
-                found.append((kept, leaf, tensor))  # type: ignore[arg-type]
-    return found
+    """Return a module's own tensors, with the dictionary and the name under which it keeps them."""
+    holders: list[Any] = [module._parameters, module._buffers]
+    return [(holder, leaf, tensor) for holder in holders for leaf, tensor in holder.items() if tensor is not None]
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
@@ -179,15 +164,6 @@ def _take(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> N
     if not isinstance(tensor, DTensor):
         tensor.copy_(values)
         return
-    # Cut from the values that every rank has made, without a word to the others.
+    # src_data_rank=None: cut from the values that every rank has made, without communication.
     part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.to_local().copy_(part.to_local())
-
-
-def _share_random_state() -> None:
-    """Go on with rank 0's random numbers."""
-    if not dist.is_initialized():
-        return
-    state = torch.get_rng_state().to(control_device())
-    dist.broadcast(state, src=0)
-    torch.set_rng_state(state.cpu())

@@ -1,4 +1,4 @@
-"""The strategies made of torch's own parts: one body, for any mesh inside a cell."""
+"""Strategies made of torch's own parts: one body, for any mesh inside a cell."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class NativeStrategy(DistributedStrategy):
 
     def __init__(self, config: object = None) -> None:
         super().__init__(config)
-        found = self.device_parameters.strategy
-        if found not in self.kinds:
+        plainest = self.device_parameters.strategy
+        if plainest not in self.kinds:
             raise ConfigError(
-                f"strategy {self.name!r} does not do what the device parameters ask for ({found}); give "
-                f"strategy={found!r}, or other sizes"
+                f"strategy {self.name!r} does not do what the device parameters ask for ({plainest}); give "
+                f"strategy={plainest!r}, or other sizes"
             )
         self._check_options()
         self._scale: LossScale | None = None
         self._is_in_context = False
 
     def _check_options(self) -> None:
-        asked, distributed = self.device_parameters, self.config.distributed
+        device_parameters, distributed = self.device_parameters, self.config.distributed
         by_layer = {
-            "activation_checkpointing": asked.activation_checkpointing != "none",
-            "compile": asked.compile,
-            "fsdp_forward_prefetch": asked.fsdp_forward_prefetch,
+            "activation_checkpointing": device_parameters.activation_checkpointing != "none",
+            "compile": device_parameters.compile,
+            "fsdp_forward_prefetch": device_parameters.fsdp_forward_prefetch,
         }
         for name in [name for name, is_asked in by_layer.items() if is_asked and not distributed.wrap]:
             raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
@@ -82,13 +82,14 @@ class NativeStrategy(DistributedStrategy):
 
         Collective over the world, see :func:`xffl.parallel.shard.spread`.
         """
-        world, asked = self.world, self.device_parameters
+        world, device_parameters = self.world, self.device_parameters
         if world.pp_enabled and loss is None:
             raise ConfigError("a pipeline computes its loss itself; give wrap_model(model, loss=...)")
         self._loss = loss
         spread_model = spread(model, self.state, self._options(init_weights), world)
         if world.cp_enabled:
-            is_cut_further = world.tp_enabled and asked.sequence_parallel
+            # Stages behind the first get activations, which tensor parallelism has cut along the sequence once more.
+            is_cut_further = world.tp_enabled and device_parameters.sequence_parallel
             parts = world.tp_size if is_cut_further and world.pp_rank > 0 else 1
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
         if world.pp_enabled:
@@ -97,25 +98,25 @@ class NativeStrategy(DistributedStrategy):
                 spread_model,
                 world.get_mesh("pp"),
                 loss,
-                micro_batches=asked.pp_micro_batches or world.pp_size,
-                schedule=asked.pp_schedule,
+                micro_batches=device_parameters.pp_micro_batches or world.pp_size,
+                schedule=device_parameters.pp_schedule,
             )
         self._wrapped.setdefault(spread_model, WeakSet())
         return spread_model
 
     def _options(self, init_weights: Callable[[nn.Module], object] | None) -> SpreadOptions:
-        asked, world = self.device_parameters, self.world
-        is_fsdp = asked.strategy in ("fsdp", "hsdp")
+        device_parameters, world = self.device_parameters, self.world
+        is_fsdp = device_parameters.strategy in ("fsdp", "hsdp")
         return SpreadOptions(
             layers=self.config.distributed.wrap,
             mp_policy=world.get_fsdp_mp_policy() if is_fsdp else None,
             offload_policy=world.get_offload_policy() if is_fsdp else None,
-            reshard_after_forward=asked.reshard_after_forward,
-            prefetch=asked.fsdp_forward_prefetch,
-            checkpointing=asked.activation_checkpointing,
-            compile=asked.compile,
-            sequence_parallel=asked.sequence_parallel,
-            loss_parallel=asked.loss_parallel,
+            reshard_after_forward=device_parameters.reshard_after_forward,
+            prefetch=device_parameters.fsdp_forward_prefetch,
+            checkpointing=device_parameters.activation_checkpointing,
+            compile=device_parameters.compile,
+            sequence_parallel=device_parameters.sequence_parallel,
+            loss_parallel=device_parameters.loss_parallel,
             ddp=self.config.distributed.ddp,
             init_weights=init_weights,
         )
@@ -185,6 +186,7 @@ class NativeStrategy(DistributedStrategy):
             return super().step(*optimizers)
         self._accumulator.check_complete()
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        # Of all optimizers at once: the ranks decide together, and all optimizers step or none.
         has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
         self.is_step_lost = not self.world.commit_step()
         is_taken = not (self.is_step_lost or has_overflowed)
@@ -211,10 +213,7 @@ class SingleStrategy(NativeStrategy):
 
     name = "single"
     kinds = ("single",)
-
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.SINGLE_DEVICE()
+    _preset = DeviceParameters.SINGLE_DEVICE
 
 
 class DDPStrategy(NativeStrategy):
@@ -222,10 +221,7 @@ class DDPStrategy(NativeStrategy):
 
     name = "ddp"
     kinds = ("single", "ddp")
-
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.DDP()
+    _preset = DeviceParameters.DDP
 
 
 class FSDPStrategy(NativeStrategy):
@@ -233,10 +229,7 @@ class FSDPStrategy(NativeStrategy):
 
     name = "fsdp"
     kinds = ("single", "fsdp")
-
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
-        return DeviceParameters.FSDP()
+    _preset = DeviceParameters.FSDP
 
 
 class HSDPStrategy(NativeStrategy):
@@ -248,8 +241,8 @@ class HSDPStrategy(NativeStrategy):
     name = "hsdp"
     kinds = ("single", "ddp", "fsdp", "hsdp")
 
-    @classmethod
-    def _preset(cls) -> DeviceParameters:
+    @staticmethod
+    def _preset() -> DeviceParameters:
         raise ConfigError(
             "strategy 'hsdp' needs to know the ranks of a replica; give "
             "device_parameters=DeviceParameters.HSDP(dp_shard=n)"
@@ -295,28 +288,27 @@ class LossScale:
         """
         if self._is_spent:
             raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
-        found = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
-        local = [_local(parameter.grad) for parameter in found if parameter.grad is not None]
+        scaled = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
+        gradients = [parameter.grad for parameter in scaled if parameter.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         for same in alike(gradient for gradient in local if not gradient.is_sparse):
             torch._foreach_div_(same, self.scale)
         for gradient in local:
             if gradient.is_sparse:
                 gradient.div_(self.scale)
-        held = [values for values in map(values_of, local) if values.numel()]
-        worst = norms_of(held, torch.inf, self._device).isfinite().all().logical_not().float()
+        values = [value for value in map(values_of, local) if value.numel()]
+        worst = norms_of(values, torch.inf, self._device).isfinite().all().logical_not().float()
         if self._group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
-        self._unscaled.update(map(id, found))
+        self._unscaled.update(map(id, scaled))
         self._has_overflowed |= bool(worst.item())
         return self._has_overflowed
 
     def update(self, *, is_lost: bool = False) -> None:
         """Choose the factor for the next step; local, after :meth:`unscale` and the step."""
-        if is_lost:
-            pass
-        elif self._has_overflowed:
+        if not is_lost and self._has_overflowed:
             self.scale, self._steps = max(self.scale / 2.0, 1.0), 0
-        else:
+        elif not is_lost:
             self._steps += 1
             if self._steps == self._growth_interval:
                 self.scale, self._steps = min(self.scale * 2.0, 2.0**24), 0
@@ -332,7 +324,3 @@ class LossScale:
         if set(state) != {"scale", "steps"}:
             raise ConfigError(f"a loss scale's state has 'scale' and 'steps', not {sorted(state)}; give its own")
         self.scale, self._steps = float(state["scale"]), int(state["steps"])
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.distributed.parameters import SCHEDULES
 from xffl.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from xffl.parallel.torch_pipeline import Schedule, Stage
 
-__all__ = ["PipelineModel", "Skip", "split_model"]
+__all__ = ["PipelineModel", "Skip", "sizes_of", "split_model"]
 
 
 class PipelineModel(nn.Module):
@@ -43,16 +43,12 @@ class PipelineModel(nn.Module):
 
     After an exception inside a call the ranks are out of step, and gradients are undefined: end the job.
 
-    :param module: This rank's part of the model.
-    :param mesh: A mesh of one dimension: rank i of it holds stage i.
-    :param loss: Called on the last stage as ``loss(output, target)`` for each micro-batch; a mean over its elements.
-    :param micro_batches: Into how many equal parts (along dimension 0) a batch is cut.
-    :param schedule: ``"1f1b"`` (at most as many micro-batches in flight as stages, needs as many) or ``"gpipe"`` (all
-        forward, then all backward).
-    :param output: What of a stage's output counts, such as ``lambda out: out.logits``; by default all of it.
-    :param boundary: Called with a micro-batch's inputs; gives one tensor (or a tuple) of the size and dtype of what
-        goes between any two stages, on the meta device best.
-    :raises ConfigError: if an argument cannot be meant.
+    Rank i of the mesh, which has one dimension, holds stage i. A batch is cut into equal micro-batches along dimension
+    0; ``loss(output, target)`` is called on the last stage for each, and is a mean over its elements. The schedule is
+    ``"1f1b"`` (at most as many micro-batches in flight as stages, needs as many) or ``"gpipe"`` (all forward, then all
+    backward). ``output`` picks what counts of a stage's output (``lambda out: out.logits``); ``boundary``, called with
+    a micro-batch's inputs, returns a tensor or a tuple of the size and dtype of what goes between any two stages, best
+    on the meta device.
     """
 
     def __init__(
@@ -69,11 +65,9 @@ class PipelineModel(nn.Module):
         super().__init__()
         if mesh.ndim != 1:
             raise ConfigError(f"the mesh of a pipeline has {mesh.ndim} dimensions; give a mesh of one, mesh['pp']")
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"schedule={schedule!r} is unknown; give one of {', '.join(SCHEDULES)}")
-        least = mesh.size() if schedule == "1f1b" else 1
-        of = f"micro_batches with schedule={schedule!r} over {mesh.size()} stages"
-        micro_batches = integer(of, micro_batches, least)
+        one_of("schedule", schedule, SCHEDULES)
+        what = f"micro_batches with schedule={schedule!r} over {mesh.size()} stages"
+        micro_batches = integer(what, micro_batches, mesh.size() if schedule == "1f1b" else 1)
         if isinstance(module, DistributedDataParallel) and module.static_graph:
             raise ConfigError(
                 "DDP(static_graph=True) does not follow micro-batches; leave static_graph out in a pipeline"
@@ -102,23 +96,16 @@ class PipelineModel(nn.Module):
         shared: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> torch.Tensor:
-        r"""Run a batch forward and backward on all stages, and add the gradients of its mean loss to ``.grad``.
+        """Run a batch forward and backward on all stages; add the gradients of its mean loss to ``.grad``, return it.
 
-        Collective over the mesh's group, and with ``sync`` over the groups of FSDP2 or DDP. Gradients of earlier calls
-        are added to, as with ``backward()``.
+        Collective over the mesh's group, and with ``sync`` over the groups of FSDP2 or DDP, which then reduce the
+        gradients at the end; ``False`` is for all but the last call of a window (FSDP2 keeps whole parameters and
+        gradients meanwhile). Inputs and target, (batch, ...), are the same on all stages; keyword arguments go to every
+        stage's module, tensors among them cut like the inputs, those of ``shared`` whole.
 
-        :param \*inputs: The batch for the first stage, (batch, ...); the same on all stages.
-        :param target: The target for the loss, (batch, ...); the same on all stages.
-        :param losses: A list that the last stage fills with the loss of each micro-batch.
-        :param scale_loss: What to do to the loss before the backward pass: a gradient scaler's ``scale``, a division by
-            the number of calls that are accumulated. What is returned is not scaled.
-        :param sync: Whether FSDP2 or DDP reduce the gradients at the end; ``False`` for all but the last call of a
-            window (FSDP2 keeps whole parameters and gradients meanwhile).
-        :param shared: Keyword arguments that every stage's module gets whole for each micro-batch.
-        :param \**named: Keyword arguments that every stage's module gets; tensors (batch, ...) are cut like the inputs.
-        :return: The mean loss, a scalar in fp32, on every rank.
-        :raises ConfigError: if the batch cannot be cut, or a stage fails on new sizes.
-        :raises StateError: if gradients are disabled.
+        The last stage fills ``losses`` with the loss of each micro-batch. ``scale_loss`` changes a loss before its
+        backward pass (a gradient scaler's ``scale``, a division by the calls of a window); the mean loss that is
+        returned on every rank, a scalar in fp32, is not scaled.
         """
         if not torch.is_grad_enabled():
             raise StateError("step() makes gradients, but they are disabled; call evaluate(), or leave torch.no_grad()")
@@ -135,16 +122,9 @@ class PipelineModel(nn.Module):
         shared: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> torch.Tensor:
-        r"""Run a batch forward and return its mean loss; arguments, return and errors are those of :meth:`step`.
+        """Run a batch forward and return its mean loss on every rank, with the arguments of :meth:`step`.
 
         Collective over the mesh's group. ``train()`` and ``eval()`` are the caller's.
-
-        :param \*inputs: The batch.
-        :param target: The target.
-        :param losses: A list that the last stage fills.
-        :param shared: Keyword arguments that are not cut.
-        :param \**named: Keyword arguments.
-        :return: The mean loss, on every rank.
         """
         self._scale = None
         self._run("evaluate", inputs, target, named, dict(shared or {}))
@@ -152,12 +132,9 @@ class PipelineModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *inputs: torch.Tensor, shared: Mapping[str, Any] | None = None, **named: Any) -> Any:
-        r"""Run a batch forward without gradients; collective over the mesh's group.
+        """Run a batch forward without gradients; return the last stage's output, ``None`` on the other stages.
 
-        :param \*inputs: The batch, as in :meth:`step`.
-        :param shared: Keyword arguments that are not cut.
-        :param \**named: Keyword arguments.
-        :return: The last stage's output for the whole batch; ``None`` on other stages.
+        Collective over the mesh's group.
         """
         return self._run("forward", inputs, None, named, dict(shared or {}))
 
@@ -187,16 +164,15 @@ class PipelineModel(nn.Module):
         """Run the schedule of a mode, made anew where the mode or the sizes are others than at the call before."""
         self._check_batch(mode, inputs, target, named)
         inputs = tuple(tensor.contiguous() for tensor in inputs)  # text[:, :-1] has gaps; torch 2.11 refuses them
-        parts = [tensor[: len(tensor) // self.micro_batches] for tensor in inputs]
-        slices = {
-            key: value[: len(value) // self.micro_batches] if isinstance(value, torch.Tensor) else value
-            for key, value in named.items()
-        }
-        aim = None if target is None else target[: len(target) // self.micro_batches]
-        key = self._key(parts, aim, slices, shared)
+        first, aim = [self._first_part(tensor) for tensor in inputs], self._first_part(target)
+        slices = {key: self._first_part(value) for key, value in named.items()}
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # What the sizes of the activations depend on.
+        key = f"{_shape_text((first, aim, slices, shared))} autocast={autocast}"
         if key not in self._known:
-            self._compare([*parts, aim, *slices.values(), *shared.values()], f"{mode} {key}")
-            known = self._declare(parts) if self._boundary else self._probe(parts, aim, slices | shared, key)
+            self._compare([*first, aim, *slices.values(), *shared.values()], f"{mode} {key}")
+            known = self._declare(first) if self._boundary else self._probe(first, aim, slices | shared, key)
             self._known[key] = known
         if self._made is None or self._made[0] != f"{mode} {key}":
             from xffl.parallel.torch_pipeline import Stage, make_schedule
@@ -211,7 +187,7 @@ class PipelineModel(nn.Module):
         try:
             result = call(*(inputs if stage.is_first else ()), target=target, return_outputs=mode == "forward", **named)
         except BaseException as wrong:
-            self._made = None
+            self._made = None  # torch's stage still holds activations of this batch
             if isinstance(wrong.__cause__, ConfigError):  # torch hides what a forward pass raises
                 raise wrong.__cause__ from None
             raise
@@ -243,30 +219,28 @@ class PipelineModel(nn.Module):
                 "a multiple, or drop the last batch"
             )
 
-    def _key(self, *values: Any) -> str:
-        """Describe what the sizes of the activations depend on."""
-        kind = self._device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return f"{_shape_text(values)} autocast={autocast}"
+    def _first_part(self, value: Any) -> Any:
+        """Return the first micro-batch of a tensor, any other value as it is."""
+        return value[: len(value) // self.micro_batches] if isinstance(value, torch.Tensor) else value
 
     def _compare(self, values: list[Any], key: str) -> None:
         """Raise on all stages where they do not have one pipeline and one batch; a gather of a line of text."""
         sums = [float(value.double().sum()) for value in values if isinstance(value, torch.Tensor)]
-        told: list[Any] = [None] * self.stages
-        mine = f"{self.schedule} in {self.micro_batches} micro-batches, {key} sums={sums}"
-        dist.all_gather_object(told, mine, group=self._group)
-        if len(set(told)) > 1:
-            text = "; ".join(f"stage {stage}: {batch}" for stage, batch in enumerate(told))
+        batches: list[Any] = [None] * self.stages
+        own = f"{self.schedule} in {self.micro_batches} micro-batches, {key} sums={sums}"
+        dist.all_gather_object(batches, own, group=self._group)
+        if len(set(batches)) > 1:
+            text = "; ".join(f"stage {stage}: {batch}" for stage, batch in enumerate(batches))
             raise ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
 
     def _declare(self, inputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         """Return what each stage gets, as the user says."""
         assert self._boundary is not None, "called where there is one"
-        given = self._boundary(*inputs)
-        between = given if isinstance(given, tuple) else (given,)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in between):
-            raise ConfigError(f"boundary gave {_shape_text(given)}; let it return a tensor, or a tuple of tensors")
-        return [tuple(item.detach().to("meta") for item in inputs), *[_empty(_sizes(between))] * self.stages]
+        between = self._boundary(*inputs)
+        tensors = between if isinstance(between, tuple) else (between,)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise ConfigError(f"boundary gave {_shape_text(between)}; let it return a tensor, or a tuple of tensors")
+        return [tuple(item.detach().to("meta") for item in inputs), *[_empty(sizes_of(tensors))] * self.stages]
 
     def _probe(
         self, inputs: list[torch.Tensor], target: torch.Tensor | None, arguments: dict[str, Any], key: str
@@ -279,7 +253,7 @@ class PipelineModel(nn.Module):
         for stage in range(self.stages):
             answer = [self._try(flows[-1], target, arguments) if stage == self.stage else None]
             dist.broadcast_object_list(answer, group=self._group, group_src=stage)
-            assert answer[0] is not None, "the stage broadcast what it found"
+            assert answer[0] is not None, "the stage has broadcast its sizes"
             sizes, fault = answer[0]
             if fault:
                 raise ConfigError(f"stage {stage} of {self.stages} fails on a batch of {key}: {fault}")
@@ -289,7 +263,7 @@ class PipelineModel(nn.Module):
 
     def _try(
         self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, arguments: dict[str, Any]
-    ) -> tuple[list[tuple[torch.Size, torch.dtype]], str]:
+    ) -> tuple[list[tuple[list[int], torch.dtype]], str]:
         """Run this stage once, without gradients, dropout or other traces; return its sizes and what failed."""
         module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
         modes = {part: part.training for part in module.modules()}
@@ -298,24 +272,24 @@ class PipelineModel(nn.Module):
         try:
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=device_type):
                 module.eval()
-                given = [torch.zeros_like(item, device=self._device) if item.is_meta else item for item in inputs]
-                output = self._output(module(*given, **arguments))
+                received = [torch.zeros_like(item, device=self._device) if item.is_meta else item for item in inputs]
+                output = self._output(module(*received, **arguments))
                 tensors = output if isinstance(output, tuple) else (output,)
                 is_last = self.stage == self.stages - 1
-                sent = [isinstance(item, torch.Tensor) and not isinstance(item, DTensor) for item in tensors]
-                if not all(sent) and not (is_last and isinstance(output, DTensor)):
+                are_plain = all(isinstance(item, torch.Tensor) and not isinstance(item, DTensor) for item in tensors)
+                if not are_plain and not (is_last and isinstance(output, DTensor)):
                     return [], f"its output is {_shape_text(output)}; let output= choose plain tensors"
                 if is_last and target is not None:
                     loss = self.loss(output, target)
                     if not isinstance(loss, torch.Tensor) or loss.dim():
                         return [], f"the loss is {_shape_text(loss)}; let it return a scalar tensor"
-                return _sizes(tensors), ""
+                return sizes_of(tensors), ""
         except Exception as wrong:  # noqa: BLE001 - told to all stages
             return [], f"{type(wrong).__name__}: {wrong}"
         finally:
             for part, mode in modes.items():
                 part.training = mode
-                if isinstance(part, FSDPModule):
+                if isinstance(part, FSDPModule):  # without a backward pass nothing else frees what was gathered
                     part.reshard()
 
     def _micro_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -326,13 +300,13 @@ class PipelineModel(nn.Module):
         return loss if self._scale is None else self._scale(loss)
 
     def _mean_loss(self, losses: list[torch.Tensor] | None) -> torch.Tensor:
-        """Tell the last stage's mean loss to all."""
+        """Broadcast the last stage's mean loss."""
         mean = torch.zeros((), device=self._device)
         if self.stage == self.stages - 1:
-            told = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in self._losses]
-            mean = torch.stack(told).float().mean()
+            whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in self._losses]
+            mean = torch.stack(whole).float().mean()
             if losses is not None:
-                losses[:] = told
+                losses[:] = whole
         dist.broadcast(mean, group=self._group, group_src=self.stages - 1)
         return mean
 
@@ -348,11 +322,12 @@ def _shape_text(value: Any) -> str:
     return type(value).__name__
 
 
-def _sizes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+def sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
+    """Return shape and data type of tensors."""
+    return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
-def _empty(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[torch.Tensor, ...]:
+def _empty(sizes: Sequence[tuple[list[int], torch.dtype]]) -> tuple[torch.Tensor, ...]:
     """Make stand-ins of activations."""
     return tuple(
         torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point or dtype.is_complex)
@@ -388,7 +363,7 @@ def split_model(
     first: Sequence[str] | None = None,
     last: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep one stage's part of a model of stacked layers, with the names of the whole model.
+    """Keep one stage's part of a model of stacked layers, with the names of the whole model, and return the model.
 
     Local; nothing moves. The model is changed in place, on any device (meta too): absent parts become a :class:`Skip`,
     entries of a ``ModuleDict`` are taken out. So the model's own forward runs on every stage, if it calls its layers
@@ -396,26 +371,18 @@ def split_model(
     and its other parts as ``part(hidden)``. What the first stage takes as tokens, others take as the hidden state, in
     the same positional arguments; all but the last return it.
 
-    The layers are the list (``ModuleList``, ``ModuleDict`` or ``Sequential``) of modules of one class that holds the
-    most elements. Around it, on the way from the root to the list, modules registered before it belong to the first
-    stage and those after it to the last; a module that has buffers but no parameters (rotary angles) stays everywhere.
+    The layers are those called ``layers``, by default the list (``ModuleList``, ``ModuleDict`` or ``Sequential``) of
+    modules of one class that holds the most elements. ``cuts`` has the index of the first layer of each stage but the
+    first; by default layers are spread evenly, the embedding and the head counted as one layer each.
 
-    :param model: The whole model.
-    :param stage: Which stage to keep, from 0.
-    :param stages: Number of stages.
-    :param cuts: The index of the first layer of each stage but the first. By default layers are spread evenly, the
-        embedding and the head counted as one layer each.
-    :param layers: Name of the list of layers, where it cannot be found or is not the one meant.
-    :param first: Names of the modules of the first stage, instead of those registered before the layers.
-    :param last: Names of the modules of the last stage, instead of those registered after the layers. A module without
-        parameters that neither names stays everywhere.
-    :return: The same object.
-    :raises ConfigError: if the numbers do not fit the layers, no list of layers is found, or a parameter would lie on
-        several stages (tied embeddings, or a parameter beside the layers that no module of a stage owns).
+    On the way from the root to the list, modules registered before it belong to the first stage and those after it to
+    the last, unless ``first`` and ``last`` name them; a module that has buffers but no parameters (rotary angles) stays
+    everywhere. A parameter that would lie on several stages (tied embeddings) or on none is refused.
     """
     name, container = _find_layers(model, layers)
     keys = [key for key, _ in container.named_children()]
     bounds = _bounds(len(keys), stage, stages, cuts)
+    # A layer's stage is the number of cuts up to it.
     homes = {f"{name}.{key}": sum(bound <= index for bound in bounds) for index, key in enumerate(keys)}
     homes |= _surroundings(model, name, first, last, stages)
     _check_homes(model, homes, stages)
@@ -433,12 +400,12 @@ def split_model(
 def _find_layers(model: nn.Module, name: str | None) -> tuple[str, Container]:
     """Return the list of layers and its name."""
     if name is not None:
-        found = dict(model.named_modules()).get(name)
-        if not name or not isinstance(found, Container) or not len(found):
+        module = dict(model.named_modules()).get(name)
+        if not name or not isinstance(module, Container) or not len(module):
             raise ConfigError(
-                f"layers={name!r} is {type(found).__name__}; name a ModuleList, ModuleDict or Sequential of layers"
+                f"layers={name!r} is {type(module).__name__}; name a ModuleList, ModuleDict or Sequential of layers"
             )
-        return name, found
+        return name, module
     sizes: dict[str, int] = {}
     for place, module in model.named_modules():
         if place and isinstance(module, Container) and len({type(child) for child in module.children()}) == 1:
@@ -468,6 +435,7 @@ def _bounds(count: int, stage: int, stages: int, cuts: Sequence[int] | None) -> 
             raise ConfigError(f"cuts={cuts} do not make {stages} stages of {count} layers; {hint}")
         return cuts
     counts = [1] * stages
+    # The embedding and the head count as a layer each.
     loads = [1 + (index == 0) + (index == stages - 1) for index in range(stages)]
     for _ in range(count - stages):
         lightest = loads.index(min(loads))
@@ -493,10 +461,10 @@ def _surroundings(
                 side.append(".".join([*path[:depth], leaf]))
     homes: dict[str, int] = {}
     known = dict(model.named_modules(remove_duplicate=False))
-    for given, found, home in ((first, before, 0), (last, after, stages - 1)):
-        for part in found if given is None else given:
+    for names, home in ((before if first is None else first, 0), (after if last is None else last, stages - 1)):
+        for part in names:
             if part not in known or f"{name}.".startswith(f"{part}.") or part.startswith(f"{name}."):
-                raise ConfigError(f"{part!r} is no module beside {name!r}; give names of modules outside the layers")
+                raise ConfigError(f"{part!r} is not a module beside {name!r}; give names of modules outside the layers")
             if homes.setdefault(part, home) != home:
                 raise ConfigError(f"{part!r} is on the first and on the last stage; name it in first= or in last= only")
     return homes

@@ -76,9 +76,9 @@ def shard(
         has no use for them.
     :return: The model to use: the same object, or its DDP wrapper.
     :raises StateError: if torch.distributed is not initialized.
-    :raises ConfigError: if the model or an argument cannot be meant, or the ranks' models differ; on all ranks alike.
+    :raises ConfigError: if the model or an argument is invalid, or the ranks' models differ; on all ranks alike.
     """
-    # What is no list of classes is told to all ranks together.
+    # Read by spread, so that all ranks hear of what is not a list of classes.
     layers: tuple[type[nn.Module], ...] = wrap  # type: ignore[assignment]
     return spread(model, state, SpreadOptions(layers=layers, mp_policy=mp_policy, ddp=ddp))
 
@@ -133,7 +133,8 @@ def spread(
     _set_batch_norm_group(model, state, world)
     _prepare_layers(model, options)
     if form == "fsdp":
-        _fully_shard(model, _fsdp_mesh(state, world), options)
+        mesh = state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
+        _fully_shard(model, mesh if world is None else world.get_mesh("fsdp"), options)
     if is_bare:  # only now, so that no rank ever holds more of the weights than its part
         is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
         target = torch.device("cpu") if is_offloaded else device
@@ -148,7 +149,7 @@ def spread(
 def _check_on_all_ranks(
     model: nn.Module, state: DistributedState, options: SpreadOptions, world: DistributedWorld | None
 ) -> tuple[SpreadOptions, bool]:
-    """Check the arguments, compare them between the ranks, and tell whether the model has no values yet."""
+    """Check the arguments, compare them between the ranks, and return whether the model has no values yet."""
 
     def unreadable(wrong: Exception) -> XfflError:
         return ConfigError(
@@ -282,7 +283,7 @@ def _check_ties(model: nn.Module, units: Mapping[str, int]) -> None:
 
 
 def _units(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> dict[str, int]:
-    """Tell for each name of a parameter, tied ones too, which FSDP2 unit it belongs to; 0 is the model itself."""
+    """Return for each name of a parameter, tied ones too, which FSDP2 unit it belongs to; 0 is the model itself."""
     units = {}
     paths = dict(model.named_modules(remove_duplicate=False))
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -300,7 +301,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def send_weights(model: nn.Module, state: DistributedState) -> None:
-    """Copy rank 0's parameters and buffers to all ranks: once to the first rank of each cell, then on at home.
+    """Copy rank 0's parameters and buffers to all ranks: once to the first rank of each cell, then on within the cell.
 
     Collective over the world.
     """
@@ -340,7 +341,7 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _form(state: DistributedState, world: DistributedWorld | None, cell: int) -> str:
-    """Tell how a cell holds its model, or a pipeline's stage its layers: ``plain``, ``ddp`` or ``fsdp``."""
+    """Return how a cell holds its model, or a pipeline's stage its layers: ``plain``, ``ddp`` or ``fsdp``."""
     if world is None:
         if state.topology.sizes[cell] == 1:
             return "plain"
@@ -356,12 +357,6 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
 def _device(state: DistributedState) -> torch.device:
     device = state.current_device if state.current_device is not None else state.device_type
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
-
-
-def _fsdp_mesh(state: DistributedState, world: DistributedWorld | None) -> Any:
-    if world is not None:
-        return world.get_mesh("fsdp")
-    return state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
 
 
 def _set_batch_norm_group(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
@@ -411,7 +406,7 @@ def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
 
 
 def _replicate(
-    model: nn.Module, state: DistributedState, world: DistributedWorld | None, asked: DDPConfig
+    model: nn.Module, state: DistributedState, world: DistributedWorld | None, config: DDPConfig
 ) -> nn.Module:
     """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
     device = _device(state)
@@ -429,28 +424,21 @@ def _replicate(
         process_group=group,
         device_ids=[device] if device.type == "cuda" else None,
         init_sync=False,
-        find_unused_parameters=asked.find_unused_parameters,
-        gradient_as_bucket_view=asked.gradient_as_bucket_view,
-        static_graph=asked.static_graph,
-        bucket_cap_mb=asked.bucket_cap_mb,
+        find_unused_parameters=config.find_unused_parameters,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        static_graph=config.static_graph,
+        bucket_cap_mb=config.bucket_cap_mb,
     )
-    _add_hook(ddp, group, asked)
-    return ddp
-
-
-def _add_hook(ddp: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup | None, asked: DDPConfig) -> None:
-    if asked.communication_hook == "none":
-        return
-    if asked.communication_hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            group, asked.powersgd_rank, start_powerSGD_iter=asked.powersgd_start, use_error_feedback=True
-        )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return
-    if asked.communication_hook == "fp16":
+    if config.communication_hook == "fp16":
         ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    else:  # DDP reads annotations, which are texts in this file
+    elif config.communication_hook == "bf16":  # a lambda, since DDP reads annotations, which are texts in this file
         ddp.register_comm_hook(group, lambda group, bucket: _average_in_bf16(group, bucket))
+    elif config.communication_hook == "powersgd":
+        hook_state = powerSGD_hook.PowerSGDState(
+            group, config.powersgd_rank, start_powerSGD_iter=config.powersgd_start, use_error_feedback=True
+        )
+        ddp.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
+    return ddp
 
 
 def _average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

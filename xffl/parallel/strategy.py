@@ -32,6 +32,8 @@ __all__ = ["DistributedStrategy", "to_device"]
 
 
 T = TypeVar("T")
+Models = nn.Module | Mapping[str, nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
 
 class DistributedStrategy(ABC):
@@ -59,11 +61,13 @@ class DistributedStrategy(ABC):
     """
 
     name: ClassVar[str]
+    _preset: ClassVar[Callable[[], DeviceParameters]]
+    """Makes the mesh where none is asked for."""
 
     def __init__(self, config: object = None) -> None:
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
         distributed = self.config.distributed
-        mesh = self._preset() if distributed.device_parameters is None else distributed.device_parameters
+        mesh = type(self)._preset() if distributed.device_parameters is None else distributed.device_parameters
         self.device_parameters = with_precision(mesh, self.config)
         self.world = DistributedWorld(
             self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
@@ -83,14 +87,13 @@ class DistributedStrategy(ABC):
 
         :param config: As for the class.
         :return: The strategy, not yet set up.
-        :raises ConfigError: if there is none of that name, or a value cannot be meant.
+        :raises ConfigError: if there is none of that name, or a value is invalid.
         """
         from xffl.parallel import STRATEGIES
 
         parsed = read_config(config)
-        strategies = STRATEGIES
-        check_name("strategy", parsed.distributed.strategy, strategies)
-        return strategies[parsed.distributed.strategy](parsed)
+        check_name("strategy", parsed.distributed.strategy, STRATEGIES)
+        return STRATEGIES[parsed.distributed.strategy](parsed)
 
     # Who is where -----------------------------------------------------------------------------------------------------
 
@@ -336,8 +339,8 @@ class DistributedStrategy(ABC):
     def save_checkpoint(
         self,
         path: str | Path,
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        model: Models,
+        optimizer: Optimizers = None,
         *,
         others: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
@@ -367,8 +370,8 @@ class DistributedStrategy(ABC):
     def load_checkpoint(
         self,
         path: str | Path,
-        model: nn.Module | Mapping[str, nn.Module] | None = None,
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        model: Models | None = None,
+        optimizer: Optimizers = None,
         *,
         others: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
@@ -397,13 +400,7 @@ class DistributedStrategy(ABC):
         parts = self._all_parts(model, optimizer, others)
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
-    def register(
-        self,
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
-        *,
-        others: Mapping[str, Any] | None = None,
-    ) -> None:
+    def register(self, model: Models, optimizer: Optimizers = None, *, others: Mapping[str, Any] | None = None) -> None:
         """Let replica groups that come back take these parts over; local, and nothing in a plain world.
 
         :param model: What :meth:`wrap_model` returned, or several by name.
@@ -413,11 +410,7 @@ class DistributedStrategy(ABC):
         for name, part in self._all_parts(model, optimizer, others).items():
             self.world.register(name, part)
 
-    # What the strategies say ------------------------------------------------------------------------------------------
-
-    def _only_model(
-        self, optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None]:
+    def _only_model(self, optimizer: Optimizers) -> tuple[nn.Module, Optimizers]:
         """Return the only model that was wrapped, and its optimizer where none is given; collective over the world."""
         with run_on_all_ranks("models to load a checkpoint into") as share:
             gc.collect()  # a model that was dropped stays in the dictionary until its reference cycles are collected
@@ -436,12 +429,7 @@ class DistributedStrategy(ABC):
         model, optimizers = wrapped[0]
         return model, next(iter(optimizers), None) if optimizer is None else optimizer
 
-    def _all_parts(
-        self,
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
-        others: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
+    def _all_parts(self, model: Models, optimizer: Optimizers, others: Mapping[str, Any] | None) -> dict[str, Any]:
         models = {"model": model} if isinstance(model, nn.Module) else dict(model)
         optimizers = {"optimizer": optimizer} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer or {})
         parts = self._parts(models, optimizers)
@@ -452,11 +440,6 @@ class DistributedStrategy(ABC):
     def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what a checkpoint keeps of models and optimizers."""
         return {**models, **optimizers}
-
-    @classmethod
-    @abstractmethod
-    def _preset(cls) -> DeviceParameters:
-        """Return the mesh where none is asked for."""
 
 
 class Accumulator:

@@ -12,7 +12,6 @@ Dropout draws from the rank's own generator: between blocks it needs equal seeds
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from xffl.checks import closest, shorten
 from xffl.errors import ConfigError
-from xffl.parallel.context_parallel import fill_positions, find_positions
+from xffl.parallel.context_parallel import check_mesh, fill_positions, find_positions
 
 __all__ = ["GatheredInput", "Replicated", "apply_tensor_parallel", "plan_for"]
 
@@ -59,24 +59,22 @@ def plan_for(
 
     Nothing moves and the model stays as it is. Known are the names of the Llama family and those of GPT-2 where
     queries, keys and values have projections of their own; a stage of a pipeline may lack the embedding or the head.
-    The plan can be changed and given to :func:`apply_tensor_parallel`.
+    The plan, styles by full name of a module, can be changed and given to :func:`apply_tensor_parallel`.
 
-    :param model: The model, not yet spread.
-    :param sequence_parallel: Whether activations between blocks are cut along the sequence (dimension 1).
-    :param loss_parallel: Whether the logits stay cut by the vocabulary, as DTensors, for a loss under
-        :func:`xffl.parallel.tensor_parallel.loss_parallel`; else every rank gets all of them.
-    :return: Styles by full name of a module.
-    :raises ConfigError: if the model has no layers that are known, fused projections, or parameters of other layers.
+    With ``sequence_parallel`` activations between blocks are cut along the sequence (dimension 1). With
+    ``loss_parallel`` the logits stay cut by the vocabulary, as DTensors, for a loss under torch's ``loss_parallel``;
+    else every rank gets all of them.
     """
     names = {name: module for name, module in model.named_modules() if name}
-    fused = [name for name in names if _leaf(name) in FUSED]
-    if fused:
+    if fused := [name for name in names if _leaf(name) in FUSED]:
         raise ConfigError(
-            f"{_some(fused)}: one layer computes several projections, and equal cuts of it would mix them; give a plan "
-            "of your own, or a model with separate projections (q_proj, k_proj, v_proj)"
+            f"{shorten(fused, SHOWN)}: one layer computes several projections, and equal cuts of it would mix them; "
+            "give a plan of your own, or a model with separate projections (q_proj, k_proj, v_proj)"
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    entered = _entered(names)
+    # Modules that only compute projections of their input: not blocks with norms of their own.
+    with_norms = {_parent(name) for name in names if _leaf(name) in NORMS}
+    entered = {_parent(name) for name in names if _leaf(name) in COLUMNS} - with_norms - {""}
     plan: dict[str, ParallelStyle] = {}
     for name, module in names.items():
         style = _style_of(name, stream, loss_parallel, _parent(name) in entered)
@@ -85,12 +83,7 @@ def plan_for(
         elif style is not None and any(True for _ in module.parameters(recurse=False)):
             plan[name] = style
     _check_pairs(names, plan)
-    uncovered = _uncovered(model, plan)
-    if uncovered:
-        raise ConfigError(
-            f"{_some(uncovered)}: the plan for transformers does not know this layer; give a plan of your own, with "
-            "Replicated() for layers that each rank computes whole"
-        )
+    _check_covers(model, plan, "the plan for transformers does not know this layer; give a plan of your own, with")
     return plan
 
 
@@ -124,13 +117,11 @@ def apply_tensor_parallel(
     :return: The same model.
     :raises ConfigError: if the model, the mesh or the plan do not fit each other; nothing is changed then.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+    check_mesh(mesh, "tensor")
+    if spread := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
         raise ConfigError(
-            f"tensor parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['tp']"
+            f"{shorten(spread, SHOWN)}: the model is spread already; cut it before fully_shard, and only once"
         )
-    spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    if spread:
-        raise ConfigError(f"{_some(spread)}: the model is spread already; cut it before fully_shard, and only once")
     if plan is None:
         chosen = plan_for(model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     else:
@@ -140,12 +131,24 @@ def apply_tensor_parallel(
     tied = _tied(model)
     _check_tied(tied, chosen, model)
     for name, style in chosen.items():
-        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-        if _cuts_tokens(model.get_submodule(name), style):
-            _keep_whole_sequence(model, model.get_submodule(name), mesh.size())
-    _tie(tied, model)
+        layer = model.get_submodule(name)
+        # src_data_rank=None: each rank cuts its own weights, and nothing is broadcast.
+        parallelize_module(layer, mesh, style, src_data_rank=None)
+        if (
+            isinstance(layer, nn.Embedding)
+            and isinstance(style, RowwiseParallel)
+            and style.output_layouts == (Shard(1),)
+        ):
+            _keep_whole_sequence(model, layer, mesh.size())
+    for (first, first_name), *others in tied:  # they were cut apart, alike: one parameter again
+        for owner, name in others:
+            parameter = getattr(model.get_submodule(first), first_name)
+            model.get_submodule(owner).register_parameter(name, parameter)
     for parameter in model.parameters():
-        _sum_gradient(parameter)
+        assert isinstance(parameter, DTensor), "every parameter has a style, and styles make DTensors"
+        if parameter.requires_grad and all(placement.is_replicate() for placement in parameter.placements):
+            # Each rank has used its replica on a part of the activations: the gradient is the sum over the mesh.
+            parameter.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))  # type: ignore[no-untyped-call]
     for attention, attribute, count in heads:
         setattr(attention, attribute, count)
     return model
@@ -173,27 +176,20 @@ def _style_of(name: str, stream: Placement, loss_parallel: bool, is_entered: boo
     return None
 
 
-def _entered(names: Mapping[str, nn.Module]) -> set[str]:
-    """Return the modules that only compute projections of what they are given: not blocks with norms of their own."""
-    parents = {_parent(name) for name in names if _leaf(name) in COLUMNS}
-    with_norms = {_parent(name) for name in names if _leaf(name) in NORMS}
-    return {parent for parent in parents if parent and parent not in with_norms}
-
-
 def _check_pairs(names: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> None:
     """Raise unless each module that cuts outputs also has the layer that puts them together."""
     columns = {_parent(name) for name in plan if _leaf(name) in COLUMNS}
     rows = {_parent(name) for name in plan if _leaf(name) in ROWS}
     if not columns:
         raise ConfigError(
-            f"no layers of a transformer among {_some(sorted({_leaf(name) for name in names}))}; tensor parallelism "
-            f"knows {_some(COLUMNS, len(COLUMNS))}; give a plan of your own"
+            f"no layers of a transformer among {shorten(sorted({_leaf(name) for name in names}), SHOWN)}; tensor "
+            f"parallelism knows {', '.join(COLUMNS)}; give a plan of your own"
         )
     for parent in sorted(columns ^ rows):
         known, missing = (COLUMNS, ROWS) if parent in columns else (ROWS, COLUMNS)
-        has = [name for name in plan if _parent(name) == parent and _leaf(name) in known]
+        alone = shorten([name for name in plan if _parent(name) == parent and _leaf(name) in known], SHOWN)
         raise ConfigError(
-            f"{_some(has)} without one of {', '.join(missing)} in {parent or 'the model'}; give a plan of your own"
+            f"{alone} without one of {', '.join(missing)} in {parent or 'the model'}; give a plan of your own"
         )
 
 
@@ -208,15 +204,10 @@ def _resolve(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, P
             )
         matched = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not matched:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise ConfigError(f"the plan's {pattern!r} matches no module of the model; the nearest is {near[0]!r}")
+            near = closest(pattern, names, cutoff=0.0)
+            raise ConfigError(f"the plan's {pattern!r} matches no module of the model; the nearest is {near!r}")
         chosen.update(dict.fromkeys(matched, style))
-    uncovered = _uncovered(model, chosen)
-    if uncovered:
-        raise ConfigError(
-            f"{_some(uncovered)}: the plan does not say how these parameters lie; give Replicated() for layers that "
-            "each rank computes whole"
-        )
+    _check_covers(model, chosen, "the plan does not say how these parameters lie; give")
     return {name: chosen[name] for name in names if name in chosen}
 
 
@@ -256,6 +247,7 @@ def _check_heads(model: nn.Module, plan: Mapping[str, ParallelStyle], size: int)
                         f"which do not divide by the {size} ranks of the mesh; give a tensor-parallel size that "
                         "divides the heads"
                     )
+                # Attention splits its projections by these counts, and a rank's projections have fewer heads.
                 attributes = QUERY_HEADS if other in QUERIES else KEY_HEADS
                 changes += [(attention, key, count // size) for key in attributes if vars(attention).get(key) == count]
             if other in HEAD_NORMS and any(weight.numel() != width for weight in layer.parameters()):
@@ -267,7 +259,7 @@ def _check_heads(model: nn.Module, plan: Mapping[str, ParallelStyle], size: int)
 
 
 def _head_width(model: nn.Module, query: str) -> int:
-    """Return the width of a head as the attention module, its configuration or the model's tell it."""
+    """Return the width of a head that the attention module, its configuration or the model's has."""
     attention, layer = model.get_submodule(_parent(query)), model.get_submodule(query)
     assert isinstance(layer, nn.Linear), "queries that are cut by columns are linear"
     sources = [attention, *(getattr(owner, "config", None) for owner in (attention, model))]
@@ -283,12 +275,8 @@ def _head_width(model: nn.Module, query: str) -> int:
 
 
 def _count(sources: list[Any], names: tuple[str, ...]) -> int | None:
-    for source in sources:
-        for name in names:
-            value = getattr(source, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:
@@ -297,7 +285,7 @@ def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [shared for shared in places.values() if len(shared) > 1]
 
 
 def _check_tied(tied: list[list[tuple[str, str]]], plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
@@ -309,65 +297,41 @@ def _check_tied(tied: list[list[tuple[str, str]]], plan: Mapping[str, ParallelSt
             is_cut = isinstance(style, (ColwiseParallel, RowwiseParallel))
             cuts[_join(owner, name)] = f"along dimension {_cut_dim(module, style)}" if is_cut else type(style).__name__
         if len(set(cuts.values())) > 1:
-            told = ", ".join(f"{name} ({cut})" for name, cut in cuts.items())
-            raise ConfigError(f"{told} are one tied parameter, but the plan cuts it differently; cut both alike")
-
-
-def _tie(tied: list[list[tuple[str, str]]], model: nn.Module) -> None:
-    """Make one parameter again of those that were cut apart, alike."""
-    for (first, first_name), *others in tied:
-        parameter = getattr(model.get_submodule(first), first_name)
-        for owner, name in others:
-            model.get_submodule(owner).register_parameter(name, parameter)
-
-
-def _sum_gradient(parameter: nn.Parameter) -> None:
-    """Let a replica's gradient be the sum over the mesh, where each rank has used it on a part of the activations."""
-    assert isinstance(parameter, DTensor), "every parameter has a style, and styles make DTensors"
-    if parameter.requires_grad and all(placement.is_replicate() for placement in parameter.placements):
-        parameter.register_hook(_whole)  # type: ignore[no-untyped-call]
-
-
-def _whole(gradient: DTensor) -> DTensor:
-    return gradient.redistribute(placements=[Replicate()])
-
-
-def _cuts_tokens(module: nn.Module, style: ParallelStyle) -> bool:
-    """Return whether it is the embedding and its output is cut along the sequence."""
-    if not isinstance(module, nn.Embedding) or not isinstance(style, RowwiseParallel):
-        return False
-    return bool(style.output_layouts == (Shard(1),))
+            listed = ", ".join(f"{name} ({cut})" for name, cut in cuts.items())
+            raise ConfigError(f"{listed} are one tied parameter, but the plan cuts it differently; cut both alike")
 
 
 def _keep_whole_sequence(model: nn.Module, embedding: nn.Module, size: int) -> None:
     """Check the length of sequences, and count positions from that rather than from the part behind the embedding."""
-    embedding.register_forward_pre_hook(partial(_check_sequence, size))
+
+    def check(_: nn.Module, inputs: tuple[Any, ...]) -> None:  # raises on all ranks, which have the same tokens
+        if inputs and inputs[0].shape[-1] % size:
+            raise ConfigError(
+                f"a sequence of {inputs[0].shape[-1]} tokens does not divide by the {size} ranks of the "
+                "tensor-parallel mesh; pad it, or give sequence_parallel=False"
+            )
+
+    def positions_of(first: torch.Tensor) -> torch.Tensor | None:
+        return None if first.is_floating_point() else torch.arange(first.shape[-1], device=first.device)
+
+    embedding.register_forward_pre_hook(check)
     name = find_positions(model)
     if name is not None:
-        fill_positions(model, name, _positions_of, is_first=False)  # a part of the sequence is numbered before
+        fill_positions(model, name, positions_of, is_first=False)  # a part of the sequence is numbered before
 
 
-def _positions_of(first: torch.Tensor) -> torch.Tensor | None:
-    return None if first.is_floating_point() else torch.arange(first.shape[-1], device=first.device)
-
-
-def _check_sequence(size: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise where a sequence cannot be cut into equal parts; on all ranks of the mesh, which have the same tokens."""
-    if inputs and inputs[0].shape[-1] % size:
-        raise ConfigError(
-            f"a sequence of {inputs[0].shape[-1]} tokens does not divide by the {size} ranks of the tensor-parallel "
-            "mesh; pad it, or give sequence_parallel=False"
-        )
-
-
-def _uncovered(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[str]:
+def _check_covers(model: nn.Module, plan: Mapping[str, ParallelStyle], problem: str) -> None:
+    """Raise where a parameter has no style."""
     holders = {name for name in plan if not isinstance(plan[name], GatheredInput)}
-    return [
+    uncovered = [
         _join(owner, name)
         for owner, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
         if owner not in holders
     ]
+    if uncovered:
+        names = shorten(uncovered, SHOWN)
+        raise ConfigError(f"{names}: {problem} Replicated() for layers that each rank computes whole")
 
 
 def _cut_dim(module: nn.Module, style: ParallelStyle) -> int:
@@ -387,11 +351,6 @@ def _join(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def _some(names: Any, shown: int = SHOWN) -> str:
-    listed = list(names)
-    return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
-
-
 class Replicated(ParallelStyle):
     """Let every rank hold a module's whole weights, as DTensors, and compute with them on what it has.
 
@@ -409,10 +368,10 @@ class Replicated(ParallelStyle):
             replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(replica, parameter.requires_grad))
         module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, self.layout), with_kwargs=True)
-        module.register_forward_hook(self._give)
+        module.register_forward_hook(self._to_local)
         return module
 
-    def _give(self, module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
+    def _to_local(self, module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
         if self.output_layout is not None:
             output = output.redistribute(placements=[self.output_layout])
         return output.to_local()
@@ -426,7 +385,7 @@ class GatheredInput(ParallelStyle):
 
     One all-gather forward and one reduce-scatter backward for ``Shard(1)``; one all-reduce backward for
     ``Replicate()``. The first input is the first floating-point tensor of the call, by position or by name (torch's
-    ``PrepareModuleInput`` wants to know all arguments of the call).
+    ``PrepareModuleInput`` has to know all arguments of the call).
     """
 
     def __init__(self, *, layout: Placement) -> None:
@@ -442,7 +401,7 @@ class GatheredInput(ParallelStyle):
 
 
 def _take(
-    mesh: DeviceMesh, layout: Placement, wanted: Placement, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    mesh: DeviceMesh, layout: Placement, target: Placement, module: nn.Module, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Change the first tensor of a call from its layout into the wanted one, as a DTensor."""
     values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
@@ -453,5 +412,5 @@ def _take(
     value = values[tensors[0]]
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh, [layout], run_check=False)
-    values[tensors[0]] = value.redistribute(placements=[wanted])
+    values[tensors[0]] = value.redistribute(placements=[target])
     return tuple(values[index] for index in range(len(args))), {key: values[key] for key in kwargs}

@@ -1,4 +1,4 @@
-"""What torch runs of a pipeline: a stage, and its schedules.
+"""Parts of a pipeline that torch runs: a stage, and its schedules.
 
 Imported where a pipeline runs, since torch's compiler comes with it: half a second for whoever has none.
 """
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from xffl.errors import ConfigError
+from xffl.parallel.pipeline import sizes_of
 
 __all__ = ["Schedule", "Stage", "make_schedule"]
 
@@ -48,7 +49,7 @@ class Stage(PipelineStage):
         self.shared: dict[str, Any] = {}
         self.sync = True
         self._pick = pick
-        self._sent = _sizes(flows[number + 1])
+        self._sent = sizes_of(flows[number + 1])
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what is sent on is contiguous and of the size that the next stage expects."""
@@ -57,10 +58,10 @@ class Stage(PipelineStage):
         if self.is_last:
             return output
         sent = tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
-        if _sizes(sent) != self._sent:  # gloo would take fewer bytes than it expects, and leave the rest as it was
+        if sizes_of(sent) != self._sent:  # gloo would take fewer bytes than it expects, and leave the rest as it was
             raise ConfigError(
-                f"stage {self.stage_index} sends {_sizes(sent)}, but the next one expects {self._sent}; let boundary= "
-                "give the size and dtype of what goes between stages"
+                f"stage {self.stage_index} sends {sizes_of(sent)}, but the next one expects {self._sent}; let "
+                "boundary= give the size and dtype of what goes between stages"
             )
         return sent
 
@@ -77,10 +78,6 @@ class Stage(PipelineStage):
         """Make FSDP2 reduce, after the last micro-batch."""
         if self.sync:
             super().perform_reduce_grad(grad_scale_factor)
-
-
-def _sizes(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
-    return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
 def make_schedule(stage: Stage, mode: str, micro_batches: int, loss: Callable[..., torch.Tensor] | None) -> Schedule:

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that ZeRO has cut: the master weights by name, for rounds and checkpoints.
+"""View of a model that ZeRO has cut: the master weights that a rank holds, by name, for rounds and checkpoints.
 
 DeepSpeed's optimizer keeps its own copy of the weights in fp32 (the *masters*), cut over the ranks of a cell: with
 stages 1 and 2 the parameters of a group as one long row, with stage 3 each parameter by itself. The masters are what
@@ -24,11 +24,11 @@ from xffl.errors import ConfigError, StateError
 
 __all__ = [
     "NO_ENGINE",
+    "UNREADY",
     "Masters",
     "find_masters",
     "is_cut",
     "mark",
-    "mark_unready",
     "refresh_view",
     "round_view",
     "write_view",
@@ -37,21 +37,27 @@ __all__ = [
 
 MARK = "_xffl_zero"
 UNREADY = "unready"
+"""The mark of a model that ZeRO is to cut, so that nobody uses it before."""
 NO_ENGINE = (
     "DeepSpeed has no optimizer yet; call optimizer = strategy.wrap_optimizer(model, optimizer) before the model is "
     "used"
 )
-"""What is said where the engine is not made yet."""
+"""The message where the engine is not made yet."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer holds of a parameter."""
+    """This rank's part of a parameter: elements of a row of the optimizer from an offset, from a start in the whole."""
 
     row: int
     offset: int
     start: int
     numel: int
+    total: int
+
+    def of(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the part, in the memory of its row."""
+        return rows[self.row].detach()[self.offset : self.offset + self.numel]
 
 
 class Masters:
@@ -84,22 +90,47 @@ class Masters:
     @cached_property
     def view(self) -> nn.Module:
         """The model of cut rows, made at the first use; it holds what :meth:`read` has taken."""
-        return self._mirror()
+        # Modules of the same types and names, with the cut rows in the place of the parameters.
+        cut: dict[nn.Parameter, nn.Parameter] = {p: self._shard[name] for name, p in self._parameter.items()}
+        twins: dict[nn.Module, nn.Module] = {}
+        for module in self._model.modules():
+            twin = twins[module] = type(module).__new__(type(module))
+            twin.__dict__.update(module.__dict__)
+        for module, twin in twins.items():
+            parameters = {
+                leaf: None if parameter is None else self._row_of(parameter, cut)
+                for leaf, parameter in module._parameters.items()
+            }
+            children = {name: None if child is None else twins[child] for name, child in module._modules.items()}
+            twin.__dict__.update(_parameters=parameters, _modules=children)
+            twin.__dict__.pop(MARK, None)
+        return twins[self._model]
+
+    def _row_of(self, parameter: nn.Parameter, cut: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+        """Return a parameter's row; one that is not trained shares its memory with the model."""
+        if parameter not in cut:
+            if self._stage < 3:
+                cut[parameter] = parameter
+            else:
+                start, last = self._chunk(numel := self._numel(parameter))
+                own = parameter.ds_tensor.data[: last - start]  # type: ignore[attr-defined]
+                cut[parameter] = nn.Parameter(self._cut(own, numel), requires_grad=False)
+        return cut[parameter]
 
     def _fragments(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[tuple[nn.Parameter, Fragment]]:
         """Find where this rank's rows hold each parameter."""
         for row, parameters in enumerate(groups):
-            offset, held = 0, self._rows[row].numel()
-            first = 0 if self._stage == 3 else self._place * held
+            offset, length = 0, self._rows[row].numel()
+            first = 0 if self._stage == 3 else self._place * length
             for parameter in parameters:
                 numel = self._numel(parameter)
                 if self._stage == 3:
                     start, last = self._chunk(numel)
-                    yield parameter, Fragment(row, offset, start, last - start)
+                    yield parameter, Fragment(row, offset, start, last - start, numel)
                     offset += -(-numel // self._size)
                     continue
-                start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + held))
-                yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start)
+                start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + length))
+                yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start, numel)
                 offset += numel
 
     def _numel(self, parameter: nn.Parameter) -> int:
@@ -111,8 +142,7 @@ class Masters:
         return min(self._place * length, numel), min((self._place + 1) * length, numel)
 
     def _empty(self, name: str, dtype: torch.dtype | None = None) -> nn.Parameter:
-        parameter = self._parameter[name]
-        numel = self._numel(parameter)
+        numel = self._fragment[name].total
         start, last = self._chunk(numel)
         local = torch.zeros(last - start, dtype=dtype or self._rows[0].dtype, device=self._device)
         return nn.Parameter(self._cut(local, numel), requires_grad=True)
@@ -125,60 +155,31 @@ class Masters:
         shape = torch.Size((numel,))
         return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
-    def _mirror(self) -> nn.Module:
-        """Make modules of the same types and names with the cut rows in the place of the parameters."""
-        cut: dict[nn.Parameter, nn.Parameter] = {p: self._shard[name] for name, p in self._parameter.items()}
-        made: dict[nn.Module, nn.Module] = {}
-        for module in self._model.modules():
-            twin = type(module).__new__(type(module))
-            twin.__dict__.update(module.__dict__)
-            made[module] = twin
-        for module, twin in made.items():
-            parameters = {
-                leaf: None if parameter is None else self._twin(parameter, cut)
-                for leaf, parameter in module._parameters.items()
-            }
-            children = {name: None if child is None else made[child] for name, child in module._modules.items()}
-            twin.__dict__.update(_parameters=parameters, _modules=children)
-            twin.__dict__.pop(MARK, None)
-        return made[self._model]
-
-    def _twin(self, parameter: nn.Parameter, cut: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
-        """Return a parameter's row; one that is not trained shares its memory with the model."""
-        if parameter not in cut:
-            if self._stage < 3:
-                cut[parameter] = parameter
-            else:
-                start, last = self._chunk(numel := self._numel(parameter))
-                own = parameter.ds_tensor.data[: last - start]  # type: ignore[attr-defined]
-                cut[parameter] = nn.Parameter(self._cut(own, numel), requires_grad=False)
-        return cut[parameter]
-
     # Between rows and cut rows ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _collect(self, name: str, rows: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Copy a parameter's part of the ranks' rows into this rank's shard; with stages 1 and 2 over the cell."""
-        fragment, numel = self._fragment[name], self._numel(self._parameter[name])
-        mine = rows[fragment.row].detach()[fragment.offset : fragment.offset + fragment.numel]
+        fragment = self._fragment[name]
+        own = fragment.of(rows)
         if self._stage == 3:
-            into.copy_(mine)
+            into.copy_(own)
             return
-        whole = torch.zeros(numel, dtype=mine.dtype, device=self._device)
-        whole[fragment.start : fragment.start + fragment.numel] = mine.to(self._device)
+        whole = torch.zeros(fragment.total, dtype=own.dtype, device=self._device)
+        whole[fragment.start : fragment.start + fragment.numel] = own.to(self._device)
         dist.all_reduce(whole.view(torch.uint8), group=self._mesh.get_group())  # adding zeros keeps every bit
-        into.copy_(whole[slice(*self._chunk(numel))])
+        into.copy_(whole[slice(*self._chunk(fragment.total))])
 
     @torch.no_grad()
     def _spread(self, name: str, shard: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Copy shards into the ranks' rows; with stages 1 and 2 over the cell, and the whole is returned."""
-        fragment, numel = self._fragment[name], self._numel(self._parameter[name])
-        mine = rows[fragment.row].detach()[fragment.offset : fragment.offset + fragment.numel]
+        fragment = self._fragment[name]
+        own = fragment.of(rows)
         if self._stage == 3:
-            mine.copy_(shard)
+            own.copy_(shard)
             return None
-        whole = self._cut(shard, numel).full_tensor()
-        mine.copy_(whole[fragment.start : fragment.start + fragment.numel])
+        whole = self._cut(shard, fragment.total).full_tensor()
+        own.copy_(whole[fragment.start : fragment.start + fragment.numel])
         return whole
 
     def check(self) -> None:
@@ -252,11 +253,11 @@ class Masters:
         """Take over what :meth:`state_dict` returned, of any number of ranks; collective like it."""
         inner = self._engine.optimizer.optimizer
         for name, fragment in self._fragment.items():
-            kept = inner.state[self._rows[fragment.row]]
+            own = inner.state[self._rows[fragment.row]]
             for key, value in state["rows"][name].items():
-                self._spread(name, _local(value), [inner.state[row].get(key, kept[key]) for row in self._rows])
+                self._spread(name, _local(value), [inner.state[row].get(key, own[key]) for row in self._rows])
             for key, value in state["others"][name].items():
-                kept[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
         for group, options in zip(inner.param_groups, state["options"], strict=True):
             group.update(options)
         vars(self._engine.optimizer.loss_scaler).update(state["loss_scale"])
@@ -266,38 +267,31 @@ class Masters:
         inner = self._engine.optimizer.optimizer
         if any(inner.state.get(row) for row in self._rows):
             return
-        kept = [dict(group) for group in inner.param_groups]
+        params = [group["params"] for group in inner.param_groups]
         values = [row.detach().clone() for row in self._rows]
         grads = [row.grad for row in self._rows]
         for row in self._rows:
             row.grad = torch.zeros_like(row)
-        for group, members in zip(inner.param_groups, self._rows_of_groups(), strict=True):
-            group["params"] = members
+        # DeepSpeed's stage 3 hands the optimizer a row only while it steps it, so all rows are put into their groups
+        # for this step. With weight decay it moves them without a gradient, too: their values are copied back.
+        for group in inner.param_groups:
+            group["params"] = []
+        for row_number, row in enumerate(self._rows):
+            number = self._engine.optimizer.sub_group_to_group_id[row_number] if self._stage == 3 else row_number
+            inner.param_groups[number]["params"].append(row)
         inner.step()
         for row, value, grad in zip(self._rows, values, grads, strict=True):
             row.data.copy_(value)
             row.grad = grad
-        for group, before in zip(inner.param_groups, kept, strict=True):
-            group["params"] = before["params"]
-
-    def _rows_of_groups(self) -> list[list[torch.Tensor]]:
-        zero = self._engine.optimizer
-        groups: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
-        for number, row in enumerate(self._rows):
-            groups[zero.sub_group_to_group_id[number] if self._stage == 3 else number].append(row)
-        return groups
+        for group, members in zip(inner.param_groups, params, strict=True):
+            group["params"] = members
 
 
 # What rounds call -----------------------------------------------------------------------------------------------------
 
 
-def mark_unready(model: nn.Module) -> None:
-    """Mark a model that ZeRO is to cut, so that nobody uses it before; local."""
-    object.__setattr__(model, MARK, UNREADY)
-
-
-def mark(model: nn.Module, masters: Masters | None) -> None:
-    """Mark a model with what ZeRO has cut it into; local."""
+def mark(model: nn.Module, masters: Masters | str | None) -> None:
+    """Mark a model with what ZeRO has cut it into, or as :data:`UNREADY`; local."""
     object.__setattr__(model, MARK, masters)
 
 
@@ -310,15 +304,15 @@ def is_cut(model: nn.Module) -> bool:
 def find_masters(model: nn.Module) -> Masters | None:
     """Return the masters of a model; local."""
     for module in model.modules():
-        found = module.__dict__.get(MARK)
-        if found == UNREADY:
+        masters = module.__dict__.get(MARK)
+        if masters == UNREADY:
             raise StateError(NO_ENGINE)
-        if isinstance(found, Masters):
-            return found
+        if isinstance(masters, Masters):
+            return masters
     if "deepspeed" not in sys.modules:
         return None
-    # Asked in each round, so names are put together only for one that is to be told.
-    for parameter in (held for module in model.modules() for held in module._parameters.values()):
+    # Called in each round, so names are put together only for the message.
+    for parameter in (parameter for module in model.modules() for parameter in module._parameters.values()):
         if parameter is not None and "ds_tensor" in parameter.__dict__:
             name = next(name for name, other in model.named_parameters() if other is parameter)
             raise ConfigError(

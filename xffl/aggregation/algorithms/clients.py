@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from xffl.aggregation.engine.tensors import Manifest, Pattern
-from xffl.distributed.consistency import check_consistent
+from xffl.checks import number
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.parallel.zero_view import find_masters
 
@@ -96,17 +96,16 @@ def set_up(
     client: Client, model: nn.Module, optimizers: Sequence[Optimizer], policies: Mapping[Pattern, str] | None
 ) -> None:
     """Let a client take a model's weights as they are; collective over the world."""
-    error: XfflError | None = None
-    try:
+
+    def unfit(wrong: Exception) -> XfflError:
+        return ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
+
+    with run_on_all_ranks("clients", convert=unfit) as share:
         if find_masters(model) is not None:
             raise ConfigError("ZeRO's gradients are out of a client's reach; train with strategy='fsdp'")
         stepped = {entry.name: entry.tensor() for entry in Manifest(model, policies).entries if entry.is_stepped}
         client.setup(stepped, optimizers)  # type: ignore[arg-type]
-    except XfflError as wrong:
-        error = wrong
-    except Exception as wrong:  # noqa: BLE001 - told to all ranks
-        error = ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
-    check_consistent("clients", str(client), error=error)
+        share(client)
 
 
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -140,7 +139,8 @@ def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: fl
 
 def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:
     """Copy saved tensors into those that are there."""
-    differ = sorted(name for name in targets.keys() | saved.keys() if _shape(targets, name) != _shape(saved, name))
+    shapes, saved_shapes = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (targets, saved))
+    differ = sorted(name for name in shapes | saved_shapes if shapes.get(name) != saved_shapes.get(name))
     if differ:
         raise CheckpointError(
             f"the saved {what} is that of other parameters or another sharding (look at {', '.join(differ[:3])}); "
@@ -150,8 +150,9 @@ def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tenso
         target.copy_(saved[name])
 
 
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
+def _with_gradient(group: Mapping[str, Any], among: Mapping[nn.Parameter, Any]) -> list[nn.Parameter]:
+    """Return the parameters of a group that the next step changes, or the last one has changed, among some."""
+    return [one for one in group["params"] if one.grad is not None and one in among]
 
 
 class FedProx(Client):
@@ -165,16 +166,11 @@ class FedProx(Client):
     Li et al., 2020, arXiv 1812.06127.
 
     :param mu: Strength of the pull, at least 0; the paper's experiments try 0.001, 0.01, 0.1 and 1.
-    :raises ConfigError: if ``mu`` is no such number.
+    :raises ConfigError: if ``mu`` is anything else.
     """
 
     def __init__(self, mu: float = 0.01) -> None:
-        is_number = isinstance(mu, (int, float)) and not isinstance(mu, bool)
-        if not is_number or not 0.0 <= mu < math.inf:
-            raise ConfigError(
-                f"mu {mu!r} is no finite number from 0; give the strength of the pull to the global model"
-            )
-        self.mu = float(mu)
+        self.mu = number("mu", mu, 0.0, hint="give the strength of the pull to the global model")
         self._parameters: dict[str, nn.Parameter] = {}
         self._anchors: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -190,9 +186,8 @@ class FedProx(Client):
         if self.mu == 0.0:  # adding 0 would turn a gradient of -0.0 into 0.0
             return
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._anchors:
-                    add_to_gradient(parameter, local(parameter) - self._anchors[parameter], factor=self.mu)
+            for parameter in _with_gradient(group, self._anchors):
+                add_to_gradient(parameter, local(parameter) - self._anchors[parameter], factor=self.mu)
 
     @torch.no_grad()
     def after_round(self, *, is_dropped: bool) -> None:
@@ -271,17 +266,15 @@ class Scaffold(Client):
     def before_step(self, optimizer: Optimizer) -> None:
         """Correct the gradients."""
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._corrections:
-                    add_to_gradient(parameter, self._corrections[parameter])
+            for parameter in _with_gradient(group, self._corrections):
+                add_to_gradient(parameter, self._corrections[parameter])
 
     def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:
         """Add up the learning rates."""
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
             reach = float(group["lr"]) * factor * (-1.0 if group["maximize"] else 1.0)
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._reach:
-                    self._reach[parameter] += reach
+            for parameter in _with_gradient(group, self._reach):
+                self._reach[parameter] += reach
 
     @torch.no_grad()
     def before_round(self) -> None:
@@ -289,6 +282,7 @@ class Scaffold(Client):
         self._sent = {}
         for parameter, variate in self._variates.items():
             value = local(variate)
+            # Without a step since the last round it holds c, which that round has left here, and sends it again.
             if self._reach[parameter]:
                 value.copy_(self._anchors[parameter]).sub_(local(parameter))
                 value.div_(self._reach[parameter]).sub_(self._corrections[parameter])
@@ -299,25 +293,27 @@ class Scaffold(Client):
         """Take over the weights and the mean of the variates."""
         for parameter, variate in self._variates.items():
             self._anchors[parameter].copy_(local(parameter))
-            if not is_dropped:
+            if not is_dropped:  # the variate holds c now: the correction of the next steps is c - c_i+
                 torch.sub(local(variate), self._sent[parameter], out=self._corrections[parameter])
             self._reach[parameter] = 0.0
         self._sent = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the last round, the control variates, and the learning rates since."""
-        tensors = {what: {name: one.clone() for name, one in held.items()} for what, held in self._held().items()}
+        tensors = {
+            what: {name: one.clone() for name, one in by_name.items()} for what, by_name in self._lasting().items()
+        }
         return {**tensors, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        for what, held in self._held().items():
-            restore(held, state[what], "SCAFFOLD")
+        for what, by_name in self._lasting().items():
+            restore(by_name, state[what], "SCAFFOLD")
         self._reach.update({one: float(state["reach"][name]) for name, one in self._parameters.items()})
 
     @torch.no_grad()
-    def _held(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _lasting(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that outlive a round, by kind and name."""
         named = self._parameters.items()
         return {

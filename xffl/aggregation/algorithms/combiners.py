@@ -1,4 +1,4 @@
-"""How the values of the cells become one: what every combiner is, and the two means."""
+"""Combiners, which make one value of the cells' values: means, medians, and means that resist faulty cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from xffl.aggregation.mean import piece_length, weighted_mean
-from xffl.checks import integer_fields
+from xffl.checks import integer_fields, number
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CellStats:
-    """What a round knows about the cells that contribute to it, in their order; the same numbers on all ranks."""
+    """Numbers that a round has about the cells that contribute to it, in their order; the same on all ranks."""
 
     weights: tuple[float, ...]
     steps: tuple[float, ...]
@@ -44,7 +44,7 @@ class CellStats:
 
 @dataclass(frozen=True)
 class AggregationWeights:
-    """What is made of the cells: stepped tensors become ``x_global + scale * (sum(w * x) / sum(w) - x_global)``."""
+    """Weights of the cells: stepped tensors become ``x_global + scale * (sum(w * x) / sum(w) - x_global)``."""
 
     weights: tuple[float, ...]
     scale: float = 1.0
@@ -53,10 +53,10 @@ class AggregationWeights:
         if not all(math.isfinite(weight) and weight >= 0.0 for weight in self.weights) or not any(self.weights):
             raise ConfigError(
                 f"the cells were given the weights {self.weights}, which must be finite, none negative and one "
-                "positive; choose another combiner or mend its options"
+                "positive; choose another combiner or correct its options"
             )
         if not math.isfinite(self.scale):
-            raise ConfigError(f"the step was given the scale {self.scale}, which must be finite; mend the combiner")
+            raise ConfigError(f"the step was given the scale {self.scale}, which must be finite; correct the combiner")
 
 
 def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
@@ -147,21 +147,23 @@ class NormalizedMean(WeightedCombiner):
 
     def weigh(self, seen: CellStats) -> AggregationWeights:
         """Divide each cell's weight by its steps."""
-        least = math.inf
-        for index, (weight, steps) in enumerate(zip(seen.weights, seen.steps, strict=True)):
-            if weight > 0.0 and not (math.isfinite(steps) and steps > 0.0):
+        contributing = [index for index, weight in enumerate(seen.weights) if weight > 0.0]
+        for index in contributing:
+            if not 0.0 < seen.steps[index] < math.inf:
                 raise ConfigError(
-                    f"contributing cell {index} reports {steps} local steps, but its update is divided by them; "
-                    "give steps= above 0, or the weight 0"
+                    f"contributing cell {index} reports {seen.steps[index]} local steps, but its update is divided by "
+                    "them; give steps= above 0, or the weight 0"
                 )
-            if weight > 0.0:
-                least = min(least, steps)
         # Against the fewest steps no number leaves its range, and equal ones leave the weights as they are.
+        least = min(seen.steps[index] for index in contributing)
         shares = reduced(seen.weights)
-        paces = [steps / least if weight > 0.0 else 1.0 for weight, steps in zip(seen.weights, seen.steps, strict=True)]
-        slowed = tuple(share / pace for share, pace in zip(shares, paces, strict=True))
+        ratios = [
+            steps / least if weight > 0.0 else 1.0 for weight, steps in zip(seen.weights, seen.steps, strict=True)
+        ]
+        slowed = tuple(share / ratio for share, ratio in zip(shares, ratios, strict=True))
         total = math.fsum(shares)
-        longer = math.fsum(share * pace for share, pace in zip(shares, paces, strict=True))
+        # The scale is sum(p_c * tau / a_c): unlike a mean's weights the updates' factors do not add up to 1.
+        longer = math.fsum(share * ratio for share, ratio in zip(shares, ratios, strict=True))
         return AggregationWeights(slowed, math.fsum(slowed) / total * (longer / total))
 
 
@@ -205,8 +207,7 @@ class TrimmedMean(Coordinatewise):
     share: float = 0.2
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 <= self.share < 0.5:
-            raise ConfigError(f"share {self.share!r} is not at least 0 and below 0.5; give share=0.2 for 20 % each end")
+        number("share", self.share, 0.0, below=0.5, hint="give share=0.2 for 20 % at each end")
 
     def check(self, cells: int) -> None:
         """Raise if nothing would be left out."""
@@ -266,6 +267,7 @@ class Krum(WeightedCombiner):
         for cell, row in enumerate(seen.distances):
             others = sorted(row[:cell] + row[cell + 1 :])
             scores.append(total_of(others[: cells - self.faulty - 2]))
+        # The sort is stable: of equal scores the lowest cell comes first, on all ranks.
         chosen = sorted(range(cells), key=lambda cell: scores[cell])[: self._chosen(cells)]
         return AggregationWeights(tuple(float(cell in chosen) for cell in range(cells)))
 
@@ -330,7 +332,7 @@ class GeometricMedian(WeightedCombiner):
 
     def __post_init__(self) -> None:
         integer_fields(self, "iterations", hint="give iterations=1000")
-        _check_positive("smoothing", self.smoothing, "1e-6")
+        number("smoothing", self.smoothing, above=0.0, hint="give smoothing=1e-6")
 
     def weigh(self, seen: CellStats) -> AggregationWeights:
         """Weigh the cells by their distances from the geometric median."""
@@ -340,8 +342,8 @@ class GeometricMedian(WeightedCombiner):
             _shares(list(reduced(tuple(seen.weights[cell] for cell in near)))),
             tuple(tuple(seen.distances[cell][other] for other in near) for cell in near),
         )
-        found = dict(zip(near, shares, strict=True))
-        return AggregationWeights(tuple(found.get(cell, 0.0) for cell in range(len(seen.weights))))
+        share_of = dict(zip(near, shares, strict=True))
+        return AggregationWeights(tuple(share_of.get(cell, 0.0) for cell in range(len(seen.weights))))
 
     def _settle(self, own: list[float], distances: tuple[tuple[float, ...], ...]) -> list[float]:
         """Return the shares with which the cells make up their geometric median."""
@@ -379,11 +381,12 @@ class NormClipping(WeightedCombiner):
     clip: float
 
     def __post_init__(self) -> None:
-        _check_positive("clip", self.clip, "the usual length of an honest update")
+        number("clip", self.clip, above=0.0, hint="give the usual length of an honest update")
 
     def weigh(self, seen: CellStats) -> AggregationWeights:
         """Shorten by way of weights and scale."""
         assert seen.norms is not None, "needs_norms asks for them"
+        # g + s (sum(w f x) / sum(w f) - g) with s = sum(w f) / sum(w) is the mean of the updates f (x - g).
         own = reduced(seen.weights)
         clipped = tuple(
             weight * (self.clip / norm if norm > self.clip else 1.0)
@@ -460,9 +463,3 @@ def _shares(weights: list[float]) -> list[float]:
     """Return the weights divided by their sum."""
     total = math.fsum(weights)
     return [weight / total for weight in weights]
-
-
-def _check_positive(what: str, number: float, example: str) -> None:
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not (is_number and math.isfinite(number) and number > 0):
-        raise ConfigError(f"{what} {number!r} is no number above 0; give {example}")

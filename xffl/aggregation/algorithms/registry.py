@@ -1,4 +1,4 @@
-"""Every algorithm by its name: what there is, and how a name with options becomes an object.
+"""Registry of all algorithms: their names, and how a name with options becomes an object.
 
 Importing this needs no torch: the entries are data, and what they name is imported when it is made.
 
@@ -51,44 +51,30 @@ KINDS: Mapping[str, str] = {
 }
 """The kinds of entries, each with the class that what it makes is an instance of, where there is one."""
 
-_PARTS = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
+_SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
 """The kinds that an algorithm is put together from, and whose keywords they are."""
 _OPTIONAL = ("client", "privacy")
 """Those of which ``None`` means none."""
 
 
 def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:
-    """Return what there is; local, without torch.
-
-    :param kind: One of :data:`KINDS`; ``None`` for all.
-    :return: The entries, kind by kind.
-    :raises ConfigError: if there is no such kind.
-    """
+    """Return the entries of a kind, by default of all, kind by kind; local, without torch."""
     if kind is not None:
         _check_kind(kind)
-    return tuple(entry for one in KINDS for entry in ENTRIES if entry.kind == one and kind in (None, one))
+    return tuple(entry for entry in ENTRIES if kind in (None, entry.kind))
 
 
 def find(kind: str, name: str) -> AlgorithmInfo | None:
-    """Return the entry of a name, if there is one; local, without torch.
-
-    :param kind: One of :data:`KINDS`.
-    :param name: Its name.
-    :return: The entry, or ``None``.
-    :raises ConfigError: if there is no such kind.
-    """
+    """Return the entry of a name, ``None`` where there is none; local, without torch."""
     return next((entry for entry in entries(kind) if entry.name == name), None)
 
 
 def make(kind: str, spec: object) -> Any:
-    """Make what a spec says; local.
+    """Make what a spec (see the module) of a kind says; what is neither text nor mapping is made already; local.
 
-    :param kind: One of :data:`KINDS`.
-    :param spec: A spec (see the module); what is no text and no mapping counts as made already.
-    :return: An instance of the kind's class; for ``server`` what :func:`xffl.aggregation.algorithms.server.server_of`
-        returns, for ``partition`` a function with its options bound, for ``algorithm`` what :func:`resolve_algorithm`
-        returns.
-    :raises ConfigError: if there is nothing of that name, or an option is unknown, missing, or of another type.
+    That is an instance of the kind's class; for ``server`` what :func:`xffl.aggregation.algorithms.server.server_of`
+    returns, for ``partition`` a function with its options bound, for ``algorithm`` what :func:`resolve_algorithm`
+    returns.
     """
     _check_kind(kind)
     if kind == "algorithm":
@@ -98,16 +84,16 @@ def make(kind: str, spec: object) -> Any:
         return import_module("xffl.aggregation.algorithms.server").server_of(spec)
     if not isinstance(spec, (str, Mapping)):
         return _checked_instance(kind, spec)
-    name, given = read_spec(kind, spec)
+    name, own = read_spec(kind, spec)
     target, preset = locate(kind, name)
-    options = {**preset, **check_options(f"{kind} {name!r}", target, given, bound=preset)}
+    options = {**preset, **check_options(f"{kind} {name!r}", target, own, bound=preset)}
     if kind == "partition":
         return partial(target, **options)
     try:
-        made = target(**options)
+        instance = target(**options)
     except TypeError as wrong:
         raise ConfigError(f"{kind} {name!r} cannot be made with {_shown(options)}: {wrong}") from wrong
-    return _checked_instance(kind, made)
+    return _checked_instance(kind, instance)
 
 
 def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
@@ -122,7 +108,7 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{kind} {spec!r} is neither a name nor a mapping; give name, or name:option=value")
     name, _, rest = spec.partition(":")
     options = {}
-    for piece in re.split(r",(?![^(\[]*[)\]])", rest) if rest.strip() else ():
+    for piece in re.split(r",(?![^(\[]*[)\]])", rest) if rest.strip() else ():  # at commas outside brackets
         key, is_pair, value = (part.strip() for part in piece.partition("="))
         if not key or not is_pair or key in options:
             raise ConfigError(f"{kind} {spec!r} has no option=value in {piece!r}; write name:option=value,option=value")
@@ -137,8 +123,8 @@ def locate(kind: str, name: str, *, home: str | None = None) -> tuple[Any, Mappi
         return load(entry.target, f"{kind} {name!r}"), entry.options
     if "." in name:
         return load(name, f"{kind} {name!r}"), {}
-    if home is not None and inspect.isclass(found := getattr(import_module(home), name, None)):
-        return found, {}
+    if home is not None and inspect.isclass(candidate := getattr(import_module(home), name, None)):
+        return candidate, {}
     known = [one.name for one in entries(kind)] if kind in KINDS else []
     choices = ", ".join([*known, *([f"a class of {home}"] if home else [])])
     raise ConfigError(f"{kind} {name!r} is unknown; choose one of {choices}, or give the dotted path of your own")
@@ -156,46 +142,49 @@ def load(path: str, what: str) -> Any:
 
 
 def check_options(
-    what: str, target: Any, given: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
+    what: str, target: Any, options: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
 ) -> dict[str, Any]:
     """Check options against the types that a class or function asks for; local."""
-    names = _option_names(what, target, leading)
-    unknown = [key for key in given if key not in names]
+    _, names = _parser(what, target, set(), leading)
+    unknown = [key for key in options if key not in names]
     if unknown:
         raise ConfigError(f"{what} has no option {', '.join(unknown)}; there are: {', '.join(names) or 'none'}")
-    absent = {name for name in names if name not in given}
-    # What is not given keeps its default, which may be of any type; a class must get what has none.
-    left_out = absent - _required(target) if inspect.isclass(target) else absent
-    parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - given.keys()}, leading)
+    left_out = {name for name in names if name not in options}
+    if inspect.isclass(target):
+        # What is not given keeps its default, which may be of any type; a class must get what has none.
+        parameters = inspect.signature(target).parameters.values()
+        left_out -= {one.name for one in parameters if one.default is inspect.Parameter.empty}
+    # Another parser, of the options that are there: jsonargparse would check defaults, too.
+    parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - options.keys()}, leading)
     try:
-        parsed = parser.parse_object(dict(given))
+        parsed = parser.parse_object(dict(options))
     except (ArgumentError, TypeError, ValueError) as wrong:
-        known, told = describe_options(target, leading=leading), " ".join(str(wrong).split())
+        known, reason = describe_options(target, leading=leading), " ".join(str(wrong).split())
         raise ConfigError(
-            f"{what} cannot be made with {_shown(given) or 'no options'}: {told}; it takes {known}"
+            f"{what} cannot be made with {_shown(options) or 'no options'}: {reason}; it takes {known}"
         ) from wrong
-    return {name: parsed[name] for name in given}
+    return {name: parsed[name] for name in options}
 
 
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
-    """Tell the options of a class or function, with types and defaults; local."""
-    told = []
+    """Write the options of a class or function, with types and defaults; local."""
+    options = []
     for one in list(inspect.signature(target).parameters.values())[leading:]:
         if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             default = (preset or {}).get(one.name, one.default)
-            told.append(str(one.replace(default=default)).replace("'", ""))
-    return ", ".join(told) or "none"
+            options.append(str(one.replace(default=default)).replace("'", ""))
+    return ", ".join(options) or "none"
 
 
 def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
     """Return an algorithm's entry and the options that are given; local, without torch."""
-    name, given = read_spec("algorithm", spec)
+    name, options = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
         raise ConfigError(
             f"algorithm {name!r} is unknown; choose one of {', '.join(one.name for one in entries('algorithm'))}"
         )
-    return entry, given
+    return entry, options
 
 
 def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -204,30 +193,26 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
     An option goes where it belongs: to a keyword that the algorithm sets (``fragments``, ``delay``), or to the one of
     its parts that knows it (``lr`` to the server optimizer, ``mu`` to the client). ``server``, ``combine``, ``client``
     and ``privacy`` replace a part, or, as a mapping without a name, change options of the one that is there.
-
-    :param spec: A spec of kind ``algorithm``; ``{"name": "fedadam", "lr": 0.03}``.
-    :return: Keywords for :class:`xffl.Aggregator`, and for :class:`xffl.FederatedScaling`.
-    :raises ConfigError: if there is no such algorithm, or an option belongs nowhere, or to several parts.
     """
-    entry, given = find_algorithm(spec)
+    entry, options = find_algorithm(spec)
     name = entry.name
     keywords = {"aggregator": dict(entry.aggregator), "scaling": dict(entry.scaling)}
-    parts = {kind: keywords[side].pop(kind) for kind, side in _PARTS.items() if kind in keywords[side]}
-    for kind in _PARTS.keys() & given.keys():
-        parts[kind] = _changed(kind, parts.get(kind), given[kind])
+    parts = {kind: keywords[side].pop(kind) for kind, side in _SIDES.items() if kind in keywords[side]}
+    for kind in _SIDES.keys() & options.keys():
+        parts[kind] = _changed(kind, parts.get(kind), options[kind])
     changes: dict[str, dict[str, Any]] = {}
-    for key in given.keys() - _PARTS.keys():
+    for key in options.keys() - _SIDES.keys():
         side = next((side for side, words in keywords.items() if key in words), None)
         if side is not None:
             # No class says which type a keyword has: a text is what it would be in a configuration file.
-            keywords[side][key] = _plain(given[key]) if isinstance(given[key], str) else given[key]
+            keywords[side][key] = _plain(options[key]) if isinstance(options[key], str) else options[key]
         else:
-            changes.setdefault(_owner(name, key, parts, keywords), {})[key] = given[key]
-    for kind, options in changes.items():
-        parts[kind] = _changed(kind, parts[kind], options)
+            changes.setdefault(_owner(name, key, parts, keywords), {})[key] = options[key]
+    for kind, change in changes.items():
+        parts[kind] = _changed(kind, parts[kind], change)
     for kind, part in parts.items():
         if part is not None or kind not in _OPTIONAL:
-            keywords[_PARTS[kind]][kind] = make(kind, part)
+            keywords[_SIDES[kind]][kind] = make(kind, part)
     return keywords["aggregator"], keywords["scaling"]
 
 
@@ -245,7 +230,7 @@ def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str,
     if owners:
         choice = " or ".join(f'"{owner}": {{"{key}": ...}}' for owner in owners)
         raise ConfigError(f"algorithm {name!r} has several options {key}; say which is meant: {choice}")
-    there = [*(word for words in keywords.values() for word in words), *_PARTS]
+    there = [*(word for words in keywords.values() for word in words), *_SIDES]
     there += [f"{option} ({kind})" for kind, options in takes.items() for option in options]
     raise ConfigError(f"algorithm {name!r} has no option {key}; there are: {', '.join(there)}")
 
@@ -254,9 +239,9 @@ def _options_of_part(kind: str, part: object) -> list[str]:
     if not isinstance(part, (str, Mapping)):
         return []
     name, _ = read_spec(kind, part)
-    leading = 1 if kind == "server" else 0
-    home = "torch.optim" if kind == "server" else None
-    return _option_names(f"{kind} {name!r}", locate(kind, name, home=home)[0], leading)
+    is_server = kind == "server"  # a class of torch.optim, called with parameters first
+    target, _ = locate(kind, name, home="torch.optim" if is_server else None)
+    return _parser(f"{kind} {name!r}", target, set(), int(is_server))[1]
 
 
 def _plain(text: str) -> object:
@@ -278,13 +263,13 @@ def _changed(kind: str, part: object, change: object) -> object:
     return {"name": name, **options, **change}
 
 
-def _checked_instance(kind: str, made: Any) -> Any:
+def _checked_instance(kind: str, instance: Any) -> Any:
     base = load(KINDS[kind], kind) if KINDS[kind] else None
-    if base is not None and not isinstance(made, base):
-        raise ConfigError(f"{kind} {made!r} is no {KINDS[kind]}; give a name, or an object of such a class")
-    if kind == "partition" and not callable(made):
-        raise ConfigError(f"partition {made!r} cannot be called; give a name, or a function")
-    return made
+    if base is not None and not isinstance(instance, base):
+        raise ConfigError(f"{kind} must be a name or an object of {KINDS[kind]}, got {instance!r}")
+    if kind == "partition" and not callable(instance):
+        raise ConfigError(f"partition must be a name or a function, got {instance!r}")
+    return instance
 
 
 def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[ArgumentParser, list[str]]:
@@ -303,15 +288,6 @@ def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[A
     return parser, names
 
 
-def _option_names(what: str, target: Any, leading: int) -> list[str]:
-    _, names = _parser(what, target, set(), leading)
-    return names
-
-
-def _required(target: Any) -> set[str]:
-    return {one.name for one in inspect.signature(target).parameters.values() if one.default is inspect.Parameter.empty}
-
-
 def _parsed(text: str) -> Any:
     """Read brackets, which the types' parser does not; leave the rest to it."""
     if text[:1] not in ("(", "["):
@@ -319,7 +295,7 @@ def _parsed(text: str) -> Any:
     try:
         return list(ast.literal_eval(text))
     except (ValueError, SyntaxError, TypeError) as wrong:
-        raise ConfigError(f"{text!r} is no list of values; write (1,2)") from wrong
+        raise ConfigError(f"{text!r} is not a list of values; write (1,2)") from wrong
 
 
 def _shown(options: Mapping[str, Any]) -> str:
@@ -328,16 +304,10 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class AlgorithmInfo:
-    """An algorithm, or a part of one, by name.
+    """An algorithm, or a part of one, by name: what it does in a line, and its paper (or nothing).
 
-    :param kind: One of :data:`xffl.aggregation.algorithms.registry.KINDS`.
-    :param name: Its name, one of its kind.
-    :param target: Dotted path of the class or function; empty for the kind ``algorithm``.
-    :param line: What it does, in a line.
-    :param paper: Author, year and number of the paper, or empty.
-    :param options: Keywords of the target that the name stands for.
-    :param aggregator: For an algorithm: the keywords of :class:`xffl.Aggregator` that it sets.
-    :param scaling: For an algorithm: the keywords of :class:`xffl.FederatedScaling` that it sets.
+    ``target`` is the dotted path of a part's class or function, ``options`` the keywords of it that the name stands
+    for. An algorithm sets keywords of :class:`xffl.Aggregator` and of :class:`xffl.FederatedScaling` instead.
     """
 
     kind: str
@@ -367,12 +337,16 @@ _STREAMING = "Douillard et al., 2025, arXiv 2501.18512"
 _SUN = "Sun et al., 2019, arXiv 1911.07963"
 _WANG = "Wang et al., 2020, arXiv 2007.07481"
 _YIN = "Yin et al., 2018, arXiv 1803.01498"
+_KAMP = "Kamp et al., 2018, arXiv 1807.03210"
+_LIN = "Lin et al., 2020, arXiv 1808.07217"
 
 _SGD = "torch.optim.SGD"
 _ADAPTIVE = "xffl.aggregation.algorithms.server.Adaptive"
-_COMBINE = "xffl.aggregation.algorithms.combiners"
-_SCHEDULES = "xffl.aggregation.algorithms.schedules"
-_PARTITION = "xffl.training.partition"
+
+
+def _parts(kind: str, module: str, *rows: tuple[Any, ...]) -> dict[str, AlgorithmInfo]:
+    """Return the parts of a kind by name; a row has the name, the class or function, line, paper, and maybe options."""
+    return {name: AlgorithmInfo(kind, name, f"{module}{target}", *more) for name, target, *more in rows}
 
 
 def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
@@ -380,95 +354,68 @@ def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
     return {"lr": 0.1, "betas": (beta1, 0.99), "tau": 1e-3, "rule": rule}
 
 
-_server = partial(AlgorithmInfo, "server")
-_combine = partial(AlgorithmInfo, "combine")
-_client = partial(AlgorithmInfo, "client")
-_schedule = partial(AlgorithmInfo, "schedule")
-_privacy = partial(AlgorithmInfo, "privacy")
-_partition = partial(AlgorithmInfo, "partition")
-
-_SERVERS = (
-    _server("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
-    _server("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
-    _server("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
-    _server("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
-    _server("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
-    _server(
-        "diloco",
-        _SGD,
-        "Nesterov momentum on rare rounds, for language models",
-        _DILOCO,
+_SERVERS = _parts(
+    "server",
+    "",
+    ("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
+    ("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
+    ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
+    ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
+    ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
+    (
+        *("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO),
         {"lr": 0.7, "momentum": 0.9, "nesterov": True},
     ),
 )
 
-_COMBINERS = (
-    _combine("mean", f"{_COMBINE}.Mean", "the weighted mean", _MCMAHAN),
-    _combine("fednova", f"{_COMBINE}.NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
-    _combine("median", f"{_COMBINE}.CoordinateMedian", "the median of each coordinate", _YIN),
-    _combine("trimmed_mean", f"{_COMBINE}.TrimmedMean", "each coordinate's mean without its extremes", _YIN),
-    _combine("krum", f"{_COMBINE}.Krum", "the cell that is closest to its neighbours", _BLANCHARD),
-    _combine("multi_krum", f"{_COMBINE}.MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
-    _combine(
-        "geometric_median", f"{_COMBINE}.GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA
-    ),
-    _combine("norm_clipping", f"{_COMBINE}.NormClipping", "the mean of updates cut to a greatest norm", _SUN),
+_COMBINERS = _parts(
+    "combine",
+    "xffl.aggregation.algorithms.combiners.",
+    ("mean", "Mean", "the weighted mean", _MCMAHAN),
+    ("fednova", "NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
+    ("median", "CoordinateMedian", "the median of each coordinate", _YIN),
+    ("trimmed_mean", "TrimmedMean", "each coordinate's mean without its extremes", _YIN),
+    ("krum", "Krum", "the cell that is closest to its neighbours", _BLANCHARD),
+    ("multi_krum", "MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
+    ("geometric_median", "GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
+    ("norm_clipping", "NormClipping", "the mean of updates cut to a greatest norm", _SUN),
 )
 
-_CLIENTS = (
-    _client("fedprox", "xffl.aggregation.algorithms.clients.FedProx", "pull local steps to the global weights", _PROX),
-    _client(
-        "scaffold",
-        "xffl.aggregation.algorithms.clients.Scaffold",
-        "correct local gradients by control variates",
-        _KARIMIREDDY,
-    ),
+_CLIENTS = _parts(
+    "client",
+    "xffl.aggregation.algorithms.clients.",
+    ("fedprox", "FedProx", "pull local steps to the global weights", _PROX),
+    ("scaffold", "Scaffold", "correct local gradients by control variates", _KARIMIREDDY),
 )
 
-_TIMES = (
-    _schedule("steps", f"{_SCHEDULES}.EverySteps", "a round after every n local steps", _MCMAHAN),
-    _schedule("epochs", f"{_SCHEDULES}.EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
-    _schedule("seconds", f"{_SCHEDULES}.EverySeconds", "a round about every so many seconds", ""),
-    _schedule("balanced", f"{_SCHEDULES}.Balanced", "more local steps in faster cells, so that all arrive at once", ""),
-    _schedule("per_cell", f"{_SCHEDULES}.PerCell", "a fixed number of local steps for each cell", _WANG),
-    _schedule(
-        "divergence",
-        f"{_SCHEDULES}.Divergence",
-        "rounds only where cells have moved apart",
-        "Kamp et al., 2018, arXiv 1807.03210",
-    ),
-    _schedule(
-        "warmup",
-        f"{_SCHEDULES}.Warmup",
-        "frequent rounds first, then another schedule",
-        "Lin et al., 2020, arXiv 1808.07217",
-    ),
+_SCHEDULES = _parts(
+    "schedule",
+    "xffl.aggregation.algorithms.schedules.",
+    ("steps", "EverySteps", "a round after every n local steps", _MCMAHAN),
+    ("epochs", "EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
+    ("seconds", "EverySeconds", "a round about every so many seconds", ""),
+    ("balanced", "Balanced", "more local steps in faster cells, so that all arrive at once", ""),
+    ("per_cell", "PerCell", "a fixed number of local steps for each cell", _WANG),
+    ("divergence", "Divergence", "rounds only where cells have moved apart", _KAMP),
+    ("warmup", "Warmup", "frequent rounds first, then another schedule", _LIN),
 )
 
-_PRIVATE_ROUNDS = (
-    _privacy(
-        "dp_fedavg", "xffl.aggregation.privacy.differential.Privacy", "clip each cell's update and add noise", _PRIVATE
-    ),
-    _privacy(
-        "secure_sum",
-        "xffl.aggregation.privacy.secure_sum.SecureSum",
-        "sum masked values, so that no cell's own is seen",
-        _BONAWITZ,
-    ),
+_PRIVACY = _parts(
+    "privacy",
+    "xffl.aggregation.privacy.",
+    ("dp_fedavg", "differential.Privacy", "clip each cell's update and add noise", _PRIVATE),
+    ("secure_sum", "secure_sum.SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
 )
 
-_PARTITIONS = (
-    _partition("iid", f"{_PARTITION}.iid", "shuffle and deal out evenly", _MCMAHAN),
-    _partition("dirichlet", f"{_PARTITION}.dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
-    _partition("shards", f"{_PARTITION}.shards", "sort by label, deal out a few shards to each", _MCMAHAN),
-    _partition("quantity", f"{_PARTITION}.quantity", "cells of very different size", _SILOS),
-    _partition("by_key", f"{_PARTITION}.by_key", "keep together what has one key: writer, hospital, site", ""),
-    _partition(
-        "inner_dirichlet",
-        f"{_PARTITION}.inner_dirichlet",
-        "label shares from a Dirichlet, at fixed sizes of cells",
-        _ACAR,
-    ),
+_PARTITIONS = _parts(
+    "partition",
+    "xffl.training.partition.",
+    ("iid", "iid", "shuffle and deal out evenly", _MCMAHAN),
+    ("dirichlet", "dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
+    ("shards", "shards", "sort by label, deal out a few shards to each", _MCMAHAN),
+    ("quantity", "quantity", "cells of very different size", _SILOS),
+    ("by_key", "by_key", "keep together what has one key: writer, hospital, site", ""),
+    ("inner_dirichlet", "inner_dirichlet", "label shares from a Dirichlet, at fixed sizes of cells", _ACAR),
 )
 
 
@@ -476,45 +423,27 @@ def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) 
     return AlgorithmInfo("algorithm", name, "", line, paper, **keywords)
 
 
-def _served(name: str) -> AlgorithmInfo:
-    """Return the algorithm that has the server optimizer of its name, and nothing else."""
-    part = next(entry for entry in _SERVERS if entry.name == name)
-    return _algorithm(name, part.line, part.paper, aggregator={"server": name})
-
-
-def _combined(name: str) -> AlgorithmInfo:
-    """Return the algorithm that has the combiner of its name, and nothing else."""
-    part = next(entry for entry in _COMBINERS if entry.name == name)
-    return _algorithm(name, part.line, part.paper, aggregator={"combine": name})
+def _of_part(part: AlgorithmInfo) -> AlgorithmInfo:
+    """Return the algorithm that has one part, of the same name, and nothing else."""
+    return _algorithm(part.name, part.line, part.paper, aggregator={part.kind: part.name})
 
 
 _ALGORITHMS = (
     _algorithm("fedavg", "the weighted mean of the cells, exactly", _MCMAHAN),
-    *map(_served, ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "diloco")),
+    *(_of_part(part) for part in _SERVERS.values() if part.name != "sgd"),
     _algorithm(
-        "streaming_diloco",
-        "DiLoCo in parts that cross while training goes on",
-        _STREAMING,
+        *("streaming_diloco", "DiLoCo in parts that cross while training goes on", _STREAMING),
         aggregator={"server": {"name": "diloco", "lr": 0.4}, "fragments": 3, "overlap": True},
         scaling={"delay": 1, "alpha": 0.5},
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
     _algorithm("scaffold", "FedAvg with corrected local gradients", _KARIMIREDDY, scaling={"client": "scaffold"}),
-    *map(
-        _combined,
-        ("fednova", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_clipping"),
-    ),
+    *(_of_part(part) for part in _COMBINERS.values() if part.name != "mean"),
     _algorithm("dp_fedavg", "FedAvg with clipped, noisy updates", _PRIVATE, aggregator={"privacy": "dp_fedavg"}),
     _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
 )
 
-ENTRIES: tuple[AlgorithmInfo, ...] = (
-    *_ALGORITHMS,
-    *_SERVERS,
-    *_COMBINERS,
-    *_CLIENTS,
-    *_TIMES,
-    *_PRIVATE_ROUNDS,
-    *_PARTITIONS,
-)
+_PARTS_BY_KIND = (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS)
+
+ENTRIES: tuple[AlgorithmInfo, ...] = (*_ALGORITHMS, *(part for parts in _PARTS_BY_KIND for part in parts.values()))
 """All entries, kind by kind."""

@@ -1,4 +1,4 @@
-"""When rounds take place: how many local steps each cell makes until the next one.
+"""Schedules of rounds: how many local steps each cell makes until the next one.
 
 A schedule is arithmetic on what all ranks know: the rounds so far and what the last one's report tells. So no cell has
 to ask another one when to meet, and cells may make different numbers of steps between the same two rounds.
@@ -14,7 +14,7 @@ from typing import Any
 
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.report import RoundReport
-from xffl.checks import integer, integer_fields
+from xffl.checks import integer, integer_fields, number
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Schedule(ABC):
-    """Say how many local steps a cell makes until the next round.
+    """Number of local steps that a cell makes until the next round.
 
     Schedules hold options only, no state: the ranks compare them as text, which is made of the attributes.
     """
@@ -74,7 +74,7 @@ class Schedule(ABC):
 
 
 def schedule_of(every: object) -> Schedule:
-    """Return the schedule that is meant; local."""
+    """Return a schedule for what ``every`` may be: local steps, a schedule, or a spec of one; local."""
     if isinstance(every, Schedule):
         return every
     if isinstance(every, (str, Mapping)):
@@ -119,7 +119,8 @@ class EveryEpochs(Schedule):
         _check_cells("steps_per_epoch", self.steps_per_epoch, cells)
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
-        return self.epochs * _of_cell(self.steps_per_epoch, cell)
+        steps = self.steps_per_epoch
+        return self.epochs * (steps[cell] if isinstance(steps, Sequence) else steps)
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,12 @@ class EverySeconds(Schedule):
     first: int = 10
 
     def __post_init__(self) -> None:
-        _check_positive("seconds", self.seconds, "the time between two rounds")
+        number("seconds", self.seconds, above=0.0, hint="give the time between two rounds")
         integer_fields(self, "first", hint="give the local steps before the first round")
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
-        pace = 0.0 if report is None else report.step_seconds[cell]
-        return max(1, round(self.seconds / pace)) if pace > 0 else self.first
+        step_seconds = 0.0 if report is None else report.step_seconds[cell]
+        return max(1, round(self.seconds / step_seconds)) if step_seconds > 0 else self.first
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,9 @@ class Balanced(Schedule):
         integer_fields(self, "every", hint="give the mean number of local steps between two rounds")
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
-        paces = () if report is None else report.step_seconds
+        step_seconds = () if report is None else report.step_seconds
         # A cell that was not measured (it made no step) neither gives steps to the others nor takes theirs.
-        speeds = {cell: 1.0 / pace for cell, pace in enumerate(paces) if pace > 0}
+        speeds = {index: 1.0 / seconds for index, seconds in enumerate(step_seconds) if seconds > 0}
         return share_out(self.every * len(speeds), speeds)[cell] if cell in speeds else self.every
 
 
@@ -225,7 +226,7 @@ class Divergence(Schedule):
 
     def __post_init__(self) -> None:
         integer_fields(self, "every", hint="give the local steps between two checks")
-        _check_positive("threshold", self.threshold, "the least distance for a round")
+        number("threshold", self.threshold, above=0.0, hint="give the least distance for a round")
 
     @property
     def has_threshold(self) -> bool:  # noqa: D102
@@ -275,22 +276,12 @@ class Warmup(Schedule):
         return None if rounds < self.rounds else self._next.least_divergence(rounds - self.rounds)
 
 
-def _check_positive(name: str, number: object, meaning: str) -> None:
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not is_number or not 0.0 < number < math.inf:  # type: ignore[operator]
-        raise ConfigError(f"{name} {number!r} is no positive, finite number; give {meaning}")
-
-
 def _counts(name: str, counts: int | Sequence[int]) -> int | tuple[int, ...]:
     """Return a count for all cells as it is, and one for each as a tuple."""
     hint = "give local steps, as one number or one for each cell"
     if isinstance(counts, Sequence):
         return tuple(integer(name, count, hint=hint) for count in counts)
     return integer(name, counts, hint=hint)
-
-
-def _of_cell(counts: int | Sequence[int], cell: int) -> int:
-    return counts[cell] if isinstance(counts, Sequence) else counts
 
 
 def _check_cells(name: str, counts: int | Sequence[int], cells: int) -> None:

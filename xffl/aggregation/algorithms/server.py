@@ -10,13 +10,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.algorithms.registry import check_options, locate, read_spec
+from xffl.checks import number, one_of
 from xffl.errors import ConfigError, XfflError
 
 __all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "server_of"]
@@ -77,7 +79,7 @@ class ServerOptimizer:
         """Make the optimizer of some tensors; local."""
         made = self.factory(tensors, **self.options)
         if not isinstance(made, Optimizer):
-            raise ConfigError(f"server {_title(self.factory)} makes {made!r}, which is no torch.optim.Optimizer")
+            raise ConfigError(f"server {_title(self.factory)} must make a torch.optim.Optimizer, but makes {made!r}")
         return made
 
     def make_schedule(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -87,7 +89,7 @@ class ServerOptimizer:
         made = self.schedule(optimizer)
         if not isinstance(made, LRScheduler):
             raise ConfigError(
-                f"schedule {_title(self.schedule)} makes {made!r}, which is no LRScheduler of torch.optim"
+                f"schedule {_title(self.schedule)} must make an LRScheduler of torch.optim, but makes {made!r}"
             )
         return made
 
@@ -144,7 +146,7 @@ def server_of(spec: object) -> ServerOptimizer | None:
         return spec
     if not isinstance(spec, (str, Mapping)):
         if not callable(spec):
-            raise ConfigError(f"server {spec!r} is no name, mapping, optimizer's class or function; give one of them")
+            raise ConfigError(f"server must be a name, a mapping, an optimizer's class or a function, got {spec!r}")
         return ServerOptimizer(spec)
     name, options = read_spec("server", spec)
     if name in _PLAIN_MEAN:
@@ -159,12 +161,12 @@ def server_of(spec: object) -> ServerOptimizer | None:
 
 def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
     """Write what a server optimizer was made with; local."""
-    asked = {"class": type(optimizer).__qualname__, "schedule": "none"}
-    asked |= {key: _plain(value) for key, value in _options(optimizer).items()}
+    description = {"class": type(optimizer).__qualname__, "schedule": "none"}
+    description |= {key: _plain(value) for key, value in _options(optimizer).items()}
     if schedule is not None:
-        asked["schedule"] = type(schedule).__qualname__
-        asked |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
-    return asked
+        description["schedule"] = type(schedule).__qualname__
+        description |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
+    return description
 
 
 def _schedule_of(spec: object) -> Schedule | None:
@@ -172,17 +174,11 @@ def _schedule_of(spec: object) -> Schedule | None:
         return None
     if not isinstance(spec, (str, Mapping)):
         if not callable(spec):
-            raise ConfigError(f"schedule {spec!r} is no name, mapping or function; give one of them")
+            raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
         return spec
-    name, given = read_spec("schedule of the server", spec)
+    name, options = read_spec("schedule of the server", spec)
     factory, _ = locate("schedule of the server", name, home="torch.optim.lr_scheduler")
-    options = check_options(f"schedule {name!r} of the server", factory, given, leading=1)
-
-    def schedule(optimizer: Optimizer) -> LRScheduler:
-        made: LRScheduler = factory(optimizer, **options)
-        return made
-
-    return schedule
+    return partial(factory, **check_options(f"schedule {name!r} of the server", factory, options, leading=1))
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -190,9 +186,9 @@ def _device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=device)
         return torch.device(device)  # without a number it stays the current one of each rank
     except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
-        told = " ".join(str(wrong).split())
+        reason = " ".join(str(wrong).split())
         raise ConfigError(
-            f"device {device!r} of the server is not here ({told}); give cpu or an accelerator's"
+            f"device {device!r} of the server is not here ({reason}); give cpu or an accelerator's"
         ) from wrong
 
 
@@ -271,18 +267,13 @@ class Adaptive(Optimizer):
         initial: float | None = None,
         is_bias_corrected: bool = False,
     ) -> None:
-        if rule not in RULES:
-            raise ConfigError(f"rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
-        if not 0.0 <= lr < math.inf:
-            raise ConfigError(f"lr {lr!r} is no finite number of 0 or more; give the server's learning rate")
+        one_of("rule", rule, RULES)
+        number("lr", lr, 0.0, hint="give the server's learning rate")
         if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(f"betas {betas!r} are not two numbers from 0 to below 1; give the decays of m and v")
-        if not 0.0 < tau < math.inf:
-            raise ConfigError(f"tau {tau!r} is no finite number above 0; the paper's is 1e-3")
-        if initial is not None and not 0.0 <= initial < math.inf:
-            raise ConfigError(
-                f"initial {initial!r} is no finite number of 0 or more; leave it out for tau^2 = {tau**2}"
-            )
+            raise ConfigError(f"betas must be two numbers >= 0 and < 1, got {betas!r}; give the decays of m and v")
+        number("tau", tau, above=0.0, hint="the paper's is 1e-3")
+        if initial is not None:
+            number("initial", initial, 0.0, hint=f"leave it out for tau^2 = {tau**2}")
         if is_bias_corrected and rule == "adagrad":
             raise ConfigError(
                 "is_bias_corrected=True needs rule adam or yogi: the v of adagrad is a sum without a bias"
@@ -297,14 +288,8 @@ class Adaptive(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step along the gradients; local."""
         loss = None
         if closure is not None:

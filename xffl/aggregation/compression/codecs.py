@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 
-from xffl.checks import integer, integer_fields
+from xffl.checks import integer, number, one_of
+from xffl.costs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -31,14 +31,8 @@ __all__ = [
 ]
 
 
-MAX_BLOCK = 2**16
-"""Largest block: more values share one scale only where the scale's bytes no longer matter."""
-
 MAX_POSITIONS = 2**31
 """Values that 32-bit positions can tell apart."""
-
-NAMES = ("none", "bf16", "fp16", "int8", "int4", "topk")
-"""What a codec's name may begin with."""
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Data types by the names that options give them."""
@@ -54,32 +48,20 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the exact size of encoded values.
-
-        :param numel: Number of values.
-        :return: Bytes; 0 for no values.
-        """
+        """Return the exact size of encoded values in bytes; 0 for no values."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Encode finite values.
+        """Encode finite values, fp32, 1-D, contiguous and only read, into ``out``.
 
-        :param values: fp32, 1-D, contiguous, finite; only read.
-        :param out: uint8, 1-D, contiguous, ``nbytes(values.numel())`` bytes on the same device, at any offset;
-            overwritten.
-        :param seed: Seed of stochastic rounding, not negative. It alone decides the noise: torch's own generators are
-            neither used nor moved. On a CPU and on a GPU the noise differs.
-        :raises ConfigError: if ``out`` has another length.
+        That is uint8, 1-D, contiguous, ``nbytes(values.numel())`` bytes on the same device, at any offset. The seed of
+        stochastic rounding, not negative, alone decides the noise: torch's own generators are neither used nor moved.
+        On a CPU and on a GPU the noise differs.
         """
 
     @abstractmethod
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode what :meth:`encode` wrote.
-
-        :param data: uint8, 1-D, contiguous, ``nbytes(out.numel())`` bytes, at any offset; only read.
-        :param out: fp32, 1-D, contiguous, on the same device; overwritten.
-        :raises ConfigError: if ``data`` has another length.
-        """
+        """Decode what :meth:`encode` wrote, only read, into ``out``: fp32, 1-D, contiguous, on the same device."""
 
     def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
         needed = self.nbytes(values.numel())
@@ -97,15 +79,12 @@ class Cast(Codec):
     Error: ``bf16`` at most ``2**-8 * |x|`` (``2**-134`` where ``|x| < 2**-126``), ``fp16`` at most ``2**-11 * |x|``
     (``2**-25`` where ``|x| < 2**-14``). What lies beyond the type's largest number becomes that number, not infinity.
     Values that the type holds keep every bit.
-
-    :param kind: ``bf16`` or ``fp16``.
-    :raises ConfigError: if ``kind`` is anything else.
     """
 
     kind: str
 
     def __post_init__(self) -> None:
-        _check_choice("float type", self.kind, ("bf16", "fp16"))
+        one_of("float type", self.kind, ("bf16", "fp16"))
 
     def __str__(self) -> str:
         return self.kind
@@ -144,9 +123,9 @@ class Cast(Codec):
 class Blockwise(Codec):
     """Round to whole multiples of a step: 8 or 4 bits for each value, one step (scale) for each block of values.
 
-    The step of a block is ``s = max|x| / 127`` (8 bits) or ``max|x| / 7`` (4 bits), symmetric around 0. Blocks run over
-    the flat values in the order given; the last may be short. With blocks of 64 and fp16 scales 8 bits take 0.258 and
-    4 bits 0.133 of the fp32 bytes.
+    The step of a block is ``s = max|x| / 127`` (8 bits) or ``max|x| / 7`` (4 bits), symmetric around 0. Blocks of 1 to
+    65536 values run over the flat values in the order given; the last may be short. With blocks of 64 and fp16 scales 8
+    bits take 0.258 and 4 bits 0.133 of the fp32 bytes. Rounding is ``nearest`` (ties to even) or ``stochastic``.
 
     Error: with ``t`` the step as it is stored, nearest rounding is off by at most ``t / 2 * (1 + 2**-15)``, stochastic
     rounding by at most ``t * (1 + 2**-15)``. fp32: ``t <= s * (1 + 2**-23) + 2**-120``. fp16, with ``largest`` the
@@ -158,12 +137,6 @@ class Blockwise(Codec):
 
     Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022 (arXiv:2110.02861); stochastic rounding:
     Alistarh et al., QSGD, 2017 (arXiv:1610.02132).
-
-    :param bits: Bits for each value, 8 or 4.
-    :param block: Values that share a scale, from 1 to 65536.
-    :param scale: Type of the scales, ``fp16`` (with 4 bytes more in front) or ``fp32``.
-    :param rounding: ``nearest`` (ties to even) or ``stochastic``.
-    :raises ConfigError: if a parameter is anything else.
     """
 
     bits: int
@@ -172,12 +145,11 @@ class Blockwise(Codec):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        integer_fields(self, "bits")
-        if self.bits not in (8, 4):
-            raise ConfigError(f"{self.bits!r} bits for each value are not offered; give 8 or 4")
+        object.__setattr__(self, "bits", integer("bits", self.bits))
+        one_of("bits", self.bits, (8, 4))
         object.__setattr__(self, "block", integer("block", self.block, 1, MAX_BLOCK, hint="give block=64"))
-        _check_choice("scale", self.scale, ("fp16", "fp32"))
-        _check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+        one_of("scale", self.scale, ("fp16", "fp32"))
+        one_of("rounding", self.rounding, ("nearest", "stochastic"))
 
     def __str__(self) -> str:
         scale = "" if self.scale == "fp16" else f",scale={self.scale}"
@@ -186,7 +158,7 @@ class Blockwise(Codec):
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of scales and values."""
-        return self._head(numel) + -(-numel * self.bits // 8)
+        return block_bytes(numel, self.bits, self.block, self.scale)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`."""
@@ -226,14 +198,10 @@ class Blockwise(Codec):
     def _is_half(self) -> bool:
         return self.scale == "fp16"
 
-    def _head(self, numel: int) -> int:
-        """Return the bytes of the scales."""
-        scales = -(-numel // self.block)
-        return 4 * scales if not self._is_half or numel == 0 else 4 + 2 * scales
-
     def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes of the scales and those of the values."""
-        return data[: self._head(numel)], data[self._head(numel) :]
+        head = scale_bytes(numel, self.block, self.scale)
+        return data[:head], data[head:]
 
     def _chunks(
         self, values: torch.Tensor, scales: torch.Tensor, body: torch.Tensor, length: int
@@ -257,26 +225,21 @@ class TopK(Codec):
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017 (arXiv:1704.05021); with error
     feedback: Stich et al., Sparsified SGD with Memory, 2018 (arXiv:1809.07599).
-
-    :param density: Part of the values that is kept, above 0, at most 1.
-    :param value: Type of the values kept, ``fp32`` or ``fp16``.
-    :raises ConfigError: if a parameter is anything else.
     """
 
     density: float
     value: str = "fp32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ConfigError(f"density {self.density!r} is not above 0 and at most 1; give topk:0.01 for 1 %")
-        _check_choice("value", self.value, ("fp32", "fp16"))
+        number("density", self.density, above=0.0, maximum=1.0, hint="give topk:0.01 for 1 %")
+        one_of("value", self.value, ("fp32", "fp16"))
 
     def __str__(self) -> str:
         return f"topk:{float(self.density)!r}" + ("" if self.value == "fp32" else f",value={self.value}")
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of positions and values."""
-        return self._kept(numel) * (4 + FLOATS[self.value].itemsize)
+        return topk_bytes(numel, self.density, self.value)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Write the positions, ascending, then the values; see :meth:`Codec.encode`."""
@@ -285,91 +248,39 @@ class TopK(Codec):
             raise ConfigError(f"{values.numel()} values at once pass 32-bit positions; give smaller buckets")
         if values.numel() == 0:
             return
-        positions = largest_positions(values, self._kept(values.numel()))
-        kept = values[positions]
+        positions = largest_positions(values, kept_values(values.numel(), self.density))
+        selected = values[positions]
         if self.value == "fp16":
             largest = torch.finfo(torch.float16).max
-            kept = kept.clamp_(-largest, largest).half()
-        out[: 4 * kept.numel()].copy_(positions.int().view(torch.uint8))
-        out[4 * kept.numel() :].copy_(kept.view(torch.uint8))
+            selected = selected.clamp_(-largest, largest).half()
+        out[: 4 * selected.numel()].copy_(positions.int().view(torch.uint8))
+        out[4 * selected.numel() :].copy_(selected.view(torch.uint8))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Write zeros, then the values that were kept; see :meth:`Codec.decode`."""
         self._check(out, data)
-        split = 4 * self._kept(out.numel())
+        split = 4 * kept_values(out.numel(), self.density)
         # Copies are aligned.
         positions = data[:split].clone().view(torch.int32).long()
-        kept = data[split:].clone().view(FLOATS[self.value]).float()
-        out.zero_().scatter_(0, positions, kept)
-
-    def _kept(self, numel: int) -> int:
-        # The decimal number that was written: 0.07 of 100 values are 7, where floats would round up to 8.
-        density = Fraction(repr(float(self.density)))
-        return -(-numel * density.numerator // density.denominator)
+        selected = data[split:].clone().view(FLOATS[self.value]).float()
+        out.zero_().scatter_(0, positions, selected)
 
 
 def codec_of(name: str | Codec) -> Codec | None:
-    """Return the codec that a name stands for.
+    """Return the codec that a name stands for, ``None`` for ``none``; a codec stands for itself.
 
     ``none``, ``bf16``, ``fp16``, ``int8``, ``int4`` (options ``block=64``, ``scale=fp16`` or ``fp32``,
     ``rounding=nearest`` or ``stochastic``), ``topk:DENSITY`` (option ``value=fp32`` or ``fp16``); options follow a
     colon and are separated by commas: ``int8:block=128,rounding=stochastic``, ``topk:0.01,value=fp16``.
-
-    :param name: The name; a codec stands for itself.
-    :return: The codec; ``None`` for ``none``: values cross as they are.
-    :raises ConfigError: if the name, an option or its value is unknown.
     """
     if isinstance(name, Codec):
         return name
-    if not isinstance(name, str):
-        raise ConfigError(f"codec {name!r} is neither a name nor a Codec; give one of {', '.join(NAMES)}")
-    kind, colon, text = name.partition(":")
-    if kind not in NAMES:
-        raise ConfigError(f"codec {name!r} is unknown; give one of {', '.join(NAMES)}")
-    try:
-        return _made(kind, text.split(",") if colon else [])
-    except ConfigError as error:
-        raise ConfigError(f"codec {name!r}: {error}") from error
-
-
-def _made(kind: str, parts: list[str]) -> Codec | None:
-    if kind in ("int8", "int4"):
-        options = _options(parts, ("block", "scale", "rounding"))
-        block = options.pop("block", "64")
-        if not (block.isascii() and block.isdecimal()):
-            raise ConfigError(f"block {block!r} is no whole number from 1 to {MAX_BLOCK}; give block=64")
-        return Blockwise(int(kind.removeprefix("int")), int(block), **options)
-    if kind == "topk":
-        try:
-            density = float(parts[0]) if parts else 0.0
-        except ValueError:
-            density = 0.0
-        if not 0 < density <= 1:
-            raise ConfigError(
-                f"density {','.join(parts[:1])!r} is no number above 0 and at most 1; give topk:0.01 for 1 %"
-            )
-        return TopK(density, **_options(parts[1:], ("value",)))
-    _options(parts, ())
-    return None if kind == "none" else Cast(kind)
-
-
-def _options(parts: list[str], known: tuple[str, ...]) -> dict[str, str]:
-    """Return what stands on both sides of each equals sign."""
-    options: dict[str, str] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if key not in known or not equals:
-            told = f"give {' or '.join(f'{k}=...' for k in known)}" if known else "give the codec without options"
-            raise ConfigError(f"option {part!r} is unknown; {told}")
-        if key in options:
-            raise ConfigError(f"option {key!r} is given twice; give it once")
-        options[key] = value
-    return options
-
-
-def _check_choice(what: str, given: str, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise ConfigError(f"{what} {given!r} is not offered; give {' or '.join(choices)}")
+    spec = read_codec(name)
+    if spec.kind == "topk":
+        return TopK(spec.density, spec.value)
+    if spec.kind in ("int8", "int4"):
+        return Blockwise(int(spec.kind.removeprefix("int")), spec.block, spec.scale, spec.rounding)
+    return None if spec.kind == "none" else Cast(spec.kind)
 
 
 CHUNK = 2**16
@@ -451,7 +362,7 @@ def quantize(
     generator: torch.Generator | None,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Divide by the scales and round to whole numbers from ``-levels`` to ``levels``.
+    """Divide by the scales and round to integers from ``-levels`` to ``levels``.
 
     The scales are the decoded ones: what rounding did to them is thus part of the ratio, not of the error.
     The result is fp32 in the first row of the scratch (:func:`scratch_for`), which is overwritten; ``generator`` rounds
@@ -460,7 +371,7 @@ def quantize(
     numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
     if generator is not None:
         # 16 random bits for each value cost a third of torch.rand. The noise is symmetric, so its mean is exactly 0,
-        # and less than half a step, so a whole number keeps its value: zeros stay zeros.
+        # and less than half a step, so an integer keeps its value: zeros stay zeros.
         bits = scratch[0].view(torch.int64)[: -(-values.numel() // 4)].random_(-(2**63), None, generator=generator)
         noise.copy_(bits.view(torch.int16)[: values.numel()]).add_(0.5).mul_(2.0**-16)
     for (rows, column), (ratios, _) in zip(
@@ -474,13 +385,13 @@ def quantize(
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiply whole numbers by their block's scale, in place."""
+    """Multiply integers by their block's scale, in place."""
     for rows, column in _blocks(numbers, scales, block):
         rows.mul_(column)
 
 
 def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
-    """Write whole numbers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
+    """Write integers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
 
     In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
     is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
@@ -537,8 +448,8 @@ def _pairs(
     data: torch.Tensor, numbers: torch.Tensor, block: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
-    pairs, left = divmod(numbers.numel(), 2 * block)
-    whole, middle = pairs * block, (left + 1) // 2
+    pairs, remainder = divmod(numbers.numel(), 2 * block)
+    whole, middle = pairs * block, (remainder + 1) // 2
     if whole:
         rows = numbers[: 2 * whole].view(pairs, 2, block)
         yield data[:whole].view(pairs, block), rows[:, 0], rows[:, 1]

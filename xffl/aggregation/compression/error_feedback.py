@@ -1,4 +1,4 @@
-"""What a lossy codec needs beside the values: the last agreed state, and the error that is still to be sent."""
+"""State of lossy codecs: the values that cells last agreed on, and the residual that is still to be sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HUGE = 1e30
 
 
 class ErrorFeedback:
-    """One lane's memory on one carrier: as large as the lane, sharded as it is.
+    """The memory of one bucket group on one sender: as large as the group, sharded as it is.
 
     What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
     Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`settle` has been called, so that a round which is
@@ -32,37 +32,37 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codec = codec
         self.reference = torch.zeros(numel, dtype=dtype, device=device)
-        self._left: dict[tuple[int, int], torch.Tensor] = {}
-        self._fresh: dict[tuple[int, int], torch.Tensor] = {}
+        self._residuals: dict[tuple[int, int], torch.Tensor] = {}
+        self._new_residuals: dict[tuple[int, int], torch.Tensor] = {}
         self._spare: dict[tuple[int, int], torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
-        """Forget what a round that was not taken has left behind."""
-        self._spare |= self._fresh
-        self._fresh.clear()
+        """Discard the residuals of a round that was not taken."""
+        self._spare |= self._new_residuals
+        self._new_residuals.clear()
         self._norms.clear()
 
     def forget(self) -> None:
-        """Forget what is still to be sent."""
+        """Forget the residuals."""
         self.begin()
-        self._left.clear()
+        self._residuals.clear()
 
     def encode(
         self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
-        """Write values and what is left from before; note what the code leaves out."""
-        if place in self._left:
-            values.add_(self._left[place])
+        """Encode values and what is left from before, and keep what the code leaves out."""
+        if place in self._residuals:
+            values.add_(self._residuals[place])
         limit = torch.finfo(torch.float32).max
         self._codec.encode(values.clamp_(-limit, limit), code, seed)
         self._codec.decode(code, spare)
-        fresh = self._spare.pop(place, None)
-        if fresh is None:
+        residual = self._spare.pop(place, None)
+        if residual is None:
             with torch.inference_mode(False):
-                fresh = torch.empty_like(values)
-        self._fresh[place] = torch.sub(values, spare, out=fresh)
-        self._norms.append((values.dot(values), fresh.dot(fresh)))
+                residual = torch.empty_like(values)
+        self._new_residuals[place] = torch.sub(values, spare, out=residual)
+        self._norms.append((values.dot(values), residual.dot(residual)))
 
     def difference(self, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write how far a bucket's values are from the agreed ones."""
@@ -74,16 +74,16 @@ class ErrorFeedback:
         else:  # a narrow type would round it, or have no room for it
             out.copy_(values).sub_(reference)
 
-    def advance(self, bucket: Bucket, way: torch.Tensor, out: torch.Tensor) -> None:
-        """Write a bucket's agreed values moved by what all cells go on by, rounded once."""
+    def advance(self, bucket: Bucket, mean: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a bucket's agreed values plus the mean of what the cells sent, rounded once."""
         limit = torch.finfo(out.dtype).max
         if limit < HUGE:
-            out.copy_(way.add_(self._agreed(bucket)).clamp_(-limit, limit))
+            out.copy_(mean.add_(self._agreed(bucket)).clamp_(-limit, limit))
         else:
-            torch.add(self._agreed(bucket), way, out=out)
+            torch.add(self._agreed(bucket), mean, out=out)
 
     def _agreed(self, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's agreed values; of 8-bit floats, which torch adds not up, a copy in fp32."""
+        """Return a bucket's agreed values; of 8-bit floats, which torch cannot add, a copy in fp32."""
         reference = self.reference[bucket.start : bucket.stop]
         return reference.float() if reference.itemsize == 1 else reference
 
@@ -92,12 +92,12 @@ class ErrorFeedback:
         self._codec.decode(code, out)
 
     def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
-        """Conclude a round that was taken."""
-        for place, fresh in self._fresh.items():
-            if place in self._left:
-                self._spare[place] = self._left[place]
-            self._left[place] = fresh
-        self._fresh.clear()
+        """Conclude a round that was taken, whose agreed values ``stage`` holds; return the memory of those before."""
+        for place, residual in self._new_residuals.items():
+            if place in self._residuals:
+                self._spare[place] = self._residuals[place]
+            self._residuals[place] = residual
+        self._new_residuals.clear()
         if stage is None:
             return None
         self.reference, spare = stage, self.reference
@@ -111,8 +111,8 @@ class ErrorFeedback:
         return list(zip(whole, left, strict=True))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the agreed state and of the error that is still to be sent, on this rank."""
-        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._left.items()}
+        """Return copies of the agreed values and of the residuals on this rank."""
+        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._residuals.items()}
         return {"reference": self.reference.clone()} | left
 
     @torch.inference_mode(False)
@@ -122,20 +122,20 @@ class ErrorFeedback:
         if reference is None or reference.shape != self.reference.shape or reference.dtype != self.reference.dtype:
             got = "nothing" if reference is None else f"{reference.numel()} {reference.dtype} values"
             raise CheckpointError(
-                f"the codec's state holds {got} for a lane of {self.reference.numel()} {self.reference.dtype} values; "
-                "resume with the same model, federation, bucket_bytes, form and codec"
+                f"the codec's state holds {got} for a bucket group of {self.reference.numel()} {self.reference.dtype} "
+                "values; resume with the same model, federation, bucket_bytes, form and codec"
             )
         self.begin()
         self.reference.copy_(reference)
-        self._left = {}
+        self._residuals = {}
         for name, left in state.items():
             if name.startswith("left "):
                 _, bucket, part = name.split()
-                self._left[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
+                self._residuals[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
 
 
 class ResidualStore:
-    """What lossy codecs carry from round to round on one rank, of all its lanes."""
+    """What lossy codecs carry from round to round on one rank, of all its bucket groups."""
 
     def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, ErrorFeedback]) -> None:
         self._transfers = tuple(transfers)
@@ -160,14 +160,11 @@ class ResidualStore:
             feedback.begin()
 
     def is_encoding(self, fragment: int) -> bool:
-        """Tell whether a round has made the agreed state that lossy codecs start from."""
+        """Return whether a round has made the agreed state that lossy codecs start from."""
         return fragment in self._seeded
 
     def state_dict(self, plan: str) -> dict[str, Any]:
-        """Return what lossy codecs carry from round to round on this rank.
-
-        That is which fragments have an agreed state, and by lane that state and what is still to be sent.
-        """
+        """Return which fragments have an agreed state, and by bucket group its values and the residuals."""
         lanes = {
             str(self._transfers[number].group.key): feedback.state_dict() for number, feedback in self._feedback.items()
         }

@@ -13,7 +13,7 @@ import torch
 
 from xffl.aggregation.mean import piece_length
 from xffl.aggregation.privacy.secure_sum import KEY_BYTES, Keystream, derive_key
-from xffl.checks import integer
+from xffl.checks import integer, number, one_of
 from xffl.errors import CheckpointError, ConfigError, RoundError
 from xffl.extras import optional_import
 
@@ -51,7 +51,7 @@ class Privacy:
     :param where: One of :data:`PLACES`.
     :param delta: Probability that the accountant's epsilon does not hold; above 0 and below 1.
     :param seed: Makes the noise the same in each run, for tests only: who knows the seed knows the noise.
-    :raises ConfigError: if one cannot be meant.
+    :raises ConfigError: if one is invalid.
     """
 
     clip: float
@@ -62,30 +62,18 @@ class Privacy:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for what, value in (("clip", self.clip), ("noise", self.noise), ("delta", self.delta)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ConfigError(f"privacy's {what} {value!r} is no finite number; give one")
-        if self.clip <= 0:
-            raise ConfigError(f"privacy's clip {self.clip} is not above 0; give the largest L2 norm of an update")
-        if self.noise and not LEAST_NOISE <= self.noise <= MOST_NOISE:
-            raise ConfigError(
-                f"privacy's noise {self.noise} is neither 0 nor from {LEAST_NOISE:g} to {MOST_NOISE:g}; give a factor "
-                "of the clip, such as 1.0"
-            )
-        if not 0 < self.delta < 1:
-            raise ConfigError(f"privacy's delta {self.delta} is not between 0 and 1; give a small one, such as 1e-5")
-        if self.where not in PLACES:
-            raise ConfigError(f"privacy's where {self.where!r} is unknown; choose one of {', '.join(PLACES)}")
+        number("privacy's clip", self.clip, above=0.0, hint="give the largest L2 norm of an update")
+        if number("privacy's noise", self.noise):
+            hint = "give 0 for none, or a factor of the clip, such as 1.0"
+            number("privacy's noise", self.noise, LEAST_NOISE, MOST_NOISE, hint=hint)
+        number("privacy's delta", self.delta, above=0.0, below=1.0, hint="give a small one, such as 1e-5")
+        one_of("privacy's where", self.where, PLACES)
         if self.seed is not None:
             seed = integer("privacy's seed", self.seed, None, hint="give one in tests, else None")
             object.__setattr__(self, "seed", seed)
 
     def check(self, *, is_secure: bool) -> None:
-        """Raise where the noise would not hide what crosses; local.
-
-        :param is_secure: Whether only the sum over the cells is seen.
-        :raises ConfigError: if each cell has only its part of the sum's noise, and its own values are seen.
-        """
+        """Raise where the noise would not hide what crosses: that of a sum, without a secure sum; local."""
         if self.where == "sum" and not is_secure:
             raise ConfigError(
                 "privacy's where='sum' gives a cell's own values too little noise to be seen; use secure sums with it, "
@@ -93,33 +81,25 @@ class Privacy:
             )
 
     def scale_of(self, norm: float) -> float:
-        """Return the factor that clips an update; local.
+        """Return the factor that clips an update, ``min(1, clip / norm)``; local.
 
-        :param norm: Its L2 norm over all shards of the cell, from sums in 64 bits; all ranks of the cell use the same.
-        :return: ``min(1, clip / norm)``.
-        :raises RoundError: if the norm is not finite.
+        The L2 norm is that over all shards of the cell, from sums in 64 bits; all ranks of the cell use the same.
         """
         if not math.isfinite(norm):
             raise RoundError(f"the norm of this cell's update is {norm}, so it cannot be clipped; lower the step size")
         return self.clip / norm if norm > self.clip else 1.0
 
     def deviation(self, cells: int) -> float:
-        """Return the standard deviation of the noise on each element of a cell's own update.
-
-        :param cells: Number of cells that contribute to the round.
-        :return: In the unit of the values.
-        """
+        """Return the standard deviation of the noise on each element of a cell's update, of so many that contribute."""
         whole = self.noise * self.clip
         return whole / math.sqrt(cells) if self.where == "sum" else whole
 
     def noise_of(self, rank: int, exchange: int = 0) -> Noise:
         """Return a rank's source of noise; make one for each exchange, and draw all of its noise from it.
 
-        :param rank: The rank.
-        :param exchange: The exchange's number: what :attr:`~xffl.aggregation.privacy.differential.Accountant.rounds`
-            counts, so that a resumed run goes on with other noise than it began with.
-        :return: The source: from the operating system's randomness, or from ``seed``, the rank and the number.
-        :raises ConfigError: if ``cryptography`` is not installed.
+        An exchange's number is what :attr:`~xffl.aggregation.privacy.differential.Accountant.rounds` counts, so that a
+        resumed run goes on with other noise than it began with. Without ``seed`` noise comes from the operating
+        system's randomness.
         """
         return Noise(rank, self.seed, exchange)
 
@@ -158,8 +138,8 @@ class Noise:
 def privatize(values: torch.Tensor, anchor: torch.Tensor, scale: float, deviation: float, noise: Noise) -> None:
     """Replace values by ``anchor + scale * (values - anchor) + deviation * normal``, in 64 bits and rounded once.
 
-    Local. The rank that carries values for its cell calls it, once for each element and round, before anything is sent:
-    a second draw for the same update would be a second message about it.
+    Local. The rank that sends values for its cell calls it, once for each element and round, before anything is sent: a
+    second draw for the same update would be a second message about it.
     """
     length = piece_length(values.device)
     for value, origin in zip(torch.split(values, length), torch.split(anchor, length), strict=True):
@@ -205,7 +185,7 @@ class Accountant:
 
         :param cells: Number of cells that contribute.
         :param rounds: How many exchanges; more than 1 to plan a run.
-        :raises ConfigError: if one is no whole number from 1.
+        :raises ConfigError: if one is not a positive integer.
         """
         cells, rounds = integer("cells", cells), integer("rounds", rounds)
         self._spent[self._privacy.noise, self._privacy.where, cells] += rounds
@@ -226,18 +206,16 @@ class Accountant:
         :param neighbours: One of :data:`NEIGHBOURS`.
         :param colluding: Curious cells that tell each other their noise; counts with ``where="sum"``.
         :return: Epsilon; 0 where nothing was counted, infinite without noise.
-        :raises ConfigError: if an argument cannot be meant, or opacus is not installed.
+        :raises ConfigError: if an argument is invalid, or opacus is not installed.
         """
         delta = self._privacy.delta if delta is None else delta
-        if not 0 < delta < 1:
-            raise ConfigError(f"delta {delta} is not between 0 and 1; give a small one, such as 1e-5")
-        if neighbours not in NEIGHBOURS:
-            raise ConfigError(f"neighbours {neighbours!r} is unknown; choose one of {', '.join(NEIGHBOURS)}")
+        number("delta", delta, above=0.0, below=1.0, hint="give a small one, such as 1e-5")
+        one_of("neighbours", neighbours, NEIGHBOURS)
         colluding = integer("colluding", colluding, 0, hint="give a number of cells")
         history = []
         for (noise, where, cells), rounds in self._spent.items():
-            left = max(0, cells - colluding) / cells if where == "sum" else 1.0
-            multiplier = noise * math.sqrt(left) / (2.0 if neighbours == "replace" else 1.0)
+            remaining = max(0, cells - colluding) / cells if where == "sum" else 1.0
+            multiplier = noise * math.sqrt(remaining) / (2.0 if neighbours == "replace" else 1.0)
             if multiplier == 0.0:
                 return math.inf
             history.append((multiplier, 1.0, rounds))
@@ -258,13 +236,13 @@ class Accountant:
         """Take over what :meth:`state_dict` returned, also from a run with other noise.
 
         :param state: The saved state.
-        :raises CheckpointError: if it is no accountant's.
+        :raises CheckpointError: if it is not that of an accountant.
         """
         spent: Counter[tuple[float, str, int]] = Counter()
         try:
             for noise, where, cells, rounds in state["spent"]:
                 if where not in PLACES or noise < 0 or cells < 1 or rounds < 0:
-                    raise ValueError(f"{(noise, where, cells, rounds)} is no count of exchanges")
+                    raise ValueError(f"{(noise, where, cells, rounds)} does not count exchanges")
                 spent[float(noise), where, int(cells)] += int(rounds)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Secure sums: the cells learn the weighted mean of a round, and nobody another cell's own values.
 
-For each pair of cells ``c < d`` the two ranks that carry the same elements share a secret. Of each row that leaves a
+For each pair of cells ``c < d`` the two ranks that send the same elements share a secret. Of each row that leaves a
 cell, ``c`` adds a mask that the secret gives, and ``d`` takes the same mask off its own: a single row is noise without
 pattern, and in the sum of all rows the masks cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their
 recovery of lost cells). So that they cancel to the last bit, values are whole numbers modulo ``2**64``:
@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from xffl.aggregation.mean import CHUNK
 from xffl.checks import integer
-from xffl.distributed.consistency import check_consistent
-from xffl.errors import ConfigError, RoundError, StateError, XfflError
+from xffl.distributed.consistency import run_on_all_ranks
+from xffl.errors import ConfigError, RoundError, StateError
 from xffl.extras import optional_import
 from xffl.topology import Topology
 
@@ -53,7 +53,7 @@ class SecureSum:
 
     :param fraction_bits: Binary digits after the point, from 1 to 60. 32: values up to a billion, and an error of a
         few ``1e-10``.
-    :raises ConfigError: if that is no such number.
+    :raises ConfigError: if it is anything else.
     """
 
     fraction_bits: int = 32
@@ -70,7 +70,7 @@ class SecureSum:
 
 
 class Masker:
-    """One rank's secrets with every rank that may carry the same elements in another cell.
+    """One rank's secrets with every rank that may send the same elements in another cell.
 
     Local: public keys have been exchanged before, and secrets are computed when they are first needed. They are bound
     to ``context``, what all ranks have in common beside the keys, such as the plan.
@@ -164,7 +164,7 @@ class Masker:
             )
         if place in self._used:
             raise StateError(
-                f"place {place} has a row in attempt {self._attempt} already; a second one would bare both"
+                f"place {place} has a row in attempt {self._attempt} already; a second one would reveal both"
             )
         self._used.add(place)
         self._check_range(values)
@@ -213,7 +213,7 @@ class Masker:
             return
         least, largest = torch.stack(torch.aminmax(values)).double().tolist()
         if not max(-least, largest) <= self._options.limit:  # NaN, too
-            # All ranks are told, so the value itself is not.
+            # All ranks get the message, so it does not have the value.
             raise RoundError(
                 f"cell {self._cell} holds a value that is not finite or beyond {self._options.limit:g}, the most that "
                 f"a secure sum with fraction_bits={self._options.fraction_bits} holds; give fewer fraction_bits"
@@ -235,23 +235,15 @@ def make_masker(
     context: str,
     group: dist.ProcessGroup | None = None,
 ) -> Masker:
-    """Make a key pair and tell all ranks its public half.
-
-    Collective over the world: 32 bytes a rank, beside their envelope.
-    """
-    keys: KeyPair | None = None
-    error: XfflError | None = None
-    try:
+    """Make a key pair and send all ranks its public half; collective over the world: 32 bytes a rank."""
+    with run_on_all_ranks("secure sums", group=group) as share:
         if topology.cells < LEAST_CELLS:
             raise ConfigError(
                 f"a secure sum over {topology.cells} cells would tell each the other's values; give at least "
                 f"{LEAST_CELLS} cells, or secure=False"
             )
         keys = KeyPair()
-    except XfflError as wrong:
-        error = wrong
-    check_consistent("secure sums", f"{options}, {context}", error=error, group=group)
-    assert keys is not None, "all ranks have a key pair"
+        share(f"{options}, {context}")
     publics: list[bytes] = [b""] * topology.world_size
     dist.all_gather_object(publics, keys.public, group=group)
     return Masker(options, rank, keys, publics=publics, topology=topology, context=context)
@@ -260,7 +252,7 @@ def make_masker(
 KEY_BYTES = 32
 """Bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many."""
 NEED = ("privacy", "privacy and secure sums need cryptography")
-"""The extra, and what is said where the package is missing."""
+"""The extra, and the message where the package is missing."""
 
 
 class Keystream:
@@ -308,7 +300,7 @@ class KeyPair:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer))
         except ValueError as error:
             raise RoundError(
-                f"{peer.hex()!r} is no public key of X25519 ({error}); make the aggregator on all ranks anew"
+                f"{peer.hex()!r} is not a public key of X25519 ({error}); make the aggregator on all ranks anew"
             ) from error
         info = repr(("xffl pair", *sorted((self.public, peer)), context)).encode()
         return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(shared)
