@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.session import session
     from xffl.distributed.world import DistributedWorld
-    from xffl.parallel.shard import shard
+    from xffl.parallel.spread import shard
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,7 @@ _HOMES = {
     "FederatedScaling": "xffl.aggregation",
     "RoundReport": "xffl.aggregation",
     "session": "xffl.distributed.session",
-    "shard": "xffl.parallel.shard",
+    "shard": "xffl.parallel.spread",
 }
 """Where the names live whose import brings torch along."""
 

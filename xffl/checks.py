@@ -118,7 +118,9 @@ def one_of(
     kind = str if isinstance(value, str) else type(value)
     if any(kind is type(choice) and value == choice for choice in known):
         return
-    near = closest(value, [choice for choice in known if isinstance(choice, str)]) if isinstance(value, str) else None
+    near = (
+        closest(value, [choice for choice in known if isinstance(choice, str)], 0.5) if isinstance(value, str) else None
+    )
     meant = f" (did you mean {near!r}?)" if near is not None else ""
     shown = ", ".join(repr(choice) for choice in known)
     raise error(f"{what} must be one of {shown}, got {value!r}{meant}" + (f"; {hint}" if hint else ""))

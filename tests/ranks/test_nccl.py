@@ -359,7 +359,7 @@ def test_a_host_is_a_few_messages_ahead_of_its_gpu() -> None:
 
 
 def unconnected() -> None:
-    for place in ("xffl.parallel.shard", "xffl.aggregation.engine.groups"):
+    for place in ("xffl.parallel.spread", "xffl.aggregation.engine.groups"):
         mock.patch(f"{place}.connect").start()
 
 
@@ -419,25 +419,25 @@ def another_kind() -> None:
             else:
                 dist.all_reduce(values, group=group)
 
-    mock.patch("xffl.parallel.shard.connect", connect).start()
+    mock.patch("xffl.parallel.spread.connect", connect).start()
 
 
 def on_another_gpu() -> None:
-    mock.patch("xffl.parallel.shard.transfer_device", return_value=torch.device("cuda", 0)).start()
+    mock.patch("xffl.parallel.spread.transfer_device", return_value=torch.device("cuda", 0)).start()
 
 
 def strided() -> None:
     def connect(groups: Any, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(4, 2, device=device)[:, 0])
 
-    mock.patch("xffl.parallel.shard.connect", connect).start()
+    mock.patch("xffl.parallel.spread.connect", connect).start()
 
 
 def of_16_bits() -> None:
     def connect(groups: Any, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(4, dtype=torch.int16, device=device))
 
-    mock.patch("xffl.parallel.shard.connect", connect).start()
+    mock.patch("xffl.parallel.spread.connect", connect).start()
 
 
 def not_waited_for() -> None:
@@ -467,7 +467,7 @@ def the_host_waits_alone() -> None:
             dist.all_reduce(values, group=group)
             values.item()
 
-    mock.patch("xffl.parallel.shard.connect", connect).start()
+    mock.patch("xffl.parallel.spread.connect", connect).start()
 
 
 @pytest.mark.parametrize(
@@ -478,9 +478,9 @@ def the_host_waits_alone() -> None:
         ((1, 1), one_by_one, "is no batch: NCCL connects the two by themselves"),
         ((1, 1), first_one_way, "never ends"),
         ((1, 1), of_another_size, "where rank"),
-        ((2, 2), another_collective, "meets broadcast at parallel/shard.py"),
-        ((2, 2), another_kind, "meets allgather_base at parallel/shard.py"),
-        ((2, 2), the_host_waits_alone, "hangs in a wait of the host at item() at parallel/shard.py"),
+        ((2, 2), another_collective, "meets broadcast at parallel/spread.py"),
+        ((2, 2), another_kind, "meets allgather_base at parallel/spread.py"),
+        ((2, 2), the_host_waits_alone, "hangs in a wait of the host at item() at parallel/spread.py"),
         ((1, 1), not_waited_for, "on another stream"),
         ((1, 1), the_caller_goes_on, "on another stream"),
     ],
@@ -512,4 +512,4 @@ def test_gloo_does_not_send_from_gpus() -> None:
 
 def gpu_to_gloo() -> None:
     here = torch.device("cuda", torch.cuda.current_device())
-    mock.patch("xffl.parallel.shard.transfer_device", return_value=here).start()
+    mock.patch("xffl.parallel.spread.transfer_device", return_value=here).start()

@@ -397,7 +397,7 @@ def wrong(rank: int, world_size: int) -> None:
         ({"every": 3, "delay": 1 + rank}, "delay=2"),
         (
             {"every": 3, "aggregator": {"codek": "int8"}},
-            "option 'codek' is none of policies, .*; did you mean 'codec'?",
+            r"option must be one of 'policies', .*, got 'codek' \(did you mean 'codec'\?\)",
         ),
     ):
         with pytest.raises(xffl.ConfigError, match=told):

@@ -566,11 +566,11 @@ WRONG_ROUNDS = [
     ("--federation.algorithm fedavg --federation.every 9 --federation.client fedprix", "client 'fedprix' is unknown"),
     (
         "--federation.every 9 --federation.aggregator.codek int8",
-        "aggregator option 'codek' is none of policies, bucket",
+        "aggregator option must be one of 'policies', 'bucket",
     ),
     (
         "--federation.algorithm diloco --federation.every 3 --federation.aggregator.codek int8",
-        "extra; did you mean 'codec'?",
+        "'extra', got 'codek' (did you mean 'codec'?",
     ),
     (
         "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",

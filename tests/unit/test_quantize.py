@@ -279,7 +279,7 @@ def test_called_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "int4"}, r"quantize\.kind 'int4' is none of int8, fp8"),
+        ({"kind": "int4"}, r"quantize\.kind must be one of 'int8', 'fp8', got 'int4'"),
         ({"kind": "fp8", "exclude": "lm_head"}, r"quantize\.exclude 'lm_head' is no list of names"),
         ({"kind": "fp8", "exclude": (1,)}, r"quantize\.exclude \(1,\) is no list of names"),
         ({"kind": "int8", "emulate": False}, r"quantize\.emulate is False, but int8 is always emulated"),

@@ -27,7 +27,7 @@ from xffl.cluster.hardware import describe_host
 from xffl.distributed.consistency import barrier, ranks_text, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
-from xffl.parallel.shard import shard
+from xffl.parallel.spread import shard
 from xffl.topology import Topology
 
 __all__ = ["Effort", "build_model", "measure", "round_variants"]

@@ -17,10 +17,9 @@ from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule
 from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
-from xffl.parallel.config import check_name
 from xffl.parallel.zero_view import is_cut
 
 __all__ = ["RoundConfig", "check_stepped", "parse_round_config", "validate_round_config"]
@@ -169,7 +168,7 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(Aggregator).parameters.values()
     known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
     for name in options:
-        check_name("aggregator option", name, known)
+        one_of("aggregator option", name, known)
 
 
 def _optimizers_to_count(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:

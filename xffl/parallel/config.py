@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from xffl.checks import closest, integer, integer_fields, number
+from xffl.checks import integer, integer_fields, number, one_of
 from xffl.cluster.cells import read_federation
 from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
@@ -16,7 +16,6 @@ __all__ = [
     "DistributedConfig",
     "StrategyConfig",
     "TrainingConfig",
-    "check_name",
     "read_config",
     "read_ddp",
     "with_precision",
@@ -57,7 +56,7 @@ class DDPConfig:
                 raise ConfigError(f"ddp.{name} must be True or False, got {getattr(self, name)!r}")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ConfigError(f"ddp.bucket_cap_mb must be a number of MiB above 0, or None, got {self.bucket_cap_mb!r}")
-        check_name("communication_hook", self.communication_hook, HOOKS)
+        one_of("communication_hook", self.communication_hook, HOOKS)
         integer_fields(self, "powersgd_rank", hint="give the columns of a matrix")
         integer_fields(self, "powersgd_start", minimum=2, hint="DDP needs 2 steps to settle its buckets")
 
@@ -117,7 +116,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         integer_fields(self, "batch_size", "gradient_accumulation", prefix="training.")
         if self.mixed_precision is not None:
-            check_name("mixed_precision", self.mixed_precision, PRECISIONS)
+            one_of("mixed_precision", self.mixed_precision, PRECISIONS)
         if self.max_grad_norm is not None:
             number("training.max_grad_norm", self.max_grad_norm, above=0.0, hint="give None for no clipping")
 
@@ -176,16 +175,6 @@ def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> Devi
     return replace(parameters, param_dtype=dtype)
 
 
-def check_name(what: str, name: object, known: Iterable[str]) -> None:
-    """Raise where a name is unknown, with the nearest one."""
-    names = list(known)
-    if name in names:
-        return
-    near = closest(str(name), names, cutoff=0.4)
-    meant = "" if near is None else f"; did you mean {near!r}?"
-    raise ConfigError(f"{what} {name!r} is none of {', '.join(names)}{meant}")
-
-
 PARTS: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "comm": CommParameters, "ddp": DDPConfig}
 """Options that have options of their own."""
 
@@ -200,7 +189,7 @@ def _read(kind: type[T], source: object, where: str, *, is_strict: bool) -> T:
     names = [f.name for f in fields(kind)]
     if isinstance(source, Mapping):
         for name in source if is_strict else ():
-            check_name(f"{where} option", name, names)
+            one_of(f"{where} option", name, names)
         values = {name: source[name] for name in names if name in source}
     else:
         values = {name: getattr(source, name) for name in names if hasattr(source, name)}

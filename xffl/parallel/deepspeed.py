@@ -23,7 +23,7 @@ from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.parallel.meta_init import is_meta
-from xffl.parallel.shard import SpreadOptions, check_model, named_tensors, send_weights
+from xffl.parallel.spread import SpreadOptions, check_model, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 

@@ -20,7 +20,7 @@ from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
 from xffl.parallel.pipeline import PipelineModel
-from xffl.parallel.shard import SpreadOptions, spread
+from xffl.parallel.spread import SpreadOptions, spread
 from xffl.parallel.strategy import DistributedStrategy
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "HSDPStrategy", "LossScale", "NativeStrategy", "SingleStrategy"]
@@ -80,7 +80,7 @@ class NativeStrategy(DistributedStrategy):
     ) -> nn.Module:
         """Spread a model over the ranks of each cell.
 
-        Collective over the world, see :func:`xffl.parallel.shard.spread`.
+        Collective over the world, see :func:`xffl.parallel.spread.spread`.
         """
         world, device_parameters = self.world, self.device_parameters
         if world.pp_enabled and loss is None:

@@ -21,12 +21,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from xffl.checkpoint.load import load_checkpoint
 from xffl.checkpoint.save import save_checkpoint
+from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.config import StrategyConfig, check_name, read_config, with_precision
+from xffl.parallel.config import StrategyConfig, read_config, with_precision
 
 __all__ = ["DistributedStrategy", "to_device"]
 
@@ -92,7 +93,7 @@ class DistributedStrategy(ABC):
         from xffl.parallel import STRATEGIES
 
         parsed = read_config(config)
-        check_name("strategy", parsed.distributed.strategy, STRATEGIES)
+        one_of("strategy", parsed.distributed.strategy, STRATEGIES)
         return STRATEGIES[parsed.distributed.strategy](parsed)
 
     # Who is where -----------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class Share(NamedTuple):
 
 
 def form_of(axes: Mapping[str, int]) -> str:
-    """Tell how a cell's ranks hold the model, or their stage of it, as :func:`xffl.parallel.shard.spread` does.
+    """Tell how a cell's ranks hold the model, or their stage of it, as :func:`xffl.parallel.spread.spread` does.
 
     :param axes: Ranks along the axes of the mesh; those left out have 1.
     :return: ``plain``, ``ddp`` or ``fsdp``.

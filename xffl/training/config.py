@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
-from xffl.checks import integer_fields
+from xffl.checks import integer_fields, one_of
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.errors import ConfigError
-from xffl.parallel.config import DistributedConfig, TrainingConfig, check_name
+from xffl.parallel.config import DistributedConfig, TrainingConfig
 from xffl.training.callbacks.base import Callback
 from xffl.training.mixins.logging import LoggerConfigMixin
 from xffl.training.signals import DEFAULT_SIGNALS, check_signals
@@ -78,7 +78,7 @@ class TrainingParameters(TrainingConfig):
         integer_fields(self, "epochs", "log_every", prefix="training.")
         rare = ("max_steps", "validate_every_epochs", "validate_every_steps", "validate_every_rounds")
         integer_fields(self, *rare, prefix="training.", may_be_none=True)
-        check_name("scheduler_interval", self.scheduler_interval, INTERVALS)
+        one_of("scheduler_interval", self.scheduler_interval, INTERVALS)
 
 
 @dataclass(kw_only=True)

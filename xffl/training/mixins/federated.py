@@ -18,11 +18,10 @@ from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.checkpoint.format import write_text
-from xffl.checks import index_of, integer_fields
+from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.config import check_name
 from xffl.training.mixins.validation import ValidationMixin
 
 __all__ = ["FederatedConfigMixin", "FederatedMixin", "FederationConfig"]
@@ -68,7 +67,7 @@ class FederationConfig:
     measure_to: str | None = None
 
     def __post_init__(self) -> None:
-        check_name("federation.weight", self.weight, WEIGHTS)
+        one_of("federation.weight", self.weight, WEIGHTS)
         integer_fields(self, "round", minimum=0, prefix="federation.", may_be_none=True)
         for name in ("every", "delay"):
             value = getattr(self, name)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from xffl.checks import one_of
 from xffl.distributed.consistency import check_consistent
 from xffl.errors import ConfigError, StateError, XfflError
-from xffl.parallel.config import check_name
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
 from xffl.training.loggers.base import check_value_name
 from xffl.training.loggers.jsonl import plain_values
@@ -85,7 +85,7 @@ class WandBConfig:
     tags: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_name("wandb.mode", self.mode, MODES)
+        one_of("wandb.mode", self.mode, MODES)
 
 
 @dataclass(kw_only=True)

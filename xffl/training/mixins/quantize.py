@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from xffl.checks import one_of
 from xffl.distributed.consistency import check_consistent
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.extras import optional_import
-from xffl.parallel.config import check_name
 from xffl.training.mixins.base import TrainerMixin
 
 __all__ = ["QuantizeConfig", "QuantizeConfigMixin", "QuantizeMixin"]
@@ -49,7 +49,7 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         if self.kind is not None:
-            check_name("quantize.kind", self.kind, KINDS)
+            one_of("quantize.kind", self.kind, KINDS)
         if isinstance(self.exclude, str) or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigError(f"quantize.exclude {self.exclude!r} is no list of names; give such as ['lm_head']")
         object.__setattr__(self, "exclude", tuple(self.exclude))
