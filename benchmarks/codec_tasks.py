@@ -75,8 +75,8 @@ class Ended:
 class Forgetful(ErrorFeedback):
     """What a codec would be without error feedback; the package offers no such option."""
 
-    def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
-        spare = super().settle(stage)
+    def commit(self, stage: torch.Tensor | None) -> torch.Tensor | None:
+        spare = super().commit(stage)
         self._left.clear()
         return spare
 

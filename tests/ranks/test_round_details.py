@@ -345,7 +345,7 @@ def masks_apart(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(linear(), state, secure=True)
     if rank == 1:
         assert aggregator._exchange.masker is not None
-        aggregator._exchange.masker.begin(5, (0, 1, 2))
+        aggregator._exchange.masker.start_attempt(5, (0, 1, 2))
     assert aggregator.aggregate().round == 1
 
 

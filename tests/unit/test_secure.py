@@ -46,7 +46,7 @@ def maskers(cells: int, fraction_bits: int = 32, ranks_of_cell: int = 1) -> list
 def begun(cells: int, fraction_bits: int = 32, present: Sequence[int] | None = None) -> list[Masker]:
     ranks = maskers(cells, fraction_bits)
     for masker in ranks:
-        masker.begin(1, range(cells) if present is None else present)
+        masker.start_attempt(1, range(cells) if present is None else present)
     return ranks
 
 
@@ -58,10 +58,10 @@ def rows_of(
 ) -> dict[int, torch.Tensor]:
     """Mask the values of each contributing cell, where cells are ranks."""
     rows = {cell: torch.empty(value.numel(), dtype=torch.int64) for cell, value in values.items()}
-    carriers = {cell: cell for cell in values}
+    senders = {cell: cell for cell in values}
     for cell, value in values.items():
         share = 1.0 / len(values) if shares is None else shares[cell]
-        ranks[cell].encode(value, share, rows[cell], place=place, carriers=carriers)
+        ranks[cell].encode(value, share, rows[cell], place=place, senders=senders)
     return rows
 
 
@@ -166,19 +166,19 @@ def test_large_buckets_and_how_fast_they_are(capsys: pytest.CaptureFixture[str])
 def test_two_hops_sum_each_part_where_it_is_combined() -> None:
     """Parts of a bucket, as lanes cut them, with a carrier in each cell that is not the cell's first rank."""
     ranks = maskers(3, ranks_of_cell=2)
-    carriers = {0: 1, 1: 2, 2: 5}
-    values = {cell: drawn(10, cell, torch.float64) for cell in carriers}
+    senders = {0: 1, 1: 2, 2: 5}
+    values = {cell: drawn(10, cell, torch.float64) for cell in senders}
     parts = [slice(0, 4), slice(4, 8), slice(8, 10)]
     out = torch.empty(10, dtype=torch.float64)
     sent: dict[tuple[int, int], torch.Tensor] = {}
-    for cell, rank in carriers.items():
-        ranks[rank].begin(1, carriers)
+    for cell, rank in senders.items():
+        ranks[rank].start_attempt(1, senders)
         for part, where in enumerate(parts):
             sent[cell, part] = torch.empty(where.stop - where.start, dtype=torch.int64)
             place = (("lane", (0, 1)), 0, part)
-            ranks[rank].encode(values[cell][where], 1 / 3, sent[cell, part], place=place, carriers=carriers)
+            ranks[rank].encode(values[cell][where], 1 / 3, sent[cell, part], place=place, senders=senders)
     for part, where in enumerate(parts):
-        ranks[carriers[part]].decode([sent[cell, part] for cell in carriers], out[where])
+        ranks[senders[part]].decode([sent[cell, part] for cell in senders], out[where])
     torch.testing.assert_close(out, torch.stack(list(values.values())).mean(0), rtol=0, atol=3 * 2.0**-33)
 
 
@@ -234,24 +234,24 @@ def test_a_cell_that_gives_nothing_keeps_its_masks_and_the_sum_of_the_others() -
     with pytest.raises(RoundError, match="do not cancel"):
         ranks[1].decode(list(rows.values()), torch.empty(2_000))
     for masker in ranks:
-        masker.begin(2, range(3))
+        masker.start_attempt(2, range(3))
     assert rows_of(ranks, values)[0].any(), "the next attempt has masks again"
 
 
 def test_two_cells_are_refused_and_absent_ones_do_not_count() -> None:
     with pytest.raises(RoundError, match=r"cells \[0, 2\].*needs 3"):
-        maskers(4)[0].begin(1, [2, 0, 0])
+        maskers(4)[0].start_attempt(1, [2, 0, 0])
     masker = begun(4, present=[0, 1, 2])[0]
-    with pytest.raises(StateError, match="carriers"):
-        masker.encode(torch.ones(1), 0.5, torch.empty(1, dtype=torch.int64), place=PLACE, carriers={0: 0, 1: 1})
+    with pytest.raises(StateError, match="senders"):
+        masker.encode(torch.ones(1), 0.5, torch.empty(1, dtype=torch.int64), place=PLACE, senders={0: 0, 1: 1})
 
 
 def test_a_round_without_enough_cells_leaves_no_cells_behind() -> None:
     masker = begun(3)[0]
     with pytest.raises(RoundError):
-        masker.begin(2, [0, 1])
-    with pytest.raises(StateError, match="carriers"):
-        masker.encode(torch.ones(1), 0.5, torch.empty(1, dtype=torch.int64), place=PLACE, carriers={0: 0, 1: 1, 2: 2})
+        masker.start_attempt(2, [0, 1])
+    with pytest.raises(StateError, match="senders"):
+        masker.encode(torch.ones(1), 0.5, torch.empty(1, dtype=torch.int64), place=PLACE, senders={0: 0, 1: 1, 2: 2})
 
 
 # No mask twice --------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_masks_differ_by_attempt_lane_bucket_part_and_pair() -> None:
     rows = []
     for attempt in (1, 2, 5):
         for masker in ranks:
-            masker.begin(attempt, range(4))
+            masker.start_attempt(attempt, range(4))
         for place in itertools.product(("lane a", ("lane", 1)), (0, 1), (-1, 0, 1)):
             rows += rows_of(ranks, zeros, place=place).values()
     distinct = {row.numpy().tobytes() for row in rows}
@@ -287,7 +287,7 @@ def test_no_key_makes_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     for present in turnouts:  # after the first, as if the round had been rejected
         attempt = max(masker.next_attempt for masker in ranks)
         for masker in ranks:
-            masker.begin(attempt, present)
+            masker.start_attempt(attempt, present)
         for lane, bucket, part in itertools.product("ab", range(3), range(2)):
             rows_of(ranks, {cell: drawn(4, cell) for cell in present}, place=(lane, bucket, part))
     pairs = sum(len(present) * (len(present) - 1) // 2 for present in turnouts)
@@ -298,13 +298,13 @@ def test_no_key_makes_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_attempt_is_never_begun_again() -> None:
     masker = maskers(3)[0]
     assert masker.next_attempt == 1
-    masker.begin(4, range(3))
+    masker.start_attempt(4, range(3))
     with pytest.raises(RoundError):
-        masker.begin(5, [0])
+        masker.start_attempt(5, [0])
     for old in (0, 1, 4, 5):
         with pytest.raises(StateError, match="begin with 6"):
-            masker.begin(old, range(3))
-    masker.begin(6, range(3))
+            masker.start_attempt(old, range(3))
+    masker.start_attempt(6, range(3))
 
 
 def test_a_place_has_one_row_in_an_attempt() -> None:
@@ -313,7 +313,7 @@ def test_a_place_has_one_row_in_an_attempt() -> None:
     rows_of(ranks, values)
     out = torch.full((5,), 7, dtype=torch.int64)
     with pytest.raises(StateError, match="already"):
-        ranks[0].encode(values[1], 0.5, out, place=PLACE, carriers={0: 0, 1: 1, 2: 2})
+        ranks[0].encode(values[1], 0.5, out, place=PLACE, senders={0: 0, 1: 1, 2: 2})
     assert not out.any()
 
 
@@ -334,7 +334,7 @@ def test_values_out_of_range_leave_nothing_to_send(wrong: float, dtype: torch.dt
     values[-2] = wrong
     out = torch.full((CHUNK + 5,), 3, dtype=torch.int64)
     with pytest.raises(RoundError, match=r"cell 1 .*fraction_bits"):
-        begun(3)[1].encode(values, 0.25, out, place=PLACE, carriers={0: 0, 1: 1, 2: 2})
+        begun(3)[1].encode(values, 0.25, out, place=PLACE, senders={0: 0, 1: 1, 2: 2})
     assert not out.any()
 
 
@@ -343,7 +343,7 @@ def test_masks_that_do_not_cancel_are_noticed() -> None:
     values = {cell: drawn(200, cell) for cell in range(3)}
     old = rows_of(ranks, values)
     for masker in ranks:
-        masker.begin(2, range(3))
+        masker.start_attempt(2, range(3))
     new = rows_of(ranks, values)
     out = torch.empty(200)
     with pytest.raises(RoundError, match="do not cancel in attempt 2"):
@@ -416,10 +416,10 @@ def test_private_keys_stay_in_the_process() -> None:
 def _sum_over_ranks(rank: int, world_size: int) -> list[float]:
     topology = Topology(world_size, 1)
     masker = make_masker(SecureSum(), rank, topology, context="plan")
-    masker.begin(masker.next_attempt, range(world_size))
+    masker.start_attempt(masker.next_attempt, range(world_size))
     row = torch.empty(2, dtype=torch.int64)
-    carriers = {cell: cell for cell in range(world_size)}
-    masker.encode(torch.tensor([1.0, float(rank)]), 1 / world_size, row, place=PLACE, carriers=carriers)
+    senders = {cell: cell for cell in range(world_size)}
+    masker.encode(torch.tensor([1.0, float(rank)]), 1 / world_size, row, place=PLACE, senders=senders)
     rows = [torch.empty_like(row) for _ in range(world_size)]
     torch.distributed.all_gather(rows, row)
     out = torch.empty(2)

@@ -25,7 +25,7 @@ class ErrorFeedback:
     """The memory of one bucket group on one sender: as large as the group, sharded as it is.
 
     What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
-    Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`settle` has been called, so that a round which is
+    Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`commit` has been called, so that a round which is
     not taken leaves no trace.
     """
 
@@ -37,7 +37,7 @@ class ErrorFeedback:
         self._spare: dict[tuple[int, int], torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin(self) -> None:
+    def rollback(self) -> None:
         """Discard the residuals of a round that was not taken."""
         self._spare |= self._new_residuals
         self._new_residuals.clear()
@@ -45,7 +45,7 @@ class ErrorFeedback:
 
     def forget(self) -> None:
         """Forget the residuals."""
-        self.begin()
+        self.rollback()
         self._residuals.clear()
 
     def encode(
@@ -91,7 +91,7 @@ class ErrorFeedback:
         """Read values back."""
         self._codec.decode(code, out)
 
-    def settle(self, stage: torch.Tensor | None) -> torch.Tensor | None:
+    def commit(self, stage: torch.Tensor | None) -> torch.Tensor | None:
         """Conclude a round that was taken, whose agreed values ``stage`` holds; return the memory of those before."""
         for place, residual in self._new_residuals.items():
             if place in self._residuals:
@@ -125,7 +125,7 @@ class ErrorFeedback:
                 f"the codec's state holds {got} for a bucket group of {self.reference.numel()} {self.reference.dtype} "
                 "values; resume with the same model, federation, bucket_bytes, form and codec"
             )
-        self.begin()
+        self.rollback()
         self.reference.copy_(reference)
         self._residuals = {}
         for name, left in state.items():
@@ -154,10 +154,10 @@ class ResidualStore:
             return None
         return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
 
-    def begin(self) -> None:
+    def rollback(self) -> None:
         """Forget what the last round has sent, and what one that was not taken has left behind."""
         for feedback in self._feedback.values():
-            feedback.begin()
+            feedback.rollback()
 
     def is_encoding(self, fragment: int) -> bool:
         """Return whether a round has made the agreed state that lossy codecs start from."""
@@ -189,11 +189,11 @@ class ResidualStore:
         for feedback in self._feedback.values():
             feedback.forget()
 
-    def settle(self, fragment: int, stages: dict[int, torch.Tensor]) -> None:
+    def commit(self, fragment: int, stages: dict[int, torch.Tensor]) -> None:
         """Conclude a round that was taken."""
         for number, feedback in self._feedback.items():
             if self._transfers[number].group.fragment == fragment:
-                spare = feedback.settle(stages.get(number))
+                spare = feedback.commit(stages.get(number))
                 if spare is not None:
                     stages[number] = spare
         self._seeded.add(fragment)

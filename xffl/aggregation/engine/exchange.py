@@ -154,7 +154,7 @@ class RoundRun:
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self._pairwise_swap = PairwiseSwap(exchange, profile)
         self._link.progress.forget()
-        exchange.residuals.begin()
+        exchange.residuals.rollback()  # of a round that was not taken
         if exchange.protection is not None and copy is ModelCopy.NONE:
             copy = ModelCopy.STAGED  # what is clipped and noised is not the model itself
         with profile.phase("pack"):
@@ -219,7 +219,7 @@ class RoundRun:
         if not exchange.compares_models:
             context = weigh_cells(context, exchange.combiner)
         if exchange.masker is not None:
-            exchange.masker.begin(context.attempt, context.cells)
+            exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
             exchange.protection.apply(list(self._sent()), exchange, self._buffers, self.profile, context.cells)
         transport = self._transport(context)
@@ -262,7 +262,7 @@ class RoundRun:
                     self._buffers.merge(transfer, bucket, mean, alpha)
                 else:
                     self._layout.unpack(bucket, mean)
-            exchange.residuals.settle(self.fragment, stages)
+            exchange.residuals.commit(self.fragment, stages)
 
     @property
     def _is_encoding(self) -> bool:

@@ -323,7 +323,7 @@ class MaskedValues(ExactValues):
             for cell, row in self._shares.items():
                 place = (transfer.group.key, self.bucket.number, cell if transfer.reduce_scatter else -1)
                 values, share = self.values[self._parts[cell]], context.share(self.here)
-                link.masker.encode(values, share, row, place=place, carriers=senders)
+                link.masker.encode(values, share, row, place=place, senders=senders)
 
     def _combine(self, values: list[torch.Tensor], out: torch.Tensor) -> None:
         assert self.link.masker is not None

@@ -8,9 +8,9 @@ recovery of lost cells). So that they cancel to the last bit, values are whole n
 
 *No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (bucket group,
 bucket, part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both
-public keys enter the secret. Within it :meth:`Masker.begin` takes only attempts above all before, whatever became of
-them, so that a round which is repeated under its old number has new masks; and within an attempt :meth:`Masker.encode`
-takes each place once. Each rank checks this by itself and need not trust what others count.
+public keys enter the secret. Within it :meth:`Masker.start_attempt` takes only attempts above all before, whatever
+became of them, so that a round which is repeated under its old number has new masks; and within an attempt
+:meth:`Masker.encode` takes each place once. Each rank checks this by itself and need not trust what others count.
 
 A cell that fails once the masks are laid cannot be left out, since nobody else can take its masks off: the round then
 fails for all, and the next attempt is made among the cells that its vote counts.
@@ -101,10 +101,10 @@ class Masker:
 
     @property
     def next_attempt(self) -> int:
-        """The lowest number that :meth:`begin` takes; the attempt of a round is the highest of all ranks' ones."""
+        """The lowest number that :meth:`start_attempt` takes; a round's attempt is the highest of all ranks' ones."""
         return self._attempt + 1
 
-    def begin(self, attempt: int, cells: Iterable[int]) -> None:
+    def start_attempt(self, attempt: int, cells: Iterable[int]) -> None:
         """Get ready to mask the rows of one exchange; local, the same on all ranks.
 
         The attempt is one that this rank has not used, agreed on in the opening vote: the highest :attr:`next_attempt`.
@@ -112,7 +112,7 @@ class Masker:
         """
         if attempt < self.next_attempt:
             raise StateError(
-                f"attempt {attempt} may have used its masks; begin with {self.next_attempt} or above, the highest "
+                f"attempt {attempt} may have used its masks; start with {self.next_attempt} or above, the highest "
                 "next_attempt of all ranks"
             )
         self._attempt = attempt
@@ -145,22 +145,22 @@ class Masker:
         out: torch.Tensor,
         *,
         place: tuple[object, ...],
-        carriers: Mapping[int, int],
+        senders: Mapping[int, int],
     ) -> None:
         """Write values times this cell's share as a masked row; local.
 
         Where it raises, and after :meth:`abandon`, ``out`` holds zeros: nothing of the values leaves if it is sent all
         the same. Values are clipped and noised before. The place (bucket group, bucket, part) is the same on all ranks
-        that send these elements, and another one for each row of an attempt. ``carriers`` has the sender of each
+        that send these elements, and another one for each row of an attempt. ``senders`` has the sender of each
         contributing cell, this one too; ``out`` is flat int64 on the values' device.
         """
         out.zero_()
         if self._is_abandoned:
             return
-        if tuple(sorted(carriers)) != self._cells or carriers.get(self._cell) != self._rank:
+        if tuple(sorted(senders)) != self._cells or senders.get(self._cell) != self._rank:
             raise StateError(
-                f"carriers {dict(carriers)} are not one for each of the cells {self._cells} with rank {self._rank} for "
-                f"cell {self._cell}; call begin with the cells that contribute"
+                f"senders {dict(senders)} are not one for each of the cells {self._cells} with rank {self._rank} for "
+                f"cell {self._cell}; call start_attempt with the cells that contribute"
             )
         if place in self._used:
             raise StateError(
@@ -170,7 +170,7 @@ class Masker:
         self._check_range(values)
         streams = [
             (Keystream(self._key(peer, place)), 1 if self._cell < cell else -1)
-            for cell, peer in carriers.items()
+            for cell, peer in senders.items()
             if cell != self._cell
         ]
         factor = share * 2.0**self._options.fraction_bits
