@@ -302,7 +302,7 @@ def test_an_attempt_is_never_begun_again() -> None:
     with pytest.raises(RoundError):
         masker.start_attempt(5, [0])
     for old in (0, 1, 4, 5):
-        with pytest.raises(StateError, match="begin with 6"):
+        with pytest.raises(StateError, match="start with 6"):
             masker.start_attempt(old, range(3))
     masker.start_attempt(6, range(3))
 
