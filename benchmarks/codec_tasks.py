@@ -77,7 +77,7 @@ class Forgetful(ErrorFeedback):
 
     def commit(self, stage: torch.Tensor | None) -> torch.Tensor | None:
         spare = super().commit(stage)
-        self._left.clear()
+        self._residuals.clear()
         return spare
 
 

@@ -393,7 +393,7 @@ def wrong(rank: int, world_size: int) -> None:
         ({"every": 3, "delay": 3}, "delay must be an integer from 0 to 2, got 3"),
         ({"every": 3, "alpha": 0.5}, "alpha 0.5 is for delayed rounds, but delay is 0"),
         ({"every": 3, "delay": 1, "aggregator": plain}, "delay 1 needs an aggregator made with overlap=True"),
-        ({"every": 3, "delay": 1, "alpha": -1}, "alpha -1"),
+        ({"every": 3, "delay": 1, "alpha": -1}, "alpha must be .*got -1"),
         ({"every": 3, "delay": 1 + rank}, "delay=2"),
         (
             {"every": 3, "aggregator": {"codek": "int8"}},

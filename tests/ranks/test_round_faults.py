@@ -329,7 +329,7 @@ def wrong_arguments(rank: int, world_size: int) -> None:
             lambda: xffl.FederatedScaling(model, optimizer, None if odd else state, every=1),
             "got NoneType",
         ),  # type: ignore[arg-type]
-        (lambda: xffl.FederatedScaling(model, 5 if odd else optimizer, state, every=1), "optimizer 5"),  # type: ignore[arg-type]
+        (lambda: xffl.FederatedScaling(model, 5 if odd else optimizer, state, every=1), "got 5"),  # type: ignore[arg-type]
         (lambda: xffl.FederatedScaling(model, optimizer, state, every=1, weight=5 if odd else None), "weight 5"),  # type: ignore[arg-type]
     ):
         check_alike(raised(call), "ConfigError", told, "rank 1 of 2")

@@ -191,7 +191,7 @@ def wrong_options(rank: int, world_size: int) -> None:
         ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes", "got 0")),
         ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes", "got '1M'")),
         ({"policies": local, "nonfinite": "ignore"}, ("'ignore'", "'reject', 'drop_cell'")),
-        ({"policies": local, "atomic": "yes"}, ("atomic 'yes'",)),
+        ({"policies": local, "atomic": "yes"}, ("atomic must be one of True, False, got 'yes'",)),
     ]:
         check_alike(raised(lambda o=options: xffl.Aggregator(model, state, **o)), "ConfigError", *parts)  # type: ignore[misc]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
