@@ -327,6 +327,24 @@ def test_cells_of_one_rank_and_narrow_sums() -> None:
     run_world(3, uneven)
 
 
+def two_models(rank: int, world_size: int) -> None:
+    """Each model has the loss that it was wrapped with."""
+    strategy = DistributedStrategy.from_config(configure("single", {}, {}))
+    strategy.setup(joined(rank, world_size))
+    losses = {factor: lambda output, target, factor=factor: factor * (output - target).sum() for factor in (1.0, 3.0)}
+    models = {factor: strategy.wrap_model(nn.Linear(2, 1), loss=loss) for factor, loss in losses.items()}
+    silent = strategy.wrap_model(nn.Linear(2, 1))
+    for factor, model in models.items():
+        strategy.forward_backward(model, torch.ones(1, 2), target=torch.zeros(1, 1))
+        assert model.bias.grad.tolist() == [factor]
+    with pytest.raises(StateError, match="needs a loss"):
+        strategy.forward_backward(silent, torch.ones(1, 2), target=torch.zeros(1, 1))
+
+
+def test_each_model_has_its_own_loss() -> None:
+    run_world(1, two_models)
+
+
 class Custom(nn.Module):
     """A module whose parameters nothing initializes."""
 

@@ -158,9 +158,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             share("\n".join(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named_tensors(model)))
         model.to(self.device)
         send_weights(model, self.state)
-        self._loss = loss
         mark(model, UNREADY)
         self._model = ZeroModel(model)
+        self._losses[self._model] = loss
         self._wrapped.setdefault(self._model, WeakSet())
         return self._model
 

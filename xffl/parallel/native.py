@@ -85,7 +85,6 @@ class NativeStrategy(DistributedStrategy):
         world, device_parameters = self.world, self.device_parameters
         if world.pp_enabled and loss is None:
             raise ConfigError("a pipeline computes its loss itself; give wrap_model(model, loss=...)")
-        self._loss = loss
         spread_model = spread(model, self.state, self._options(init_weights), world)
         if world.cp_enabled:
             # Stages behind the first get activations, which tensor parallelism has cut along the sequence once more.
@@ -101,6 +100,7 @@ class NativeStrategy(DistributedStrategy):
                 micro_batches=device_parameters.pp_micro_batches or world.pp_size,
                 schedule=device_parameters.pp_schedule,
             )
+        self._losses[spread_model] = loss
         self._wrapped.setdefault(spread_model, WeakSet())
         return spread_model
 

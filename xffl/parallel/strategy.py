@@ -78,7 +78,8 @@ class DistributedStrategy(ABC):
         """Whether the last batches ended because another replica group's state was taken over"""
         self.is_step_lost = False
         """Whether the last step was not taken, since another replica group was lost: its batches are to come again"""
-        self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+        self._losses: WeakKeyDictionary[nn.Module, Callable[[Any, torch.Tensor], torch.Tensor] | None]
+        self._losses = WeakKeyDictionary()  # what wrap_model was given for each model
         self._wrapped: WeakKeyDictionary[nn.Module, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
         """What load_checkpoint may be called without: models that are still in use, and their optimizers."""
 
@@ -286,9 +287,9 @@ class DistributedStrategy(ABC):
         """
         with self.train_context():
             output = model(*inputs, **named)
-            if self._loss is None:
+            if (loss_of := self._losses.get(model)) is None:
                 raise StateError("forward_backward needs a loss; give wrap_model(model, loss=...)")
-            loss = self._loss(output, target)
+            loss = loss_of(output, target)
             self.backward(loss, share=share)
         loss = loss.detach()
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
