@@ -169,20 +169,24 @@ class Backend(str):
     """A text of a type of its own, as torch's."""
 
 
-@pytest.mark.parametrize("value", ["gloo", Backend("gloo"), True, 1])
-def test_one_of_the_choices(value: object) -> None:
-    one_of("what", value, ("gloo", True, 1))
+def refusal(value: object, choices: tuple[object, ...]) -> str:
+    """Return why a value is refused; empty where it is not."""
+    try:
+        one_of("what", value, choices)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
     ("value", "choices", "told"),
     [
-        (1, (True, False), r"what must be one of True, False, got 1$"),
-        (True, (1, 2), r"what must be one of 1, 2, got True$"),
-        ("glooo", ("gloo", "nccl"), r"got 'glooo' \(did you mean 'gloo'\?\)$"),
-        (None, ("gloo",), r"got None$"),
+        *((value, ("gloo", True, 1), "") for value in ("gloo", Backend("gloo"), True, 1)),
+        (1, (True, False), "what must be one of True, False, got 1"),
+        (True, (1, 2), "what must be one of 1, 2, got True"),
+        ("glooo", ("gloo", "nccl"), "what must be one of 'gloo', 'nccl', got 'glooo' (did you mean 'gloo'?)"),
+        (None, ("gloo",), "what must be one of 'gloo', got None"),
     ],
 )
-def test_none_of_the_choices(value: object, choices: tuple[object, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        one_of("what", value, choices)
+def test_only_the_choices_are_accepted(value: object, choices: tuple[object, ...], told: str) -> None:
+    assert refusal(value, choices) == told

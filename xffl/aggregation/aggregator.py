@@ -178,16 +178,11 @@ class Aggregator:
         self._device = transfer_device(scope.state)
         self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, holdings)
         self._round_groups = self._exchange.round_groups
-        self._coordinator = RoundCoordinator(
-            self._exchange, scope, device=self._device, round_groups=self._round_groups, options=self._options
-        )
+        self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._arithmetic = arithmetic_of(self._device)
         self._has_codecs = any(self._manifest.codecs.values()) and scope.topology.cells > 1
         self._marks: list[torch.cuda.Event] = []  # which all rounds' profiles use
-        self._stream: torch.cuda.Stream | None = None  # that rounds work on
-        if self._device.type == "cuda":
-            streams = scope.state.streams
-            self._stream = streams[0] if streams else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = _round_stream(scope.state, self._device)
 
     @property
     def rounds(self) -> int:
@@ -588,6 +583,13 @@ def _compare_models(
         return scope, options, manifest, Holdings(gather_axes(axes, topology, scope.world), None)
     replica_tensors = _gather_replica(rank_tensors, manifest, scope)
     return scope, options, manifest, Holdings((replica_tensors.axes,) * topology.cells, replica_tensors)
+
+
+def _round_stream(state: DistributedState, device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream that rounds work on; ``None`` without a GPU."""
+    if device.type != "cuda":
+        return None
+    return state.streams[0] if state.streams else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def check_given(model: object, state: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, FiniteReport, RoundRun
-from xffl.aggregation.engine.groups import RoundGroups, RoundScope
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.inconsistent import TornError
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.engine.status import (
@@ -154,18 +154,10 @@ class RoundCoordinator:
 
     _last_number: ClassVar[int] = 0  # of the aggregators of this process
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        scope: RoundScope,
-        *,
-        device: torch.device,
-        round_groups: RoundGroups,
-        options: Options,
-    ) -> None:
+    def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology, self._rank = scope.topology, scope.rank
-        self._device, self._round_groups = device, round_groups
+        self._device, self._round_groups = exchange.device, exchange.round_groups
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state._timeouts
