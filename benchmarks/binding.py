@@ -19,8 +19,8 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from xffl.cluster.affinity import allowed_cpus, bind_rank, find_cores
 from xffl.cluster.hardware import describe_host
+from xffl.cluster.launch.affinity import allowed_cpus, bind_rank, find_cores
 
 ARMS = {
     "one thread": {"OMP_NUM_THREADS": "1"},

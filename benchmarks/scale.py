@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.report import (
+from xffl.planning import (
     Link,
     codec_ratio,
     forecast_data_parallel,
     forecast_round,
     utilization_figure,
 )
-from xffl.report.forecast import ASSUMPTIONS, BUCKET_BYTES
+from xffl.planning.forecast import ASSUMPTIONS, BUCKET_BYTES
 from xffl.topology import Topology
 
 MODELS = (

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from xffl.report import curves_figure, topology_figure, topology_text
+from xffl.planning import curves_figure, topology_figure, topology_text
 from xffl.topology import Topology
 
 HERE = Path(__file__).resolve().parent

@@ -26,7 +26,7 @@ from torch import nn
 
 import xffl
 from xffl.aggregation.algorithms.clients import Client, local
-from xffl.training.sampler import CellBatchSampler
+from xffl.training.data.sampler import CellBatchSampler
 
 CELLS, BAD_CELL = 5, 3
 LR, BATCH_SIZE, EVERY = 0.35, 64, 5

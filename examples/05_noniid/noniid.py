@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from xffl.training import partition
-from xffl.training.sampler import CellBatchSampler
+from xffl.training.data import partition
+from xffl.training.data.sampler import CellBatchSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01_digits"))
 import digits

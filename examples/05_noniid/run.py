@@ -24,9 +24,9 @@ from methods import Trial, chosen_trials
 from rich.console import Console
 from rich.table import Table
 
-from xffl.report.algorithms_figure import Standing, algorithms_figure, standings
-from xffl.report.partition_figure import partition_figure
-from xffl.report.partition_table import partition_table
+from xffl.planning.algorithms_figure import Standing, algorithms_figure, standings
+from xffl.planning.partition_figure import partition_figure
+from xffl.planning.partition_table import partition_table
 
 TARGET = 0.9
 POINTS = 0.02

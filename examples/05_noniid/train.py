@@ -28,7 +28,7 @@ from methods import CENTRALIZED, GRIDS, Trial, chosen_trials, grid_trials
 from torch import nn
 
 import xffl
-from xffl.training.sampler import CellBatchSampler
+from xffl.training.data.sampler import CellBatchSampler
 
 
 def train(

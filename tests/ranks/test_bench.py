@@ -25,7 +25,7 @@ from xffl.cli.bench import _show
 from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.extras import install_command
-from xffl.report import bench_figure, bench_table, codec_ratio, round_traffic
+from xffl.planning import bench_figure, bench_table, codec_ratio, round_traffic
 from xffl.topology import Topology
 
 ROOT = Path(__file__).parents[2]

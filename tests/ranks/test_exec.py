@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import is_alive, still_there
-from xffl.cluster.runner import RankJob
+from xffl.cluster.launch.runner import RankJob
 
 DEADLINE_S = 120
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_a_rank_whose_launcher_has_gone_already_does_not_begin(tmp_path: Path) -
     (tmp_path / "script.py").write_text("open('begun', 'w').close()")
     for parent, code in ((os.getpid(), 0), (1, 137)):
         ran = subprocess.run(
-            [sys.executable, "-m", "xffl.cluster.runner", "script.py"],
+            [sys.executable, "-m", "xffl.cluster.launch.runner", "script.py"],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **RankJob(parent=parent).variables()},
             timeout=DEADLINE_S, check=False,
         )  # fmt: skip

@@ -24,8 +24,8 @@ from tests.ranks.test_session import be_rank
 from tests.worlds import run_script, run_world
 from xffl.cli import execute
 from xffl.cli.main import main
-from xffl.report.run_reading import read_run
-from xffl.report.run_summary import totals
+from xffl.run_report.reading import read_run
+from xffl.run_report.summary import totals
 
 ROOT = Path(__file__).parents[2]
 

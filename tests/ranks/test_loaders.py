@@ -27,8 +27,8 @@ from tests.ranks.test_round import make_state
 from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.distributed import DistributedState
-from xffl.training.loaders import CellLoader, validation_loader
-from xffl.training.tokens import TokenDataset, open_tokens, write_tokens
+from xffl.training.data.loaders import CellLoader, validation_loader
+from xffl.training.data.tokens import TokenDataset, open_tokens, write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (3, 1)

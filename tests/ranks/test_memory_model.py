@@ -14,8 +14,8 @@ from tests.decoder import VOCABULARY, Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, joined
 from tests.worlds import run_world
 from xffl.parallel import DDPConfig, DistributedStrategy
-from xffl.report.cell_traffic import step_traffic
-from xffl.report.memory import ModelSize, TrainingSize, rank_memory
+from xffl.planning.cell_traffic import step_traffic
+from xffl.planning.memory import ModelSize, TrainingSize, rank_memory
 
 WIDTH, LAYERS, BATCH, SEQUENCE = 32, 4, 8, 16
 Case = tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]

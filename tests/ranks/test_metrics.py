@@ -23,13 +23,13 @@ from tests.worlds import run_world
 from xffl.aggregation import RoundReport
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
-from xffl.training.config import BaseTrainerConfig, ExperimentConfig
+from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
+from xffl.training.data.sampler import data_place
 from xffl.training.metric_states import compute_metrics, prepare_metrics
 from xffl.training.metrics import WeightedSums, counted_place, reduce_mean, reduce_sums
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.mixins.metrics import EvalMetricMixin, MetricsConfig
 from xffl.training.run_folder import RunFolder
-from xffl.training.sampler import data_place
 
 CPU = torch.device("cpu")
 SAMPLES, CLASSES, TOKENS = 41, 4, 6

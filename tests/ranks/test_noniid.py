@@ -18,9 +18,9 @@ from torch import nn
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
 from xffl.errors import ConfigError
-from xffl.report.algorithms_figure import algorithms_figure, standings
+from xffl.planning.algorithms_figure import algorithms_figure, standings
 from xffl.topology import Topology
-from xffl.training.sampler import CellBatchSampler
+from xffl.training.data.sampler import CellBatchSampler
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("sklearn")

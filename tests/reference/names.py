@@ -40,7 +40,7 @@ EXISTS: dict[str, dict[str, str]] = {
         "init_process_group": "xffl.distributed:setup_distributed_process_group",
         "destroy_process_group": "xffl.distributed:cleanup_distributed_process_group",
         "test_single_process": "xffl:session",  # one process without a launcher
-        "main": "xffl.cluster.launch:launch_local",  # the document's launcher.py
+        "main": "xffl.cluster.launch.launch:launch_local",  # the document's launcher.py
     },
     "strategy_patterns.md": {
         "init_process_group": "xffl.distributed:setup_distributed_process_group",
@@ -65,7 +65,7 @@ EXISTS: dict[str, dict[str, str]] = {
         "_rotate": "xffl.checkpoint:CheckpointManager._rotate",
         "find_latest_checkpoint": "xffl.checkpoint:find_latest_checkpoint",
         "auto_resume": "xffl.checkpoint:auto_resume",
-        "launch_distributed": "xffl.cluster.launch:launch_distributed",
+        "launch_distributed": "xffl.cluster.launch.launch:launch_distributed",
     },
     "trainer_core_concepts.md": {
         "DistributedWorld": "xffl:DistributedWorld",

@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_environment import recording
-from xffl.cluster import affinity
-from xffl.cluster.affinity import Binding, allowed_cpus, bind_if_asked, bind_rank, find_cores, is_bound, share_cores
+from xffl.cluster.launch import affinity
+from xffl.cluster.launch.affinity import (
+    Binding,
+    allowed_cpus,
+    bind_if_asked,
+    bind_rank,
+    find_cores,
+    is_bound,
+    share_cores,
+)
 from xffl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +112,7 @@ def test_launchers_that_bind_say_so() -> None:
 
 BOUND = """\
 import json, os, threading
-from xffl.cluster.affinity import bind_rank
+from xffl.cluster.launch.affinity import bind_rank
 bind_rank({rank}, {size})
 found = []
 thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
@@ -156,7 +164,7 @@ def test_a_binding_says_why() -> None:
 
 def test_the_place_on_the_node_is_read_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("xffl.cluster.affinity.bind_rank", lambda rank, size, environ: seen.append((rank, size)))
+    monkeypatch.setattr("xffl.cluster.launch.affinity.bind_rank", lambda rank, size, environ: seen.append((rank, size)))
     for name, places in (
         ("torchrun_uneven_nodes", [(0, 2), (1, 2), (0, 1)]),
         ("srun_even", [(0, 2), (1, 2), (0, 2), (1, 2)]),

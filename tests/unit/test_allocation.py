@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster import allocation, hosts
-from xffl.cluster.allocation import (
+from xffl.cluster import hosts
+from xffl.cluster.slurm import allocation
+from xffl.cluster.slurm.allocation import (
     Allocation,
     Host,
     find_allocation,

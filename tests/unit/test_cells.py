@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from tests.unit.test_allocation import THREE_LEVELS
 from xffl.cli.main import main
-from xffl.cluster import placement
-from xffl.cluster.allocation import Host, read_topology, with_switches
 from xffl.cluster.cells import (
     Arrangement,
     arrange,
@@ -26,7 +24,9 @@ from xffl.cluster.cells import (
     sizes_of_ranks,
 )
 from xffl.cluster.environment import federation_variables, request_federation, requested_federation
-from xffl.cluster.placement import order_hosts
+from xffl.cluster.launch import placement
+from xffl.cluster.launch.placement import order_hosts
+from xffl.cluster.slurm.allocation import Host, read_topology, with_switches
 from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.topology import Topology
 

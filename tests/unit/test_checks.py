@@ -23,21 +23,22 @@ from xffl.aggregation.privacy.secure_sum import SecureSum
 from xffl.checkpoint import CheckpointManager
 from xffl.checks import integer, one_of
 from xffl.cluster.environment import detect_environment
-from xffl.cluster.submit import SlurmConfig
+from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.distributed.distributed_state import create_device_mesh
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, XfflError
 from xffl.parallel.config import DDPConfig, DistributedConfig, TrainingConfig
-from xffl.report.forecast import Link, forecast_round
-from xffl.report.memory import ModelSize
+from xffl.planning.forecast import Link, forecast_round
+from xffl.planning.memory import ModelSize
 from xffl.topology import Topology
-from xffl.training import CellLoader, CellStream, partition, validation_loader
+from xffl.training import CellLoader, CellStream, validation_loader
 from xffl.training.callbacks import CheckpointCallback, EarlyStoppingCallback, EMACallback, ProfilerCallback
-from xffl.training.config import ExperimentConfig, TrainingParameters
-from xffl.training.launching import LaunchConfig
+from xffl.training.config.dataclasses import ExperimentConfig, TrainingParameters
+from xffl.training.config.launching import LaunchConfig
+from xffl.training.config.typed import to_plain
+from xffl.training.data import partition
 from xffl.training.mixins.federated import FederationConfig
 from xffl.training.mixins.loaders import DataConfig
-from xffl.training.typed import to_plain
 
 WORLD = Topology(4, 2)
 DATA = TensorDataset(torch.arange(40))

@@ -15,7 +15,7 @@ import pytest
 
 from xffl.cli.execute import split_command
 from xffl.cli.main import main
-from xffl.cluster.failure import (
+from xffl.cluster.launch.failure import (
     FailureRecord,
     RankFailure,
     describe_failure,

@@ -27,8 +27,7 @@ from xffl.extras import install_command
 from xffl.parallel.config import DistributedConfig
 from xffl.training import DataConfig, FederatedConfigMixin, FederationConfig
 from xffl.training.callbacks import Callback, CheckpointCallback
-from xffl.training.config import BaseTrainerConfig, ExperimentConfig
-from xffl.training.configuration import (
+from xffl.training.config.configuration import (
     LaunchConfig,
     Resolved,
     help_text,
@@ -38,9 +37,10 @@ from xffl.training.configuration import (
     read_job,
     to_plain,
 )
-from xffl.training.launching import choose_federation, config_class, find_trainer
-from xffl.training.typed import Mismatch, typed
-from xffl.training.yaml_text import load_text, write_yaml
+from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
+from xffl.training.config.launching import choose_federation, config_class, find_trainer
+from xffl.training.config.typed import Mismatch, typed
+from xffl.training.config.yaml_text import load_text, write_yaml
 
 
 class Color(enum.Enum):
@@ -690,7 +690,7 @@ def command_keys() -> list[str]:
 TRAINER = """
 from __future__ import annotations
 from dataclasses import dataclass
-from xffl.training.config import BaseTrainerConfig
+from xffl.training.config.dataclasses import BaseTrainerConfig
 
 @dataclass(kw_only=True)
 class Config(BaseTrainerConfig):

@@ -15,16 +15,16 @@ import pytest
 from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
 from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
-from xffl.cluster import in_place, srun
-from xffl.cluster.allocation import Allocation, Host, find_allocation
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
-from xffl.cluster.job_watch import JobWatch
-from xffl.cluster.marked_lines import MarkedLines, Message, mark
-from xffl.cluster.rank_files import RankFile, Stream, following, list_rank_files, sizes_now
-from xffl.cluster.runner import RankJob
-from xffl.cluster.srun import launch_srun, read_task_ends, srun_command
-from xffl.cluster.ssh import shared_environment, ssh_command
+from xffl.cluster.launch import rank_process, srun
+from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
+from xffl.cluster.launch.rank_files import RankFile, Stream, following, list_rank_files, sizes_now
+from xffl.cluster.launch.runner import RankJob
+from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
+from xffl.cluster.launch.ssh import shared_environment, ssh_command
+from xffl.cluster.launch.stderr_frames import MarkedLines, Message, mark
+from xffl.cluster.launch.supervisor import JobWatch
+from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 ROOT = Path(__file__).parents[2]
@@ -174,14 +174,14 @@ def test_a_rank_in_place_takes_its_threads(
     variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"PATH": "x", **variables}
-    monkeypatch.setattr(in_place.os, "environ", environ)
+    monkeypatch.setattr(rank_process.os, "environ", environ)
     monkeypatch.setattr(
-        in_place, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
+        rank_process, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
     )
-    in_place.take_share()
+    rank_process.take_share()
     assert environ == {"PATH": "x", **variables}, "no launcher has started this process"
     environ |= OF_ONE_RANK
-    in_place.take_share()
+    rank_process.take_share()
     assert environ["OMP_NUM_THREADS"] == told
 
 
@@ -221,7 +221,7 @@ def test_how_a_rank_in_place_ends(script: str, words: list[str], code: int, said
     command = [sys.executable, "-m", "xffl", "exec", *words, "script.py"]
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr.endswith(said)) == (code, True), ran.stderr
-    assert ran.stderr.count("Traceback") == ("ValueError" in said) and "in_place.py" not in ran.stderr
+    assert ran.stderr.count("Traceback") == ("ValueError" in said) and "rank_process.py" not in ran.stderr
     log = tmp_path / "logs" / "rank_00000.log"
     assert "begun\n" in (log.read_text() if words[:1] == ["--log-dir"] else ran.stdout)
     assert not log.exists() or said in log.read_text()
@@ -400,9 +400,8 @@ def test_a_stream_of_log_files(tmp_path: Path) -> None:
 
 def test_a_log_file_keeps_what_it_holds_and_only_what_is_new_is_shown(tmp_path: Path) -> None:
     file, out = RankFile(3, 1, tmp_path), io.BytesIO()
-    code = (
-        "from pathlib import Path; from xffl.cluster.rank_files import *; redirect(RankFile(3, 1, Path())); print({})"
-    )
+    imports = "from pathlib import Path; from xffl.cluster.launch.rank_files import *"
+    code = imports + "; redirect(RankFile(3, 1, Path())); print({})"
     subprocess.run([sys.executable, "-c", code.format("'old'")], cwd=tmp_path, check=True, timeout=60)
     with following(tmp_path, out):
         subprocess.run([sys.executable, "-c", code.format("'new', end=''")], cwd=tmp_path, check=True, timeout=60)

@@ -19,7 +19,7 @@ from xffl.aggregation.engine.status import PACKED
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.groups import DEFAULT_STREAMS
 from xffl.errors import ConfigError
-from xffl.report import (
+from xffl.planning import (
     Link,
     codec_bytes,
     codec_ratio,
@@ -27,8 +27,8 @@ from xffl.report import (
     forecast_round,
     round_traffic,
 )
-from xffl.report import forecast as module
-from xffl.report.forecast import BACKWARD_SHARE
+from xffl.planning import forecast as module
+from xffl.planning.forecast import BACKWARD_SHARE
 from xffl.topology import Topology
 
 TWO = Topology(8, (4, 4), 2)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import FailureRecord, RankFailure
-from xffl.cluster.job_watch import JobWatch, caught_signals
+from xffl.cluster.launch.failure import FailureRecord, RankFailure
+from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 
 ROOT = Path(__file__).parents[2]
 FULL = """

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from xffl.errors import ConfigError, LaunchError
 from xffl.training import listener
-from xffl.training.config import ExperimentConfig
+from xffl.training.config.dataclasses import ExperimentConfig
 from xffl.training.listener import Goal, Listener
 from xffl.training.signals import SignalInbox, check_signals
 

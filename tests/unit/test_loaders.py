@@ -28,13 +28,13 @@ from torch.utils.data import (
 
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
-from xffl.training.batches import Randomness, find_columns
-from xffl.training.loaders import CellLoader, adopt_loader, parts_by_ranks
-from xffl.training.partition import dirichlet
-from xffl.training.parts import Partition
-from xffl.training.sampler import data_place
-from xffl.training.streams import CellStream
-from xffl.training.validation import validation_loader
+from xffl.training.data.batches import Randomness, find_columns
+from xffl.training.data.loaders import CellLoader, adopt_loader, parts_by_ranks
+from xffl.training.data.partition import dirichlet
+from xffl.training.data.parts import Partition
+from xffl.training.data.sampler import data_place
+from xffl.training.data.streams import CellStream
+from xffl.training.data.validation import validation_loader
 
 TOPOLOGIES = [
     Topology(1),

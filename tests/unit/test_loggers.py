@@ -26,7 +26,7 @@ from tests.worlds import fake_world, run_world
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
-from xffl.training.config import BaseTrainerConfig, ExperimentConfig
+from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
 from xffl.training.loggers.images import tiled
 from xffl.training.loggers.lines import LineFile, cut_lines

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.decoder import Decoder
 from xffl.errors import ConfigError
 from xffl.parallel.pipeline import split_model
-from xffl.report import mesh_figure, mesh_text, rank_memory, step_traffic
-from xffl.report.memory import Amount, ModelSize, TrainingSize, form_of, share_of, total_bytes
-from xffl.report.mesh import MESH_AXES, Grid
+from xffl.planning import mesh_figure, mesh_text, rank_memory, step_traffic
+from xffl.planning.memory import Amount, ModelSize, TrainingSize, form_of, share_of, total_bytes
+from xffl.planning.mesh import MESH_AXES, Grid
 
 PLAIN = ModelSize(parameters=1e9)
 LLAMA = ModelSize(parameters=8.03e9, layers=32, width=4096, vocabulary=128_256, kv_width=1024)

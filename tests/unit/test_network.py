@@ -12,9 +12,10 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.test_environment import FakeWorld, fake_mpi
-from xffl.cluster import hosts, mpi, network
+from xffl.cluster import hosts, network
 from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
-from xffl.cluster.mpi import Claim
+from xffl.cluster.launch import mpi
+from xffl.cluster.launch.mpi import Claim
 from xffl.cluster.network import (
     Interface,
     Timeouts,

@@ -29,7 +29,18 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(xffl.__path__, "xffl.") if "__main__" not in module.name
 )
-WITHOUT_TORCH = ("errors", "extras", "lazy", "checks", "topology", "costs", "cluster", "report", "workflow")
+WITHOUT_TORCH = (
+    "errors",
+    "extras",
+    "lazy",
+    "checks",
+    "topology",
+    "costs",
+    "cluster",
+    "planning",
+    "run_report",
+    "workflow",
+)
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
 EXPORTS |= {"Topology"}
 
@@ -117,7 +128,7 @@ def run_without(blocked: tuple[str, ...], code: str) -> str:
 def test_arithmetic_command_line_and_plan_do_without_torch() -> None:
     told = run_without(
         ("torch", "numpy", "matplotlib", "mpi4py"),
-        "import xffl, xffl.cluster, xffl.report\n"
+        "import xffl, xffl.cluster, xffl.planning\n"
         "from xffl.cli.main import main\n"
         "print(xffl.Topology(8, 4).cells, xffl.ConfigError.__name__)\n"
         "sys.exit(main(['plan', '--federated', '4,4', '--hsdp', '2', '--params', '8e9', '--link-gbps', '10']))",

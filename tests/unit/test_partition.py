@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.errors import CheckpointError, ConfigError
-from xffl.report.partition_table import holdings
-from xffl.training import partition
-from xffl.training.draws import ORDER, PROPORTIONS, Draws, portions
-from xffl.training.parts import Partition
+from xffl.planning.partition_table import holdings
+from xffl.training.data import partition
+from xffl.training.data.parts import Partition
+from xffl.training.data.rng import ORDER, PROPORTIONS, Draws, portions
 
 METHODS: dict[str, Callable[..., Partition]] = {
     "iid": partition.iid,
@@ -424,5 +424,5 @@ def test_what_cannot_be_met_is_said(call: Callable[[], Partition], message: str)
 
 
 def test_partitions_need_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from xffl.training import partition; partition.iid(9, 3)"
+    code = "import sys; sys.modules['torch'] = None; from xffl.training.data import partition; partition.iid(9, 3)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

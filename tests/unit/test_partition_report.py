@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from xffl.errors import ConfigError
-from xffl.report.partition_figure import partition_figure
-from xffl.report.partition_table import holdings, partition_table
+from xffl.planning.partition_figure import partition_figure
+from xffl.planning.partition_table import holdings, partition_table
 
 
 def test_holdings_add_up() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xffl.report.pipeline import SIMULATED, Pace, Stages, follow, simulate
+from xffl.planning.pipeline import SIMULATED, Pace, Stages, follow, simulate
 
 
 def stages(**changed: Any) -> Stages:

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy
-from xffl.training.config import BaseTrainerConfig, ExperimentConfig, TrainingParameters
+from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig, TrainingParameters
 from xffl.training.mixins import quantize
 from xffl.training.mixins.models import ModelSetupMixin
 from xffl.training.mixins.quantize import QuantizeConfig, QuantizeConfigMixin, QuantizeMixin

@@ -313,6 +313,8 @@ def test_an_algorithm_sets_keywords_that_there_are(entry: AlgorithmInfo) -> None
 
 def test_a_partition_is_a_function_with_its_options_bound() -> None:
     bound = make("partition", "dirichlet:alpha=0.5")
-    assert bound.func is registry.load("xffl.training.partition.dirichlet", "test") and bound.keywords == {"alpha": 0.5}
+    assert bound.func is registry.load("xffl.training.data.partition.dirichlet", "test") and bound.keywords == {
+        "alpha": 0.5
+    }
     with pytest.raises(ConfigError, match="alpha='x'"):
         make("partition", "dirichlet:alpha=x")

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from xffl.aggregation.engine.plan import Cut, Item, plan_groups
 from xffl.errors import ConfigError
 from xffl.extras import install_command
-from xffl.report import curves_figure, round_traffic, topology_figure, topology_text
-from xffl.report.drawing import PALETTE
-from xffl.report.pieces import count_pieces, exchange_pieces
+from xffl.planning import curves_figure, round_traffic, topology_figure, topology_text
+from xffl.planning.drawing import PALETTE
+from xffl.planning.pieces import count_pieces, exchange_pieces
 from xffl.topology import Topology
 
 SMALL = [
@@ -386,7 +386,7 @@ def test_importing_and_drawing_text_needs_no_torch_and_no_matplotlib() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'matplotlib', 'rich', 'numpy'): sys.modules[name] = None\n"
-        "from xffl.report import topology_text, round_traffic\n"
+        "from xffl.planning import topology_text, round_traffic\n"
         "from xffl.topology import Topology\n"
         "assert '[0]' in topology_text(Topology(8, (4, 4), 2))\n"
         "round_traffic(Topology(8, (4, 4), 2), 8e9)\n"

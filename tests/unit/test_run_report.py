@@ -20,13 +20,13 @@ import pytest
 
 from xffl.cli.main import main
 from xffl.errors import ConfigError
-from xffl.report.run_configuration import settings
-from xffl.report.run_curves import Panel, curves_of, draw_panels, every_kth, thinned
-from xffl.report.run_numbers import bytes_text, label_text, number_text, printable, seconds_text, stem_of
-from xffl.report.run_reading import FEDERATION, Run, read_run, read_runs
-from xffl.report.run_report import Report, write_report
-from xffl.report.run_rounds import rounds_figure, traffic_figure
-from xffl.report.run_summary import is_better_high, mean_phases, standings, summary, totals, value_text
+from xffl.run_report.configuration import settings
+from xffl.run_report.curves import Panel, curves_of, draw_panels, every_kth, thinned
+from xffl.run_report.numbers import bytes_text, label_text, number_text, printable, seconds_text, stem_of
+from xffl.run_report.reading import FEDERATION, Run, read_run, read_runs
+from xffl.run_report.report import Report, write_report
+from xffl.run_report.rounds import rounds_figure, traffic_figure
+from xffl.run_report.summary import is_better_high, mean_phases, standings, summary, totals, value_text
 
 START = 1_790_000_000.0
 VOID = {"meta", "link", "img", "br"}
@@ -654,7 +654,7 @@ def test_the_command_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, xffl.report.run_report; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, xffl.run_report.report; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import Topology
-from xffl.training.partition import dirichlet, iid
-from xffl.training.sampler import CellBatchSampler, CellOrder, CellSampler, data_place
+from xffl.training.data.partition import dirichlet, iid
+from xffl.training.data.sampler import CellBatchSampler, CellOrder, CellSampler, data_place
 
 TOPOLOGIES = [
     Topology(1),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from xffl.errors import ConfigError
-from xffl.report import utilization_figure
+from xffl.planning import utilization_figure
 
 ROOT = Path(__file__).resolve().parents[2]
 

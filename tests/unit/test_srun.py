@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster import rank_files, runner, srun
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import RankFailure
-from xffl.cluster.line_cutter import LineCutter
-from xffl.cluster.marked_lines import MarkedLines
-from xffl.cluster.rank_files import RankFile, Stream
-from xffl.cluster.runner import RankJob
-from xffl.cluster.srun import launch_srun, read_task_ends
+from xffl.cluster.launch import rank_files, runner, srun
+from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.line_buffer import LineCutter
+from xffl.cluster.launch.rank_files import RankFile, Stream
+from xffl.cluster.launch.runner import RankJob
+from xffl.cluster.launch.srun import launch_srun, read_task_ends
+from xffl.cluster.launch.stderr_frames import MarkedLines
 
 DEADLINE_S = 30
 EXEC = [sys.executable, "-m", "xffl", "exec"]
 BEGIN = """
 import json, os, signal, sys, time
 from pathlib import Path
-from xffl.cluster.marked_lines import mark
+from xffl.cluster.launch.stderr_frames import mark
 
 def say(text, stream=2):
     os.write(stream, text if isinstance(text, bytes) else text.encode())
@@ -58,8 +58,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def launched(**options: float) -> RankFailure | int:
-    from xffl.cluster.allocation import Host
-    from xffl.cluster.job_layout import lay_out
+    from xffl.cluster.launch.job_layout import lay_out
+    from xffl.cluster.slurm.allocation import Host
 
     return launch_srun(lay_out((Host("n1", 2),), None, None), ["train.py"], environ={}, **options)
 
@@ -217,7 +217,7 @@ def test_a_rank_that_cannot_begin_tells_it(given: dict[str, str], message: str, 
     places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     places |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "XFFL_HOST": "n1"}
     ran = subprocess.run(
-        [sys.executable, "-m", "xffl.cluster.runner"],
+        [sys.executable, "-m", "xffl.cluster.launch.runner"],
         env={**os.environ, **places, **given, **job.variables()},
         capture_output=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip

@@ -17,12 +17,12 @@ import pytest
 
 import xffl
 from tests.processes import still_there
-from xffl.cluster import ssh
-from xffl.cluster.allocation import Host
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import RankFailure
-from xffl.cluster.job_layout import lay_out
-from xffl.cluster.ssh import launch_ssh, ssh_command
+from xffl.cluster.launch import ssh
+from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.job_layout import lay_out
+from xffl.cluster.launch.ssh import launch_ssh, ssh_command
+from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 
 HOSTS = (Host("a", 1), Host("b", 1))
@@ -54,9 +54,9 @@ os.rename(file.name, "child." + os.environ["RANK"])
 """
 PAUSED = """
 import sys
-from xffl.cluster import ssh, ssh_line
-from xffl.cluster.allocation import Host
-from xffl.cluster.job_layout import lay_out
+from xffl.cluster.launch import ssh, ssh_line
+from xffl.cluster.slurm.allocation import Host
+from xffl.cluster.launch.job_layout import lay_out
 ssh.BEAT_S = ssh_line.BEAT_S = 0.1
 sys.exit(ssh.launch_ssh(lay_out((Host("a", 1),), None, None), ["script.py"], environ={}))
 """

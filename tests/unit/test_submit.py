@@ -17,9 +17,17 @@ import pytest
 from xffl.cli import submit as command
 from xffl.cli.main import main
 from xffl.cluster.exit_codes import code_of_signal
-from xffl.cluster.following import Ending, Follower, exit_code_of, expand_pattern, find_endings, log_pattern, read_queue
-from xffl.cluster.slurm_commands import find_busy, run_slurm, submit_job
-from xffl.cluster.submit import (
+from xffl.cluster.slurm.commands import find_busy, run_slurm, submit_job
+from xffl.cluster.slurm.job_monitor import (
+    Ending,
+    Follower,
+    exit_code_of,
+    expand_pattern,
+    find_endings,
+    log_pattern,
+    read_queue,
+)
+from xffl.cluster.slurm.submit import (
     Job,
     SlurmConfig,
     find_template,
@@ -589,7 +597,7 @@ def test_output_of_an_array_is_told_apart(tmp_path: Path, program: Callable[[str
 INTERRUPTED = """
 import sys
 from xffl.cli import submit
-from xffl.cluster.submit import Job
+from xffl.cluster.slurm.submit import Job
 job = Job(name="x", folder=".", run_folder=".", log="/nowhere/%j.log", command=("x",), tasks_per_node=1)
 sys.exit(submit._follow("12", job, cancels=sys.argv[1] == "cancels"))
 """

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 from xffl.topology import Topology
-from xffl.training.hf_data import encoded_column, open_dataset, token_dataset
-from xffl.training.loaders import CellLoader
-from xffl.training.tokenizers import ByteTokenizer, CharacterTokenizer, find_tokenizer
-from xffl.training.tokens import TokenDataset, encoded, open_tokens, write_tokens
+from xffl.training.data.huggingface import encoded_column, open_dataset, token_dataset
+from xffl.training.data.loaders import CellLoader
+from xffl.training.data.tokenizers import ByteTokenizer, CharacterTokenizer, find_tokenizer
+from xffl.training.data.tokens import TokenDataset, encoded, open_tokens, write_tokens
 
 TOPICS = sorted(pydoc_data.topics.topics.values(), key=len)[:40]
 """English text that comes with Python, as documents."""
@@ -67,7 +67,7 @@ def test_windows_are_what_one_would_cut_by_hand(lengths: list[int], length: int,
 def test_the_ends_of_documents_are_found_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = list(TEXT.encode())
     whole = TokenDataset(tokens, sequence_length=16, end=10)
-    monkeypatch.setattr("xffl.training.tokens.CHUNK", 1000)
+    monkeypatch.setattr("xffl.training.data.tokens.CHUNK", 1000)
     assert as_lists(TokenDataset(tokens, sequence_length=16, end=10)) == as_lists(whole)
 
 

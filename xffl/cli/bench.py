@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli import execute
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.environment import detect_environment, parse_sizes
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 
 __all__ = ["build_parser", "run"]
@@ -115,7 +115,7 @@ def _made(out: str) -> Path:
 
 def _show(record: Mapping[str, Any], folder: Path | None, *, as_json: bool) -> None:
     """Print what was measured, and write it where it was asked for."""
-    from xffl.report import bench_figure, bench_table
+    from xffl.planning import bench_figure, bench_table
 
     text = json.dumps(record, indent=2) + "\n"
     if as_json:

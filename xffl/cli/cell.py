@@ -13,7 +13,7 @@ from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.distributed.parameters import DeviceParameters
-    from xffl.report.memory import ModelSize, TrainingSize
+    from xffl.planning.memory import ModelSize, TrainingSize
 
 __all__ = ["add_options", "bytes_of_dtype", "describe", "lay_out", "lines", "mesh_lines"]
 
@@ -58,7 +58,7 @@ def bytes_of_dtype(options: Namespace) -> float:
     :param options: The command's options.
     :return: The bytes.
     """
-    from xffl.report.memory import TrainingSize
+    from xffl.planning.memory import TrainingSize
 
     return float(TrainingSize(dtype=options.dtype or "float32").kept_bytes)
 
@@ -118,7 +118,7 @@ def mesh_lines(inside: dict[str, Any]) -> list[str]:
     :param inside: What :func:`describe` gave.
     :return: Lines.
     """
-    from xffl.report.mesh import MOVES, mesh_text
+    from xffl.planning.mesh import MOVES, mesh_text
 
     drawn = ["", mesh_text(inside["axes"], first_rank=inside["first_rank"], cell=inside["cell"])]
     return drawn + [f"  {axis:<12}  {told}" for axis, told in MOVES.items() if inside["axes"][axis] > 1]
@@ -151,8 +151,8 @@ def lines(inside: dict[str, Any]) -> list[str]:
 
 def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> dict[str, Any]:
     """Count bytes, with what the options say of the model and the training."""
-    from xffl.report.cell_traffic import TRAFFIC_ASSUMPTIONS, step_traffic
-    from xffl.report.memory import MEMORY_ASSUMPTIONS, ModelSize, TrainingSize, rank_memory, total_bytes
+    from xffl.planning.cell_traffic import TRAFFIC_ASSUMPTIONS, step_traffic
+    from xffl.planning.memory import MEMORY_ASSUMPTIONS, ModelSize, TrainingSize, rank_memory, total_bytes
 
     sizes = ("layers", "width", "kv_width", "vocabulary")
     model = ModelSize(parameters=options.params, **{name: options[name] for name in sizes})
@@ -182,9 +182,9 @@ def _compare(
     axes: dict[str, int], zero: int, model: ModelSize, training: TrainingSize, rounds: dict[str, bool]
 ) -> dict[str, dict[str, float | None]]:
     """Count bytes of the plain strategies over as many ranks, and of the one that is asked for."""
-    from xffl.report.cell_traffic import step_traffic
-    from xffl.report.memory import rank_memory, total_bytes
-    from xffl.report.mesh import describe_mesh
+    from xffl.planning.cell_traffic import step_traffic
+    from xffl.planning.memory import rank_memory, total_bytes
+    from xffl.planning.mesh import describe_mesh
 
     ranks = prod(axes.values())
     choices: dict[str, tuple[dict[str, int], int]] = {"single": ({}, 0)}

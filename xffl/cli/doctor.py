@@ -62,9 +62,9 @@ def run(options: Namespace) -> int:
     :return: Exit code: 1 where there is an error.
     :raises ConfigError: if an option cannot be meant.
     """
-    from xffl.cluster.allocation import parse_hosts
     from xffl.cluster.doctor.by_ssh import examine_hosts
     from xffl.cluster.doctor.examine import examine
+    from xffl.cluster.slurm.allocation import parse_hosts
 
     request = _request(options)
     tell = _print_json if options.json else _print

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.launch.launchers import LAUNCHERS
 
 __all__ = ["build_parser", "run"]
 

@@ -21,8 +21,8 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     # The modules of the command line are not for the trainer's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here]
-    from xffl.training.configuration import read_job
-    from xffl.training.launching import fit
+    from xffl.training.config.configuration import read_job
+    from xffl.training.config.launching import fit
     from xffl.training.signals import check_signals
 
     trainer, resolved = read_job(sys.argv[1], sys.argv[2:])

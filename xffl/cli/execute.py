@@ -17,16 +17,6 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.allocation import (
-    Allocation,
-    Host,
-    find_allocation,
-    own_host,
-    parse_hosts,
-    read_topology,
-    show_topology,
-    with_switches,
-)
 from xffl.cluster.cells import Federation, parse_cell, parse_federation
 from xffl.cluster.environment import (
     OverFiles,
@@ -42,15 +32,25 @@ from xffl.cluster.environment import (
     sources_named,
 )
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import RankFailure
-from xffl.cluster.in_place import be_rank, take_share
-from xffl.cluster.job_layout import JobLayout, check_started, fit_hosts, lay_out
-from xffl.cluster.launch import launch_local
-from xffl.cluster.launchers import LAUNCHERS
-from xffl.cluster.rank_files import following, make_log_dir
-from xffl.cluster.runner import run_script
-from xffl.cluster.srun import launch_srun
-from xffl.cluster.ssh import launch_ssh
+from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
+from xffl.cluster.launch.launch import launch_local
+from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.cluster.launch.rank_files import following, make_log_dir
+from xffl.cluster.launch.rank_process import be_rank, take_share
+from xffl.cluster.launch.runner import run_script
+from xffl.cluster.launch.srun import launch_srun
+from xffl.cluster.launch.ssh import launch_ssh
+from xffl.cluster.slurm.allocation import (
+    Allocation,
+    Host,
+    find_allocation,
+    own_host,
+    parse_hosts,
+    read_topology,
+    show_topology,
+    with_switches,
+)
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
@@ -205,9 +205,9 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 
 def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
-    from xffl.training.configuration import help_text, job_trainer, print_text, read_job
-    from xffl.training.launching import ask_for_cells, choose_federation, config_class, fit
-    from xffl.training.settings import read_words
+    from xffl.training.config.configuration import help_text, job_trainer, print_text, read_job
+    from xffl.training.config.launching import ask_for_cells, choose_federation, config_class, fit
+    from xffl.training.config.settings import read_words
 
     flags = read_words(words).flags
     if "help" in flags:

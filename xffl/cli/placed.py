@@ -10,9 +10,16 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cluster.allocation import Host, find_allocation, parse_hosts, read_topology, show_topology, with_switches
 from xffl.cluster.cells import Arrangement, Federation, arrange, parse_federation
 from xffl.cluster.environment import complete_federation
+from xffl.cluster.slurm.allocation import (
+    Host,
+    find_allocation,
+    parse_hosts,
+    read_topology,
+    show_topology,
+    with_switches,
+)
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 

@@ -109,7 +109,7 @@ def run(options: Namespace) -> int:
     :return: Exit code 0.
     :raises XfflError: if sizes do not fit each other, or a number cannot be meant.
     """
-    from xffl.report import round_traffic, topology_text
+    from xffl.planning import round_traffic, topology_text
 
     for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
         value, is_latency = options[name], name in ("link_ms", "home_us")
@@ -169,8 +169,8 @@ def _is_simulated(options: Namespace) -> bool:
 
 def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
     """Forecast rounds and plain data parallelism with the options' numbers."""
-    from xffl.report import Link, codec_ratio, forecast_data_parallel, forecast_round
-    from xffl.report.forecast import ASSUMPTIONS
+    from xffl.planning import Link, codec_ratio, forecast_data_parallel, forecast_round
+    from xffl.planning.forecast import ASSUMPTIONS
 
     asked = {name: options[name] for name in ("fragments", "delay", "form", "backend", "memory_gbps")}
     asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)

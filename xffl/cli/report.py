@@ -38,8 +38,8 @@ def run(options: Namespace) -> int:
     :return: Exit code 0.
     :raises ConfigError: if a folder is none of a run, or there is no place to write to.
     """
-    from xffl.report.run_numbers import printable
-    from xffl.report.run_report import write_report
+    from xffl.run_report.numbers import printable
+    from xffl.run_report.report import write_report
 
     written = write_report(options.runs, options.out)
     print(printable(f"{written.page} and {len(written.pictures)} pictures beside it"))

@@ -20,9 +20,17 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.checks import integer
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.following import Follower, exit_code_of, expand_pattern, log_pattern
-from xffl.cluster.slurm_commands import cancel_job, submit_job
-from xffl.cluster.submit import Job, SlurmConfig, find_template, render_script, tasks_of_node, tasks_of_sweep, word_of
+from xffl.cluster.slurm.commands import cancel_job, submit_job
+from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
+from xffl.cluster.slurm.submit import (
+    Job,
+    SlurmConfig,
+    find_template,
+    render_script,
+    tasks_of_node,
+    tasks_of_sweep,
+    word_of,
+)
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["build_parser", "run"]
@@ -135,8 +143,8 @@ def _take_options(options: Namespace, words: Sequence[str]) -> tuple[Namespace, 
 
 
 def _help(file: str, words: Sequence[str]) -> int:
-    from xffl.training.configuration import help_text, job_trainer
-    from xffl.training.launching import config_class
+    from xffl.training.config.configuration import help_text, job_trainer
+    from xffl.training.config.launching import config_class
 
     usage = f"xffl submit {os.path.basename(file)} [options] [--KEY VALUE ...]"
     print(help_text(config_class(job_trainer(file, words)), usage), end="")
@@ -145,8 +153,8 @@ def _help(file: str, words: Sequence[str]) -> int:
 
 def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> tuple[Job, SlurmConfig]:
     """Read a configuration for each task of the job, so that mistakes are told before it queues."""
-    from xffl.training.configuration import read_job
-    from xffl.training.settings import read_words
+    from xffl.training.config.configuration import read_job
+    from xffl.training.config.settings import read_words
 
     slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
     _, resolved = read_job(file, [*slurm_words, *words])
@@ -185,7 +193,7 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
 
 def _plan_script(file: str, words: Sequence[str], options: Namespace) -> tuple[Job, SlurmConfig]:
     """Take the section slurm from the options and the environment; the rest is the script's own."""
-    from xffl.training.configuration import read_configuration
+    from xffl.training.config.configuration import read_configuration
 
     slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
     resolved = read_configuration(_Nothing, (), slurm_words)

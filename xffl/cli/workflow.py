@@ -72,7 +72,7 @@ def run(options: Namespace) -> int:
 
 def _init(options: Namespace) -> None:
     from xffl.training.callbacks import CheckpointCallback
-    from xffl.training.configuration import read_job
+    from xffl.training.config.configuration import read_job
 
     facilities = parse_facilities(options.facility)
     if not facilities:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checks import index_of
-from xffl.cluster.allocation import Host
 from xffl.cluster.hosts import expand_hosts
-from xffl.cluster.placement import order_hosts
+from xffl.cluster.launch.placement import order_hosts
+from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Who started this process: explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
-:mod:`xffl.cluster.launchers`.
+:mod:`xffl.cluster.launch.launchers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_federation, parse_sizes
 from xffl.cluster.hosts import interface_address
-from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
+from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
 

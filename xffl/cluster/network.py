@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 SLURM_PORTS = (20000, 31999)
-"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launchers`."""
+"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launch.launchers`."""
 
 _CONNECT_S = 30.0
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

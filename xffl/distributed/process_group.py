@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from xffl.checks import index_of, number
-from xffl.cluster.allocation import Host, own_host
 from xffl.cluster.cells import Federation, check_federation, sizes_of_ranks
 from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import (
@@ -30,8 +29,9 @@ from xffl.cluster.environment import (
     sources_named,
     use_interface,
 )
-from xffl.cluster.failure import note_failure
+from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
+from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import barrier, check_consistent_on_store, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.groups import check_backend, check_device, check_streams

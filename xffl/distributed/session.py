@@ -9,7 +9,7 @@ import torch
 
 from xffl.cluster.cells import Federation, parse_cell
 from xffl.cluster.environment import read_over_files
-from xffl.cluster.failure import note_failure
+from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.parameters import DeviceParameters

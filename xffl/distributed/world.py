@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, parallel
 from xffl.checks import one_of
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
-from xffl.cluster.failure import note_failure
+from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.collectives import own_values, total_norm
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState

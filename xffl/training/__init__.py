@@ -1,9 +1,9 @@
 """The loop: data, metrics, callbacks, records, and a trainer that puts the public parts together.
 
-:mod:`xffl.training.partition` deals a dataset out to the cells, as index arrays over any dataset, without torch;
-:mod:`xffl.training.sampler` turns a cell's part into the batches of each of its ranks, and
-:mod:`xffl.training.loaders` reads them; :class:`BaseTrainer` and its mixins train on them. The names below are imported
-when they are first used.
+:mod:`xffl.training.data.partition` deals a dataset out to the cells, as index arrays over any dataset, without torch;
+:mod:`xffl.training.data.sampler` turns a cell's part into the batches of each of its ranks, and
+:mod:`xffl.training.data.loaders` reads them; :class:`BaseTrainer` and its mixins train on them. The names below are
+imported when they are first used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.training.callbacks.base import Callback, CallbackCollection
-    from xffl.training.config import BaseTrainerConfig, ExperimentConfig, TrainingParameters
-    from xffl.training.configuration import main
-    from xffl.training.loaders import CellLoader, adopt_loader
+    from xffl.training.config.configuration import main
+    from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig, TrainingParameters
+    from xffl.training.data.loaders import CellLoader, adopt_loader
+    from xffl.training.data.streams import CellStream
+    from xffl.training.data.tokens import TokenDataset
+    from xffl.training.data.validation import validation_loader
     from xffl.training.mixins.federated import FederatedConfigMixin, FederatedMixin, FederationConfig
     from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
     from xffl.training.mixins.logging import (
@@ -33,23 +36,20 @@ if TYPE_CHECKING:
     from xffl.training.mixins.quantize import QuantizeConfigMixin, QuantizeMixin
     from xffl.training.mixins.setup import SetupConfigMixin, SetupMixin
     from xffl.training.preemption import PreemptedExit, Preemption
-    from xffl.training.streams import CellStream
-    from xffl.training.tokens import TokenDataset
     from xffl.training.trainer import BaseTrainer
-    from xffl.training.validation import validation_loader
 
 _HOMES = {
     "BaseTrainer": "trainer",
-    "BaseTrainerConfig": "config",
+    "BaseTrainerConfig": "config.dataclasses",
     "Callback": "callbacks.base",
     "CallbackCollection": "callbacks.base",
-    "CellLoader": "loaders",
-    "CellStream": "streams",
+    "CellLoader": "data.loaders",
+    "CellStream": "data.streams",
     "DataConfig": "mixins.loaders",
     "DataLoaderSetupMixin": "mixins.loaders",
     "EvalMetricConfigMixin": "mixins.metrics",
     "EvalMetricMixin": "mixins.metrics",
-    "ExperimentConfig": "config",
+    "ExperimentConfig": "config.dataclasses",
     "FederatedConfigMixin": "mixins.federated",
     "FederatedMixin": "mixins.federated",
     "FederationConfig": "mixins.federated",
@@ -66,13 +66,13 @@ _HOMES = {
     "SetupConfigMixin": "mixins.setup",
     "SetupMixin": "mixins.setup",
     "TensorBoardLoggerMixin": "mixins.logging",
-    "TokenDataset": "tokens",
-    "TrainingParameters": "config",
+    "TokenDataset": "data.tokens",
+    "TrainingParameters": "config.dataclasses",
     "WandBLoggerConfigMixin": "mixins.logging",
     "WandBLoggerMixin": "mixins.logging",
-    "adopt_loader": "loaders",
-    "main": "configuration",
-    "validation_loader": "validation",
+    "adopt_loader": "data.loaders",
+    "main": "config.configuration",
+    "validation_loader": "data.validation",
 }
 """Where the names live."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from xffl.checks import integer
 from xffl.errors import ConfigError
-from xffl.training.draws import Floats, Indices
+from xffl.training.data.rng import Floats, Indices
 
 __all__ = [
     "check_reached",

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.failure import note_failure
+from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.consistency import barrier, check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError

@@ -32,12 +32,12 @@ from xffl.checkpoint.manager import check_checkpoints
 from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
+from xffl.training.config.typed import to_plain
+from xffl.training.config.yaml_text import load_text, write_yaml
 from xffl.training.loggers.lines import cut_lines
 from xffl.training.rank_log import RankLog
 from xffl.training.run_environment import describe_environment, describe_hosts
 from xffl.training.run_lock import RunLock
-from xffl.training.typed import to_plain
-from xffl.training.yaml_text import load_text, write_yaml
 
 __all__ = ["RunFolder", "flattened", "plain_config"]
 

@@ -23,13 +23,13 @@ from xffl.distributed.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, LaunchError, StateError
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
-from xffl.training.config import BaseTrainerConfig
+from xffl.training.config.dataclasses import BaseTrainerConfig
 from xffl.training.counting import find_loss
+from xffl.training.data.sampler import CellBatchSampler
 from xffl.training.mixins.leaving import LeavingMixin
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.preemption import PreemptedExit, Preemption
 from xffl.training.run_folder import RunFolder, plain_config
-from xffl.training.sampler import CellBatchSampler
 from xffl.training.signals import SignalInbox, check_signals
 
 __all__ = ["BaseTrainer"]

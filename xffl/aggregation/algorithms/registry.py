@@ -409,7 +409,7 @@ _PRIVACY = _parts(
 
 _PARTITIONS = _parts(
     "partition",
-    "xffl.training.partition.",
+    "xffl.training.data.partition.",
     ("iid", "iid", "shuffle and deal out evenly", _MCMAHAN),
     ("dirichlet", "dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
     ("shards", "shards", "sort by label, deal out a few shards to each", _MCMAHAN),

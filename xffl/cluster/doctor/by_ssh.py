@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.cluster.allocation import Host
 from xffl.cluster.doctor.findings import ERROR, OK, Finding, Report, merge
 from xffl.cluster.doctor.lead import patience_s
-from xffl.cluster.ssh import ssh_command
+from xffl.cluster.launch.ssh import ssh_command
+from xffl.cluster.slurm.allocation import Host
 
 __all__ = ["MARK", "examine_hosts"]
 

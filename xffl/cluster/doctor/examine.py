@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from xffl.cluster.allocation import find_allocation
 from xffl.cluster.cells import arrange
 from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, Report, merge
 from xffl.cluster.doctor.folder import Folder, compare_folders
@@ -30,8 +29,9 @@ from xffl.cluster.doctor.rounds import Unit, add_in_rounds
 from xffl.cluster.doctor.side import HostSide, Request, findings_of, introduce
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
-from xffl.cluster.launchers import LAUNCHERS, Launcher
+from xffl.cluster.launch.launchers import LAUNCHERS, Launcher
 from xffl.cluster.network import SLURM_PORTS
+from xffl.cluster.slurm.allocation import find_allocation
 from xffl.errors import LaunchError, XfflError
 
 __all__ = ["examine"]

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xffl.cluster.allocation import Host
 from xffl.cluster.cells import Federation, sizes_of_ranks
 from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, Report, in_words, merge
 from xffl.cluster.doctor.folder import Folder, compare_folders
@@ -20,6 +19,7 @@ from xffl.cluster.doctor.reach import compare_clocks, compare_names, compare_por
 from xffl.cluster.doctor.rounds import ROUNDS_S, Unit, add_in_rounds, round_limit_s
 from xffl.cluster.doctor.side import HostSide, Request, findings_of, import_limit_s, introduce, is_shown
 from xffl.cluster.environment import ProcessEnvironment
+from xffl.cluster.slurm.allocation import Host
 from xffl.errors import XfflError
 from xffl.topology import Topology
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xffl.cluster.allocation import own_host
 from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.findings import Finding
 from xffl.cluster.doctor.folder import visit
@@ -24,6 +23,7 @@ from xffl.cluster.doctor.reach import Listeners, try_hosts
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import host_identity
 from xffl.cluster.network import list_interfaces
+from xffl.cluster.slurm.allocation import own_host
 
 __all__ = ["HostSide", "Request", "findings_of", "import_limit_s", "introduce", "is_shown"]
 

@@ -13,9 +13,9 @@ from xffl.aggregation.algorithms.registry import make
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 from xffl.topology import Topology
-from xffl.training.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
+from xffl.training.data.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
+from xffl.training.data.parts import Partition
 from xffl.training.mixins.base import TrainerMixin
-from xffl.training.parts import Partition
 
 __all__ = ["DataConfig", "DataLoaderSetupMixin"]
 

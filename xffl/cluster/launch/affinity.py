@@ -1,0 +1,218 @@
+"""Which cores and how many threads a rank takes, so that the ranks of a node do not crowd each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xffl.cluster.hosts import expand_counts
+from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.errors import ConfigError
+
+__all__ = [
+    "Binding",
+    "allowed_cpus",
+    "bind_if_asked",
+    "bind_rank",
+    "find_cores",
+    "is_bound",
+    "is_wanted",
+    "limit_threads",
+    "share_cores",
+    "take_turns_if_crowded",
+]
+
+_CPUS = Path("/sys/devices/system/cpu")
+_OFF = ("", "0", "no", "off", "none")
+_ON = ("1", "yes", "on", "cores")
+_SCHEDULERS = ("", "batch", "other")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The part of a node that a rank has."""
+
+    cpus: tuple[int, ...]
+    """CPUs as Linux counts them: hardware threads."""
+    threads: int
+    """Threads for computing: one for each core, since two on one core share its arithmetic units."""
+    reason: str
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """Return the CPUs that this process may run on, as SLURM, a container or ``taskset`` left them."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def find_cores(cpus: Sequence[int], folder: Path = _CPUS) -> tuple[tuple[int, ...], ...]:
+    """Sort CPUs into cores: hardware threads of one core belong together, cores of one socket stand side by side.
+
+    :param cpus: CPUs that may be used.
+    :param folder: Where Linux tells about them; without it each CPU counts as a core.
+    :return: The allowed CPUs of each core.
+    """
+    cores: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(cpus):
+        topology = folder / f"cpu{cpu}" / "topology"
+        try:
+            key = (int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text()))
+        except (OSError, ValueError):
+            key = (0, cpu)
+        cores.setdefault(key, []).append(cpu)
+    return tuple(tuple(cores[key]) for key in sorted(cores))
+
+
+def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: int) -> Binding:
+    """Divide a node's cores among its ranks; every rank computes the same and takes its own part.
+
+    Parts are contiguous and differ by one core at most. Where there are fewer cores than ranks, ranks share a core.
+
+    :param cores: The allowed CPUs of each core, the same on all ranks of the node.
+    :param local_rank: Rank of the process on its node.
+    :param local_size: Processes on the node.
+    :return: The rank's part.
+    :raises ConfigError: if the rank is none of the node's, or there are no cores.
+    """
+    if not 0 <= local_rank < local_size:
+        raise ConfigError(f"local rank {local_rank} is not among {local_size} ranks of the node; give 0 to size - 1")
+    if not cores:
+        raise ConfigError("no CPU is allowed to this process; look at the job's cpuset")
+    if len(cores) < local_size:
+        chosen = cores[local_rank * len(cores) // local_size]
+        return Binding(chosen, 1, f"{local_size} ranks share {len(cores)} cores")
+    first, last = (part * len(cores) // local_size for part in (local_rank, local_rank + 1))
+    cpus = tuple(sorted(cpu for core in cores[first:last] for cpu in core))
+    return Binding(cpus, last - first, f"{last - first} of {len(cores)} cores")
+
+
+def is_bound(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether a launcher has given this process cores of its own already; they must not be divided again.
+
+    ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
+    what they said. Of others the process that started this one is looked at, which has more CPUs then.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Whether it is bound.
+    """
+    environ = os.environ if environ is None else environ
+    launcher = next((row.name for row in LAUNCHERS if row.matches(environ)), None)
+    if launcher == "openmpi" and environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
+        return True
+    if launcher == "slurm" and environ.get("SLURM_CPU_BIND_TYPE", "none").partition(":")[0] not in ("", "none"):
+        return True
+    try:
+        return set(os.sched_getaffinity(0)) < set(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return False
+
+
+def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let each rank compute in one thread, where nothing says otherwise: torch's default is all cores of the node.
+
+    ``OMP_NUM_THREADS`` stays what it is where it is set, and ranks with cores of their own take a thread for each.
+
+    :param environ: Environment of the ranks, which is changed; ``None`` means the process's own.
+    :raises ConfigError: if ``XFFL_BIND`` cannot be meant.
+    """
+    environ = os.environ if environ is None else environ
+    if not is_wanted(environ):
+        environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether ``XFFL_BIND`` asks for cores of each rank's own.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Whether it does.
+    :raises ConfigError: if it cannot be meant.
+    """
+    environ = os.environ if environ is None else environ
+    asked = environ.get("XFFL_BIND", "").strip().lower()
+    if asked not in (*_ON, *_OFF):
+        raise ConfigError(f"XFFL_BIND is {environ['XFFL_BIND']!r}; give cores, or none to leave the choice to Linux")
+    return asked in _ON
+
+
+def bind_if_asked(environ: MutableMapping[str, str] | None = None) -> Binding | None:
+    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; nobody is asked.
+
+    :param environ: Environment to read and change; ``None`` means the process's own.
+    :return: What the rank has now, ``None`` where nothing was asked for or no launcher started this process.
+    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable cannot be meant.
+    """
+    environ = os.environ if environ is None else environ
+    place = _place(environ) if is_wanted(environ) else None
+    return None if place is None else bind_rank(*place, environ)
+
+
+def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
+    """Have the threads of this rank wait for their turn where its node has more ranks than CPUs; local.
+
+    By default Linux lets a thread that is woken up go before the one that has woken it. Where ranks share a CPU that
+    sets each sender aside as soon as the receiver hears of it, while it holds a lock that gloo's own thread spins for.
+    With ``SCHED_BATCH`` it goes on to the end of its turn: steps of FSDP by 4 and 8 ranks on 2 cores took two thirds of
+    the time. ``XFFL_SCHED`` says otherwise: ``batch`` or ``other``, Linux's default.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: Whether this process, and what it starts later, waits so from now on.
+    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable cannot be meant, or what it asks for is not allowed.
+    """
+    environ = os.environ if environ is None else environ
+    asked = environ.get("XFFL_SCHED", "").strip().lower()
+    if asked not in _SCHEDULERS:
+        raise ConfigError(f"XFFL_SCHED is {environ['XFFL_SCHED']!r}; give batch or other")
+    if not hasattr(os, "SCHED_BATCH"):  # Linux alone has it
+        return False
+    place = _place(environ)
+    is_crowded = place is not None and not is_bound(environ) and place[1] > len(allowed_cpus())
+    if asked == "batch" or (is_crowded and not asked and os.sched_getscheduler(0) == os.SCHED_OTHER):
+        try:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except OSError as refused:
+            if asked:
+                raise ConfigError(f"XFFL_SCHED=batch is not allowed here: {refused}; leave it out") from refused
+    elif asked == "other" and os.sched_getscheduler(0) == os.SCHED_BATCH:  # of a rank above
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return os.sched_getscheduler(0) == os.SCHED_BATCH
+
+
+def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the rank of this process on its node and the processes there; ``None`` where no launcher tells."""
+    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    if row is None:
+        return None
+    found = row.read(environ)
+    if "node_local_size" not in found:  # a step of SLURM
+        counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+        if not 0 <= found["node_rank"] < len(counts):
+            return None  # what is wrong is told when the ranks meet
+        found["node_local_size"] = counts[found["node_rank"]]
+    return found["node_local_rank"], found["node_local_size"]
+
+
+def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str] | None = None) -> Binding | None:
+    """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
+
+    The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
+    set already. Cores that a launcher has given are kept as they are. Nothing is communicated.
+
+    :param local_rank: Rank of the process on its node.
+    :param local_size: Processes on the node.
+    :param environ: Environment to read and change; ``None`` means the process's own.
+    :return: What the rank has now, ``None`` where nothing was asked for.
+    :raises ConfigError: if ``XFFL_BIND`` cannot be meant, or the rank is none of the node's.
+    """
+    environ = os.environ if environ is None else environ
+    if not is_wanted(environ):
+        return None
+    cores = find_cores(allowed_cpus())
+    if is_bound(environ):
+        found = share_cores(cores, 0, 1)
+        binding = Binding(found.cpus, found.threads, "as the launcher has bound it")
+    else:
+        binding = share_cores(cores, local_rank, local_size)
+        os.sched_setaffinity(0, binding.cpus)
+    environ.setdefault("OMP_NUM_THREADS", str(binding.threads))
+    return binding

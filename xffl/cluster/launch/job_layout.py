@@ -1,0 +1,139 @@
+"""Which hosts take which ranks, and what was asked for against what was found. Nothing is started here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from xffl.cluster.cells import Federation, arrange
+from xffl.cluster.slurm.allocation import Allocation, Host
+from xffl.errors import ConfigError, LaunchError
+from xffl.topology import Topology
+
+__all__ = ["JobLayout", "check_started", "fit_hosts", "lay_out"]
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class JobLayout:
+    """Hosts in the order of their ranks, and the cells that these form."""
+
+    hosts: tuple[Host, ...]
+    sizes: int | tuple[int, ...] | None
+    """Ranks of each cell, or of all cells; ``None`` where the script is to say."""
+    replica_size: int | None
+    topology: Topology
+
+    def cell_of(self, rank: int) -> int | None:
+        """Return the cell of a rank, where the cells are known."""
+        return None if self.sizes is None else self.topology.cell_of(rank)
+
+
+def fit_hosts(
+    allocation: Allocation,
+    processes: int | None,
+    *,
+    knob: str = "--processes",
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Host, ...]:
+    """Return the hosts with as many slots as ranks are asked for.
+
+    :param allocation: The hosts.
+    :param processes: Ranks that are asked for; ``None`` for as many as the hosts take.
+    :param knob: What they were asked for by, for messages.
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: The hosts, in the same order.
+    :raises XfflError: if more or fewer ranks are asked for than the hosts take, or they would share GPUs.
+    """
+    environ = os.environ if environ is None else environ
+    hosts = _fitted(allocation, processes, knob, environ)
+    _check_gpus(hosts, allocation, environ)
+    return hosts
+
+
+def lay_out(hosts: Sequence[Host], federated: Federation | None, replica_size: int | None) -> JobLayout:
+    """Lay ranks over hosts, cell by cell where the cells are to be found.
+
+    :param hosts: The hosts; each takes as many ranks as it has slots.
+    :param federated: Sizes of cells, or a rule that finds them.
+    :param replica_size: Ranks of a replica.
+    :return: The layout.
+    :raises XfflError: if cells and replicas do not fit the ranks, or the rule does not fit the hosts.
+    """
+    if isinstance(federated, str):
+        arranged = arrange(hosts, federated, replica_size)
+        hosts, federated = arranged.hosts, arranged.sizes
+    world_size = sum(host.slots for host in hosts)
+    return JobLayout(tuple(hosts), federated, replica_size, Topology(world_size, federated, replica_size))
+
+
+def check_started(launcher: str, started: int, processes: int | None, knob: str = "--processes") -> None:
+    """Compare what a launcher has started with what is asked for.
+
+    :param launcher: Its name.
+    :param started: Processes that it started.
+    :param processes: Ranks that are asked for; ``None`` for any number.
+    :param knob: What ``processes`` was given by.
+    :raises ConfigError: if ranks are asked for, though they have been started.
+    """
+    if processes is None:
+        return
+    remedy = f"leave {knob} out"
+    if processes != started:
+        starts = {"slurm": f"srun --ntasks={processes}", "torchrun": f"torchrun --nproc-per-node={processes}"}
+        again = starts.get(launcher, f"mpirun -n {processes}")
+        remedy += (
+            f". HINT: for {processes} ranks start it with {again}, or without a launcher around it; with --launcher "
+            f"local it starts {processes} on this machine"
+        )
+    raise ConfigError(f"{knob} is {processes}, but {launcher} has started {started} processes already; {remedy}")
+
+
+def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts with as many slots as ranks are asked for."""
+    hosts, slots = allocation.hosts, sum(host.slots for host in allocation.hosts)
+    if processes is None or processes == slots:
+        return hosts
+    if processes < 1:
+        Topology(processes)  # says so
+    if allocation.kind != "slurm":
+        raise ConfigError(
+            f"{knob} is {processes}, but the hosts take {slots} ranks ({_shown(hosts)}). HINT: change the slots of "
+            f"--hosts, or leave {knob} out"
+        )
+    if environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"):
+        raise LaunchError(
+            f"{knob} is {processes}, but job {allocation.job} has {slots} tasks ({_shown(hosts)}). HINT: ask SLURM "
+            f"for --ntasks={processes} (or --nodes and --ntasks-per-node), or leave {knob} out: each task is one rank"
+        )
+    # Nobody asked for tasks: SLURM's count is one for each node, or one for each of its CPUs.
+    if processes < len(hosts):
+        raise LaunchError(
+            f"{knob} is {processes}, but job {allocation.job} has {len(hosts)} nodes, of which each takes a rank at "
+            f"least. HINT: ask SLURM for --nodes={processes} or fewer"
+        )
+    each, more = divmod(processes, len(hosts))
+    return tuple(replace(host, slots=each + (at < more)) for at, host in enumerate(hosts))
+
+
+def _check_gpus(hosts: Sequence[Host], allocation: Allocation, environ: Mapping[str, str]) -> None:
+    if environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return  # the ranks are to use none
+    crowded = [host for host in hosts if host.gpus and host.slots > host.gpus]
+    if not crowded:
+        return
+    host = crowded[0]
+    asks = f"--gpus-per-node={host.slots} (or --gpus-per-task=1), or --ntasks-per-node={host.gpus}"
+    if allocation.kind == "hosts":
+        asks = "as many slots as gpus in --hosts"
+    raise LaunchError(
+        f"{host.slots} ranks on {host.name} would share {host.gpus} GPUs, but each needs one. HINT: give {asks}; set "
+        "CUDA_VISIBLE_DEVICES to nothing for ranks on CPUs"
+    )
+
+
+def _shown(hosts: Sequence[Host]) -> str:
+    told = ", ".join(f"{host.slots} on {host.name}" for host in hosts[:_SHOWN])
+    return told + (f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else "")

@@ -1,0 +1,214 @@
+"""The table of launchers: which variables each one sets, and how the rest is found.
+
+A row matches only where all of its variables exist. MPI stands before SLURM, since ``mpirun`` inside an allocation
+inherits SLURM's variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xffl.cluster.hosts import expand_counts, expand_hosts, node_address
+from xffl.cluster.launch.mpi import Claim, meet
+from xffl.errors import LaunchError
+
+__all__ = ["LAUNCHERS", "Fields", "Launcher", "honour_master", "read_number", "torchrun_variables"]
+
+
+class Fields(dict[str, Any]):
+    """Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far; :meth:`take` alone fills them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, str] = {}
+        """Field to where its value came from, as messages name it: ``argument rank``, ``MASTER_PORT``."""
+
+    def take(self, source: str, **values: Any) -> None:
+        """Take values from a source, each unless the field is found already."""
+        for name, value in values.items():
+            if name not in self:
+                self[name], self.sources[name] = value, source
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One row of the table: a launcher and what it tells."""
+
+    name: str
+    variables: Mapping[str, str]
+    """Field of :class:`ProcessEnvironment` to the variable that holds it; all of them must exist."""
+    complete: Callable[[Fields, Mapping[str, str]], None]
+    """Fills in what the variables leave open."""
+    also: tuple[str, ...] = ()
+    """Further variables that must exist."""
+    alone: bool = True
+    """Whether the rank's variable alone proves that this launcher was at work."""
+    accepts: Callable[[Mapping[str, str]], bool] = lambda environ: True
+    """A last look, for variables that may be stale."""
+
+    def missing(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the variables that keep this row from matching."""
+        return tuple(name for name in (*self.variables.values(), *self.also) if name not in environ)
+
+    def matches(self, environ: Mapping[str, str]) -> bool:
+        """Tell whether this launcher started the process."""
+        return not self.missing(environ) and self.accepts(environ)
+
+    def read(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Read the fields that the variables hold.
+
+        :param environ: Environment that this row matches.
+        :return: Field to value.
+        :raises LaunchError: if a value is no whole number.
+        """
+        return {
+            name: environ[variable] if name == "master_addr" else read_number(variable, environ[variable])
+            for name, variable in self.variables.items()
+        }
+
+
+def _complete_torchrun(found: Fields, environ: Mapping[str, str]) -> None:
+    """Do nothing: torchrun tells everything."""
+
+
+def _complete_mpi(found: Fields, environ: Mapping[str, str]) -> None:
+    """Find the nodes and agree on a rendezvous, over mpi4py where the variables do not suffice."""
+    honour_master(found, environ)
+    if found["node_local_size"] == found["world_size"]:
+        found.take(found.sources["node_local_size"], node_rank=0, node_world_size=1)
+    wanted = ("node_rank", "node_world_size", "master_addr", "master_port")
+    if found["world_size"] == 1 or all(name in found for name in wanted):
+        return
+    claim = Claim(found["rank"], found["node_local_rank"], found["node_local_size"])
+    met = meet(claim, found["world_size"], environ, address=found.get("master_addr"), port=found.get("master_port"))
+    found.take("what the ranks told over MPI", **{name: getattr(met, name) for name in wanted})
+
+
+def _is_own_step(environ: Mapping[str, str]) -> bool:
+    """Tell a task of a step from a batch script that was submitted from inside another step.
+
+    Such a script inherits the other step's ``SLURM_STEP_*``, but its own job's counts. Step ids from 0xfffffff0 on are
+    no ``srun`` steps: they are the batch script and the shell of an interactive ``salloc``.
+    """
+    same_counts = (
+        environ["SLURM_NTASKS"] == environ["SLURM_STEP_NUM_TASKS"]
+        and environ["SLURM_TASKS_PER_NODE"] == environ["SLURM_STEP_TASKS_PER_NODE"]
+    )
+    return same_counts and read_number("SLURM_STEP_ID", environ["SLURM_STEP_ID"]) < 0xFFFFFFF0
+
+
+def _complete_slurm(found: Fields, environ: Mapping[str, str]) -> None:
+    """Take the node's size from the step's list of tasks, the rendezvous from its first host and its ids."""
+    counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+    if len(counts) != found["node_world_size"] or sum(counts) != found["world_size"]:
+        raise LaunchError(
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} tells of {sum(counts)} tasks on "
+            f"{len(counts)} nodes, but the step has {found['world_size']} on {found['node_world_size']}; start the "
+            "script with srun itself"
+        )
+    if 0 <= found["node_rank"] < len(counts):
+        found.take("SLURM_STEP_TASKS_PER_NODE", node_local_size=counts[found["node_rank"]])
+    honour_master(found, environ)
+    if found["world_size"] == 1:
+        return
+    if "master_addr" not in found:
+        found.take("SLURM_STEP_NODELIST", master_addr=node_address(expand_hosts(environ["SLURM_STEP_NODELIST"])[0]))
+    job, step = (read_number(name, environ[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    # 20000 to 31999 lies below the ports that Linux hands out by itself; 750 jobs in a row and 16 steps of each differ.
+    found.take("SLURM_JOB_ID", master_port=20000 + (job * 16 + step % 16) % 12000)
+
+
+def honour_master(found: Fields, environ: Mapping[str, str]) -> None:
+    """Take ``MASTER_ADDR`` and ``MASTER_PORT``, each where it is set and not found already."""
+    if environ.get("MASTER_ADDR"):
+        found.take("MASTER_ADDR", master_addr=environ["MASTER_ADDR"])
+    if environ.get("MASTER_PORT") and "master_port" not in found:
+        found.take("MASTER_PORT", master_port=read_number("MASTER_PORT", environ["MASTER_PORT"]))
+
+
+def read_number(name: str, text: str) -> int:
+    """Read the whole number that a variable holds.
+
+    :param name: Name of the variable, for the message.
+    :param text: Its value.
+    :return: The number.
+    :raises LaunchError: if it is no whole number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name} is {text!r}; it must be a whole number") from None
+
+
+def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:
+    return {"rank": rank, "world_size": world_size, "node_local_rank": local_rank, "node_local_size": local_size}
+
+
+_TORCHRUN = {
+    **_local_fields("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "node_rank": "GROUP_RANK",
+    "node_world_size": "GROUP_WORLD_SIZE",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+_OPENMPI = _local_fields(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_MVAPICH = _local_fields(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_SLURM = {
+    "rank": "SLURM_PROCID",
+    "world_size": "SLURM_STEP_NUM_TASKS",
+    "node_local_rank": "SLURM_LOCALID",
+    "node_rank": "SLURM_NODEID",
+    "node_world_size": "SLURM_STEP_NUM_NODES",
+}
+_SLURM_ALSO = ("JOB_ID", "STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "NTASKS", "TASKS_PER_NODE")
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher("torchrun", _TORCHRUN, _complete_torchrun, alone=False),
+    Launcher("openmpi", _OPENMPI, _complete_mpi),
+    # Hydra, which starts MPICH and Intel MPI. "srun --mpi=pmi2" sets the first two only and is a SLURM step.
+    Launcher("mpich", _local_fields("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), _complete_mpi),
+    Launcher("pals", _local_fields("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), _complete_mpi),
+    Launcher("mvapich", _MVAPICH, _complete_mpi),
+    # Only a step has SLURM_STEP_*: a batch script has SLURM_PROCID=0 and the job's SLURM_NTASKS, salloc neither.
+    Launcher(
+        "slurm",
+        _SLURM,
+        _complete_slurm,
+        also=tuple(f"SLURM_{name}" for name in _SLURM_ALSO),
+        alone=False,
+        accepts=_is_own_step,
+    ),
+)
+"""The launchers that are known, in the order in which they are tried."""
+
+
+def torchrun_variables(
+    *,
+    rank: int,
+    world_size: int,
+    node_local_rank: int,
+    node_local_size: int,
+    node_rank: int = 0,
+    node_world_size: int = 1,
+) -> dict[str, str]:
+    """Return the variables by which torchrun tells a process its place; where ranks meet is told beside them.
+
+    :param rank: Its rank.
+    :param world_size: All processes.
+    :param node_local_rank: Its place on its node.
+    :param node_local_size: Processes there.
+    :param node_rank: Number of its node.
+    :param node_world_size: All nodes.
+    :return: Variable to text.
+    """
+    place = {
+        "rank": rank,
+        "world_size": world_size,
+        "node_local_rank": node_local_rank,
+        "node_local_size": node_local_size,
+        "node_rank": node_rank,
+        "node_world_size": node_world_size,
+    }
+    return {_TORCHRUN[name]: str(number) for name, number in place.items()}

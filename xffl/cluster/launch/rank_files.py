@@ -1,0 +1,209 @@
+"""A log file for each rank, and one stream of them all with the rank and the cell before each line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from xffl.cluster.launch.line_buffer import LineCutter
+from xffl.errors import ConfigError
+
+__all__ = ["RankFile", "Stream", "following", "line_prefix", "list_rank_files", "make_log_dir", "redirect", "sizes_now"]
+
+_NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
+_POLL_S = 0.2
+_FILES_PER_S = 1000
+"""How many files are looked at in a second at most: a folder may be on a file system that many share."""
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, order=True)
+class RankFile:
+    """The log file of one rank."""
+
+    rank: int
+    cell: int | None = field(compare=False)
+    """Its cell; ``None`` where the cells were not known when the rank was started."""
+    folder: Path = field(compare=False)
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        cell = "" if self.cell is None else f"_cell_{self.cell}"
+        return self.folder / f"rank_{self.rank:05d}{cell}.log"
+
+
+def make_log_dir(folder: str) -> str:
+    """Make the folder of the log files, so that a mistake is told before a rank is started; local.
+
+    :param folder: The folder; it may exist.
+    :return: Its absolute path.
+    :raises ConfigError: if it cannot be made or written.
+    """
+    path = os.path.abspath(folder)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {folder!r} cannot be made: {error.strerror}; give another folder") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {folder!r} cannot be written; give another folder")
+    return path
+
+
+def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
+    """List the log files of a folder, by rank.
+
+    :param folder: Folder that was given as ``--log-dir``.
+    :return: The files.
+    :raises ConfigError: if there is no such folder.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ConfigError(f"folder {str(folder)!r} cannot be read: {error.strerror}; give that of --log-dir") from error
+    matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
+    found = [RankFile(int(name[1]), None if name[2] is None else int(name[2]), folder) for name in matches]
+    return tuple(sorted(found))
+
+
+def redirect(file: RankFile) -> int:
+    """Send standard output and error of this process to a log file from now on; what the file holds stays.
+
+    :param file: The file of this process's rank.
+    :return: A file descriptor of what standard error was before, which processes started from here do not get.
+    :raises ConfigError: if the file cannot be written.
+    """
+    try:
+        file.folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(file.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigError(
+            f"log file {file.path} cannot be written: {error.strerror}; give another --log-dir"
+        ) from error
+    before = os.dup(2)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    return before
+
+
+def line_prefix(rank: int, cell: int | None) -> bytes:
+    """Return what stands before a rank's lines where several ranks' lines are shown.
+
+    :param rank: The rank.
+    :param cell: Its cell, where it is known.
+    :return: Such as ``[cell 0 rank 3]`` and a blank.
+    """
+    return b"[rank %d] " % rank if cell is None else b"[cell %d rank %d] " % (cell, rank)
+
+
+def sizes_now(folder: Path) -> dict[Path, int]:
+    """Note how long the log files are, so that a stream can begin there.
+
+    :param folder: The folder.
+    :return: Bytes of each file.
+    """
+    return {file.path: file.path.stat().st_size for file in list_rank_files(folder)}
+
+
+class Stream:
+    """Copies what is added to a folder's log files, line by line with a prefix.
+
+    :param folder: The folder; files may still come.
+    :param out: Where the lines go.
+    :param ranks: Ranks whose lines are shown; ``None`` for all.
+    :param begin: Where to begin in files, as :func:`sizes_now` says; others are read from their first byte on.
+    """
+
+    def __init__(
+        self, folder: Path, out: BinaryIO, ranks: Collection[int] | None = None, begin: dict[Path, int] | None = None
+    ) -> None:
+        self.folder, self.out, self.ranks = folder, out, ranks
+        self._read_to = dict(begin or {})
+        self._cutters: defaultdict[Path, LineCutter] = defaultdict(LineCutter)
+        self._looked_at = 0
+
+    def copy(self, *, is_end: bool = False) -> None:
+        """Copy what has come since the last call.
+
+        :param is_end: Whether lines that have no end yet are to be shown, too.
+        """
+        files = [file for file in list_rank_files(self.folder) if self.ranks is None or file.rank in self.ranks]
+        for file in files:
+            self._copy_one(file, is_end)
+        self._looked_at = len(files)
+        self.out.flush()
+
+    def _copy_one(self, file: RankFile, is_end: bool) -> None:
+        prefix, at, path = line_prefix(file.rank, file.cell), self._read_to.get(file.path, 0), file.path
+        cutter = self._cutters[path]
+        if os.path.exists(path) and path.stat().st_size > at:  # somebody may have removed it
+            with path.open("rb") as log:
+                log.seek(at)
+                while chunk := log.read(_CHUNK_BYTES):
+                    lines = cutter.add(chunk)
+                    self.out.writelines(prefix + line + _lacking_end(line) for line in lines)
+                self._read_to[path] = log.tell()
+        if is_end and (rest := cutter.take_rest()):
+            self.out.write(prefix + rest + b"\n")
+
+    def follow(self, wait: Callable[[float], bool]) -> None:
+        """Copy until nothing more will come.
+
+        :param wait: Waits for so many seconds, less where all ranks have ended, and tells whether they have.
+        """
+        is_over = False
+        while not is_over:
+            self.copy()
+            is_over = wait(max(_POLL_S, self._looked_at / _FILES_PER_S))
+        self.copy(is_end=True)
+
+
+def _lacking_end(line: bytes) -> bytes:
+    """Return what a line that is followed by another rank's lacks."""
+    return b"" if line.endswith((b"\n", b"\r")) else b"\n"
+
+
+@contextmanager
+def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
+    """Show what the ranks write into a folder while the block runs, and the rest at its end.
+
+    Where that is no longer possible, because the reader has gone, this process gets SIGTERM, by which the launcher in
+    the block ends its ranks.
+
+    :param folder: The folder; ``None`` shows nothing.
+    :param out: Where the lines go.
+    :raises OSError: at the block's end, if the lines could not be read or written.
+    """
+    if folder is None:
+        yield
+        return
+    over = threading.Event()
+    stream = Stream(folder, out, begin=sizes_now(folder))
+    troubles: list[Exception] = []
+
+    def follow() -> None:
+        try:
+            stream.follow(over.wait)
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
+            troubles.append(error)
+            if not over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=follow, name="xffl logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if troubles:
+        raise troubles[0]

@@ -1,0 +1,239 @@
+"""What ``xffl exec --hosts`` runs on each host: it starts ranks, brings home what they print, and ends them.
+
+Lines of JSON come on standard input and go on standard output; when the input ends, so do the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any
+
+from xffl.cluster.launch.line_buffer import LineCutter
+
+__all__ = ["free_port", "main"]
+
+_PORTS = range(20000, 32000)
+"""Below the ports that Linux hands out by itself, so that nobody else is given it before the ranks have started."""
+_TRIES = 100
+_RUN = (
+    "import sys; from importlib.util import find_spec; path = sys.argv.pop(1); "
+    'find_spec("xffl") or sys.path.append(path); from xffl.cluster.launch.runner import main; main()'
+)
+"""Runs a rank. PYTHONPATH could not stand in for the path: it goes before the packages of this Python."""
+_CHUNK_BYTES = 1 << 16
+_POLL_S = 0.1
+
+
+def main(job: dict[str, Any]) -> None:
+    """Be the launcher of this host.
+
+    :param job: What the first line of the input holds.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says so, too, and leaves time for it
+    refused = _refusal(job)
+    if refused is not None:
+        _tell({"refused": refused})
+        return
+    _tell({"ready": free_port()})
+    _Ranks(job).run()
+
+
+def free_port() -> int:
+    """Find a port of this host where nobody listens.
+
+    :return: The port.
+    :raises OSError: if none is found.
+    """
+    for port in random.sample(_PORTS, _TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"none of {_TRIES} ports between {_PORTS.start} and {_PORTS.stop - 1} is free")
+
+
+def _refusal(job: Mapping[str, Any]) -> str | None:
+    """Say why this host cannot take ranks, if it cannot; go to the job's folder."""
+    from xffl import __version__
+
+    python = sys.version.split()[0]
+    if (__version__, python) != (job["version"], job["python"]):
+        return (
+            f"xffl {__version__} on Python {python}, but xffl {job['version']} on Python {job['python']} starts the "
+            "job; install the same everywhere, or name another Python by XFFL_PYTHON"
+        )
+    try:
+        os.chdir(job["cwd"])
+    except OSError as error:
+        return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
+    from xffl.cluster.launch.runner import check_script  # of the same version, as is known now
+    from xffl.errors import LaunchError
+
+    try:
+        check_script(job["command"][0], "it must be there on every host")
+    except LaunchError as lack:
+        return str(lack)
+    return None
+
+
+def _tell(content: Mapping[str, Any]) -> None:
+    try:
+        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.flush()
+    except OSError:  # the connection has ended: nobody reads, but the ranks are still to get their grace
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+
+
+class _Ranks:
+    """The ranks of this host."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._job = job
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._cutters: dict[int, LineCutter] = {}
+        """What cuts each stream of a rank, by its file descriptor."""
+        self._input = b""
+        self._heard = time.monotonic()
+        self._end_by: float | None = None
+        """When ranks that are left are to be killed; ``None`` while nobody wants their end."""
+
+    def run(self) -> None:
+        """Do what the input says until all ranks have ended."""
+        os.set_blocking(0, False)
+        self._selector.register(0, selectors.EVENT_READ, None)
+        is_waiting = True
+        while is_waiting or self._processes:
+            for key, _ in self._selector.select(_POLL_S):
+                if key.data is None:
+                    self._listen()
+                else:
+                    self._pass_on(key.fd, *key.data)
+            is_waiting = is_waiting and self._end_by is None and not self._processes
+            if self._end_by is None and self._is_silent():
+                self._listen()  # it may have come while this process waited for its own words to be taken
+                if self._end_by is None and self._is_silent():
+                    _tell({"given_up": f"it has heard nothing for {self._job['silence_s']:g} s"})
+                    self._stop(signal.SIGTERM)
+            if self._end_by is not None and time.monotonic() > self._end_by:
+                self._kill(signal.SIGKILL)
+            self._see_ends()
+
+    def _is_silent(self) -> bool:
+        return bool(time.monotonic() > self._heard + self._job["silence_s"])
+
+    def _listen(self) -> None:
+        try:
+            chunk = os.read(0, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self._heard = time.monotonic()
+        if not chunk:
+            self._selector.unregister(0)
+            self._stop(signal.SIGTERM)
+            return
+        *lines, self._input = (self._input + chunk).split(b"\n")
+        for order in map(json.loads, lines):
+            if "start" in order and self._end_by is None:
+                self._start(order["start"])
+            elif "signal" in order:
+                for process in self._processes.values():
+                    process.send_signal(order["signal"])
+            elif "stop" in order:
+                self._stop(order["stop"])
+
+    def _start(self, rendezvous: Mapping[str, str]) -> None:
+        from xffl.cluster.launch.launchers import torchrun_variables
+
+        job = self._job
+        for local in range(job["slots"]):
+            rank = job["first"] + local
+            places = torchrun_variables(
+                rank=rank,
+                world_size=job["world_size"],
+                node_local_rank=local,
+                node_local_size=job["slots"],
+                node_rank=job["node_rank"],
+                node_world_size=job["nodes"],
+            )
+            place = {**places, "XFFL_HOST": job["host"].rpartition("@")[2]}
+            environ = {**os.environ, **job["environ"], **rendezvous, **place}
+            process = subprocess.Popen(
+                [sys.executable, "-c", _RUN, job["path"], *job["command"]],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._processes[rank] = process
+            for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+                assert stream is not None
+                os.set_blocking(stream.fileno(), False)
+                self._selector.register(stream, selectors.EVENT_READ, (rank, is_error, stream))
+
+    def _pass_on(self, number: int, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+        """Bring whole lines home; a rest without an end goes when its stream ends."""
+        try:
+            chunk = os.read(number, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self._bring(chunk, rank, is_error, stream)
+
+    def _bring(self, chunk: bytes, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+        cutter = self._cutters.setdefault(stream.fileno(), LineCutter())
+        ready = b"".join(cutter.add(chunk)) if chunk else cutter.take_rest()
+        if not chunk:
+            del self._cutters[stream.fileno()]
+            self._selector.unregister(stream)
+            stream.close()
+        if ready:
+            _tell({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
+
+    def _see_ends(self) -> None:
+        for rank, process in list(self._processes.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._processes[rank]
+            if code != 0:  # what it has started is of no more use
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+                # A child that the rank left behind may keep its streams open: what is there now is all.
+                if stream is not None and not stream.closed:
+                    self._drain(stream, rank, is_error)
+            _tell({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
+
+    def _drain(self, stream: IO[bytes], rank: int, is_error: bool) -> None:
+        while not stream.closed:
+            try:
+                chunk = os.read(stream.fileno(), _CHUNK_BYTES)
+            except BlockingIOError:
+                chunk = b""
+            self._bring(chunk, rank, is_error, stream)
+
+    def _stop(self, number: int) -> None:
+        if self._end_by is None:
+            self._end_by = time.monotonic() + self._job["grace_s"]
+            self._kill(number)
+
+    def _kill(self, number: int) -> None:
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)

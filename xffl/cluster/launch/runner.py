@@ -1,0 +1,225 @@
+"""One rank of a job: ``python -m xffl.cluster.launch.runner SCRIPT [arguments]``, started by the launchers only.
+
+It runs the script as Python itself would, except that an uncaught exception is told to the launcher, which shows the
+first one, instead of being printed by every rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xffl.cluster.environment import requested_federation
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cluster.launch.affinity import bind_if_asked, take_turns_if_crowded
+from xffl.cluster.launch.failure import FailureRecord, describe_failure, record_failure
+from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.cluster.launch.rank_files import RankFile, redirect
+from xffl.cluster.launch.stderr_frames import mark
+from xffl.errors import LaunchError, XfflError
+from xffl.topology import Topology
+
+__all__ = [
+    "DELIVERY_S",
+    "LINGER_S",
+    "RankJob",
+    "check_script",
+    "find_place",
+    "keep_log",
+    "limit_exit",
+    "main",
+    "run_script",
+    "without_own_frames",
+]
+
+_VARIABLE = "XFFL_RUNNER"
+_PR_SET_PDEATHSIG = 1
+_EXIT_DEADLINE_S = 10.0
+DELIVERY_S = 0.5
+"""How long a failed rank waits for its story to arrive: srun drops what is under way when an exit ends the step."""
+LINGER_S = 1.5
+"""How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
+_OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a launcher wants of the ranks, in a variable that the script does not see."""
+
+    command: tuple[str, ...] = ()
+    """Script and arguments, where they do not stand on the command line: srun takes a ":" there for itself."""
+    log_dir: str | None = None
+    failures: str | None = None
+    """Folder where failures are told, each in a file."""
+    is_marked: bool = False
+    """Whether failures are told in marked lines on standard error."""
+    is_tied: bool = True
+    """Whether the rank is to be killed when the process that started it dies."""
+    parent: int | None = None
+    """That process, where it is known; it may have died before the rank could tie itself to it."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variable that tells it to the ranks."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str]) -> RankJob:
+        """Read the variable, and take it out of the environment."""
+        told = json.loads(environ.pop(_VARIABLE, "{}"))
+        return cls(**{**told, "command": tuple(told.get("command", ()))})
+
+
+def main() -> None:
+    """Run the script that the launcher names, and leave with its exit code."""
+    job = RankJob.take(os.environ)
+    if job.is_tied:
+        _die_with_parent()
+    if job.parent is not None and os.getppid() != job.parent:
+        os._exit(code_of_signal(signal.SIGKILL))
+    rank, tell, has_log = 0, os.dup(2), False
+    try:
+        rank, _ = find_place(os.environ)
+        take_turns_if_crowded()  # as many CPUs as before it is bound
+        bind_if_asked()
+        if job.log_dir is not None:
+            os.close(keep_log(job.log_dir))
+            has_log = True
+        if job.is_marked and rank == 0:
+            steps = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
+            _tell(tell, rank, {"step": None if None in steps else ".".join(map(str, steps))})
+        run_script(job.command or sys.argv[1:])
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _report(error, job, rank, tell, has_log=has_log)
+        raise  # Python prints the message of sys.exit("message") itself
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is to be told
+        code = _report(error, job, rank, tell, has_log=has_log)
+    else:
+        return
+    sys.exit(code)
+
+
+def run_script(command: Sequence[str]) -> None:
+    """Run a script in this process as Python itself would; what ends it is passed on.
+
+    :param command: The script's path and its arguments.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    sys.argv[:] = command
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, with -P or PYTHONSAFEPATH
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def check_script(script: str, advice: str = "give the path of a Python script") -> None:
+    """Raise if there is nothing that :func:`run_script` could run; local.
+
+    :param script: The script's path; a folder needs a file ``__main__.py``, as for Python itself.
+    :param advice: What helps.
+    :raises LaunchError: if it is not there.
+    """
+    if not os.path.exists(script):
+        raise LaunchError(f"script {script!r} does not exist in {os.getcwd()}; {advice}")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise LaunchError(f"script {script!r} is a folder without __main__.py; {advice}")
+
+
+def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Tell which rank this process is, from its launcher's variables alone.
+
+    :param environ: Environment to read.
+    :return: The rank and the number of all ranks; 0 and 1 where no launcher has started this process.
+    """
+    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
+    return found["rank"], found["world_size"]
+
+
+def keep_log(folder: str) -> int:
+    """Send what this rank prints to its log file from now on.
+
+    :param folder: Folder of the log files.
+    :return: A file descriptor of what standard error was before.
+    """
+    rank, world_size = find_place(os.environ)
+    sizes, replica_size = requested_federation()
+    cell = None
+    if sizes is not None and not isinstance(sizes, str):
+        cell = Topology(world_size, sizes, replica_size).cell_of(rank)
+    return redirect(RankFile(rank, cell, Path(folder)))
+
+
+def limit_exit(code: int) -> None:
+    """Set a limit on what still runs when this rank exits.
+
+    A failed rank whose threads or exit handlers wait for the others would keep the launcher waiting, too.
+
+    :param code: Exit code after the limit.
+    """
+    deadline = threading.Timer(_EXIT_DEADLINE_S, os._exit, (code,))
+    deadline.daemon = True
+    deadline.start()
+
+
+def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> FailureRecord:
+    """Describe what ended the script, without the frames that ran it.
+
+    :param error: The exception.
+    :param files: More files whose frames are left out.
+    :return: The description.
+    """
+    return describe_failure(error, skip=(*_OWN_FILES, *files))
+
+
+def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log: bool) -> int:
+    """Tell the failure to the launcher and return the exit code, with a limit on what still runs at exit."""
+    record = without_own_frames(error)
+    is_told = job.is_marked or job.failures is not None
+    try:
+        if job.is_marked:
+            _tell(tell, rank, {"failure": asdict(record)})
+        elif job.failures is not None:
+            record_failure(record, job.failures, rank)
+    except OSError:
+        is_told = False
+    if not is_told:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
+    if has_log:
+        sys.stderr.write(record.traceback)
+    sys.stdout.flush()
+    limit_exit(record.exit_code)
+    if record.exit_code == ExitCode.PREEMPTED or (job.is_marked and record.lost_peer):
+        # A launcher ends all ranks as soon as one has left: let the others get as far, or the one that failed tell.
+        time.sleep(LINGER_S)
+    elif job.is_marked:
+        time.sleep(DELIVERY_S)
+    return record.exit_code
+
+
+def _tell(where: int, rank: int, content: Mapping[str, Any]) -> None:
+    for line in mark(rank, content):
+        os.write(where, line)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this process when the launcher dies, even by SIGKILL. Elsewhere this is left out."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Start ranks inside a SLURM allocation with srun, in an order of this program's choice, and see them through."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.hosts import expand_hosts, node_address
+from xffl.cluster.launch.affinity import limit_threads
+from xffl.cluster.launch.failure import FailureRecord, RankFailure
+from xffl.cluster.launch.job_layout import JobLayout
+from xffl.cluster.launch.line_buffer import LineCutter
+from xffl.cluster.launch.rank_files import line_prefix
+from xffl.cluster.launch.runner import RankJob, check_script
+from xffl.cluster.launch.stderr_frames import MarkedLines, Message
+from xffl.cluster.launch.supervisor import JobWatch, caught_signals
+from xffl.errors import LaunchError
+
+__all__ = ["launch_srun", "read_task_ends", "srun_command"]
+
+_POLL_S = 0.1
+_CHUNK_BYTES = 1 << 16
+_SCANCEL_S = 10
+_SLACK_S = 5.0
+"""How long srun may take to end after it was told to, and its output to come once it has been killed."""
+_PR_SET_PDEATHSIG = 1
+_LABEL = re.compile(rb" *(\d+): ")
+_LABEL_TEXT = re.compile(r"^ *\d+: ")
+_TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
+_TASK_END_INSIDE = re.compile(rb"(?<=.)srun: error: \S+: tasks? [\d,\-]+: ")
+"""Behind what a rank has begun and not ended, such as a progress bar."""
+_NOISE = re.compile(
+    r"slurmstepd[^:]*: error: \*\*\* STEP|srun: (launch/slurm: \S+: )?(Terminating|Force Terminated) |"
+    r"srun: (error: )?(Job step aborted|First task exited|Timed out waiting|Sending SIG|forcing job termination|"
+    r"StepId=\S+ tasks? )"
+)
+"""What srun says besides when a task has failed and the others are ended."""
+_CHOSEN_HERE = (
+    *(f"SLURM_{name}" for name in ("NTASKS", "NPROCS", "NTASKS_PER_NODE", "NNODES", "TASKS_PER_NODE", "DISTRIBUTION")),
+    *(f"SLURM_{name}" for name in ("HOSTFILE", "KILL_BAD_EXIT", "WAIT", "LABELIO", "UNBUFFEREDIO", "EXPORT_ENV")),
+    *(f"SLURM_{name}" for name in ("STDINMODE", "STDOUTMODE", "STDERRMODE", "WORKING_DIR", "REMOTE_CWD", "EXIT_ERROR")),
+    "SLURM_TASK_EPILOG_ERROR",
+)
+"""Variables that srun reads as options, or that the job has and the step does not."""
+
+
+def launch_srun(
+    layout: JobLayout,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float | None = None,
+    grace_s: float = 10.0,
+    log_dir: str | None = None,
+    is_labelled: bool = False,
+) -> RankFailure | int:
+    """Run a Python script as a step of the job in which this process stands, and wait for it.
+
+    The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to
+    the ranks, and what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on. If this process is
+    killed, srun ends the step.
+
+    :param layout: Hosts of the ranks.
+    :param command: Script and its arguments, passed on unchanged.
+    :param environ: Variables that the ranks get on top of this process's own.
+    :param timeout_s: End the job after this many seconds; ``None`` means no limit.
+    :param grace_s: Seconds that ranks get to end by themselves.
+    :param log_dir: Folder for a log file of each rank, on a file system that the hosts share.
+    :param is_labelled: Whether the cell and the rank stand before each line that the ranks print.
+    :return: The failure that ended the job, or an exit code.
+    :raises LaunchError: if the script does not exist, there is no srun, or the step cannot be made.
+    """
+    check_script(command[0])
+    job = RankJob(tuple(command), log_dir, is_marked=True, is_tied=False)
+    watch = JobWatch(timeout_s, grace_s)
+    with tempfile.TemporaryDirectory(prefix="xffl-exec-") as folder:
+        hostfile = Path(folder, "hosts")
+        hostfile.write_text("".join(f"{host.name}\n" * host.slots for host in layout.hosts))
+        variables = {name: text for name, text in os.environ.items() if name not in _CHOSEN_HERE}
+        limit_threads(variables)
+        if "MASTER_ADDR" not in variables and len(layout.hosts) > 1:
+            # SLURM sorts the step's nodes: the first of them need not be that of rank 0.
+            variables["MASTER_ADDR"] = layout.hosts[0].address or node_address(layout.hosts[0].name)
+        variables |= {**environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
+        step = _Step(layout, watch, is_labelled)
+        words = srun_command(layout, variables, is_labelled=is_labelled)
+        with caught_signals() as come:
+            step.start(words, variables)
+            return step.wait(come)
+
+
+def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: bool = False) -> list[str]:
+    """Return the command line that starts the ranks; they find what to run in their environment.
+
+    :param layout: Hosts of the ranks.
+    :param environ: Environment to read; ``XFFL_SRUN`` holds the command to use instead of ``srun``, with more options.
+    :param is_labelled: Whether srun writes the rank before each line.
+    :return: The words.
+    :raises LaunchError: if there is no such program.
+    """
+    words = shlex.split(environ.get("XFFL_SRUN") or "srun")
+    if shutil.which(words[0], path=environ.get("PATH")) is None:
+        raise LaunchError(
+            f"this is inside job {environ.get('SLURM_JOB_ID')}, but there is no {words[0]} in PATH. HINT: load SLURM's "
+            "module or bind it into the container, set XFFL_SRUN to the command, or give --launcher local for "
+            "processes on this node alone"
+        )
+    words += [f"--ntasks={layout.topology.world_size}", f"--nodes={len(layout.hosts)}", "--distribution=arbitrary"]
+    words += ["--kill-on-bad-exit=1", "--export=ALL"]
+    if environ.get("SLURM_CPUS_PER_TASK"):  # the job's option is not the step's
+        words.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
+    if is_labelled:
+        words.append("--label")
+    return [*words, sys.executable, "-m", "xffl.cluster.launch.runner"]
+
+
+def read_task_ends(line: str) -> dict[int, int] | None:
+    """Read what srun says of tasks that ended badly.
+
+    :param line: A line such as ``srun: error: a1: tasks 0-1: Exited with exit code 1``.
+    :return: Exit code of each task, -n after signal n; ``None`` where the line says something else.
+    """
+    match = _TASK_END.match(line)
+    if match is None:
+        return None
+    code = re.match(r"Exited with exit code (\d+)", match[2])
+    if code is not None:
+        number = int(code[1])
+    else:
+        said = match[2].partition(" (")[0].strip().lower()
+        known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
+        known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
+        number = known.get(said, ExitCode.FAILED)
+    return {int(task): number for task in expand_hosts(f"[{match[1]}]")}
+
+
+class _Step:
+    """One srun, with the threads that read from it."""
+
+    def __init__(self, layout: JobLayout, watch: JobWatch, is_labelled: bool) -> None:
+        self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
+        self._marked = MarkedLines()
+        self._id: str | None = None
+        self._has_ranks = False
+        """Whether a rank has told or shown that it was started."""
+        self._said: list[str] = []
+        """What srun itself calls an error: told at the end, which it may explain."""
+        self._ends: list[str] = []
+        """What srun says of tasks that ended badly: told where nothing else explains the end."""
+        self._trouble: Exception | None = None
+        """Why what the ranks print can no longer be shown."""
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start it, in a session of its own: a terminal's Ctrl-C is for this process alone."""
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self._is_labelled else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_ended_with_parent,
+        )
+        self._readers = [self._read(self._process.stderr, sys.stderr.buffer, self._sort)]
+        if self._is_labelled:
+            self._readers.append(self._read(self._process.stdout, sys.stdout.buffer, self._relabel))
+
+    def stop(self, number: int) -> None:
+        """End the ranks by a signal; those that are left are killed later."""
+        self._watch.stop(number)
+        if self._id is None or not self._cancel(number):
+            self._process.send_signal(signal.SIGTERM)  # srun kills them at once
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to the ranks."""
+        self._process.send_signal(number)
+
+    def wait(self, come: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
+        """Wait for the end, and tell how it came; ``come`` gives signals."""
+        is_asked = is_killed = False
+        while self._process.poll() is None:
+            time.sleep(_POLL_S)
+            for number, ends in come():
+                (self.stop if ends else self.send)(number)
+            if self._watch.is_late:
+                self.stop(0)
+            if self._trouble is not None and self._watch.stopped_by is None:
+                self.stop(signal.SIGTERM)
+            if self._watch.is_overdue() and not is_asked:
+                is_asked = True
+                self._process.send_signal(signal.SIGTERM)
+            if self._watch.is_overdue(_SLACK_S) and not is_killed:
+                is_killed = True
+                if self._id is not None:
+                    self._cancel(signal.SIGKILL)  # the ranks, which srun does not end any more
+                self._process.kill()
+        for reader in self._readers:
+            reader.join(_SLACK_S if is_killed else None)
+        if self._trouble is not None:
+            raise self._trouble
+        return self._ending()
+
+    def _ending(self) -> RankFailure | int:
+        code = self._process.returncode
+        ended = ExitCode.OK if code == 0 and self._watch.stopped_by is None else self._watch.result()
+        if ended is not None:
+            sys.stderr.writelines(self._said)
+            return ended
+        lines = [*self._ends, *self._said]
+        said = " ".join(line.removeprefix("srun: error: ").strip() for line in lines) or "it says nothing"
+        message = f"srun ended with exit code {code}: {said}; see sacct or SLURM's logs for the step's end"
+        if not self._has_ranks:
+            raise LaunchError(message)
+        print(f"xffl: {message}", file=sys.stderr)
+        return ExitCode.FAILED
+
+    def _cancel(self, number: int) -> bool:
+        name = signal.Signals(number or signal.SIGTERM).name.removeprefix("SIG")
+        program = shutil.which("scancel")
+        if program is None:
+            return False
+        command = [program, f"--signal={name}", str(self._id)]
+        try:
+            ran = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_SCANCEL_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return ran.returncode == 0
+
+    def _read(self, stream: IO[bytes] | None, out: BinaryIO, show: Callable[[bytes, bool], bytes]) -> threading.Thread:
+        def copy() -> None:
+            assert stream is not None
+            cutter, is_begun = LineCutter(), False
+            while True:
+                piece = os.read(stream.fileno(), _CHUNK_BYTES)
+                for line in cutter.add(piece) if piece else filter(None, [cutter.take_rest()]):
+                    try:
+                        shown = show(line, is_begun)
+                        if shown and self._trouble is None:
+                            out.write(shown)
+                            out.flush()
+                    except Exception as error:  # noqa: BLE001 - raised in the main thread
+                        # Go on reading: ranks whose output nobody takes would wait for ever.
+                        self._trouble = self._trouble or error
+                    is_begun = not line.endswith(b"\n")
+                if not piece:
+                    return
+
+        thread = threading.Thread(target=copy, name="xffl srun", daemon=True)
+        thread.start()
+        return thread
+
+    def _sort(self, line: bytes, is_begun: bool) -> bytes:
+        """Take out of standard error what is for this process."""
+        inside = _TASK_END_INSIDE.search(line)
+        if inside is not None and not _LABEL.fullmatch(line, 0, inside.start()):
+            return self._sort(line[: inside.start()] + b"\n", is_begun) + self._sort(line[inside.start() :], False)
+        rest, message = self._marked.take(line)
+        if message is None or self._take(message):
+            line = rest
+        text = line.decode(errors="replace")
+        if ends := read_task_ends(text):
+            self._has_ranks = True
+            self._ends.append(text)
+            self._watch.add_code(*min(ends.items()))
+            return b""
+        if _NOISE.match(_LABEL_TEXT.sub("", text, count=1) if self._is_labelled else text):
+            return b""
+        if text.startswith("srun: error: "):
+            self._said.append(text)
+            return b""
+        return self._relabel(line, is_begun)
+
+    def _take(self, message: Message) -> bool:
+        """Take over what a rank has told; tell whether it was a rank, and not a script that prints such a thing."""
+        content = message.content
+        if not 0 <= message.rank < self._layout.topology.world_size or content.keys() not in ({"step"}, {"failure"}):
+            return False
+        if "failure" in content:
+            try:
+                self._watch.add_record(message.rank, FailureRecord(**content["failure"]))
+            except TypeError:  # other keys than a record has
+                return False
+        else:
+            self._id = content["step"]
+        self._has_ranks = True
+        return True
+
+    def _relabel(self, line: bytes, is_begun: bool) -> bytes:
+        match = _LABEL.match(line) if self._is_labelled and not is_begun else None
+        if match is None:
+            return line
+        rank = int(match[1])
+        return line_prefix(rank, self._layout.cell_of(rank)) + line[match.end() :]
+
+
+def _ended_with_parent() -> None:
+    """Have Linux end srun, and so the step, when this process dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""SLURM: jobs are submitted, their nodes and tasks read, and their states followed."""

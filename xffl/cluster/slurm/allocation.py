@@ -1,0 +1,361 @@
+"""The hosts that a job may use: what SLURM has given to it, or what somebody wrote down. Nothing is started here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from xffl.cluster.hosts import expand_counts, expand_hosts
+from xffl.cluster.launch.launchers import LAUNCHERS, read_number
+from xffl.errors import ConfigError, LaunchError
+
+__all__ = [
+    "Allocation",
+    "Host",
+    "find_allocation",
+    "own_host",
+    "parse_hosts",
+    "read_topology",
+    "show_topology",
+    "with_switches",
+]
+
+_SCONTROL_S = 60
+_PAIR = re.compile(r"(\w+)=(\S+)")
+_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of an allocation.
+
+    ``switches`` leads from the top of the network to the host's own switch; it is empty where nothing is known.
+    """
+
+    name: str
+    slots: int = 1
+    """Ranks that it takes."""
+    address: str | None = None
+    """Where to reach it, if not by its name."""
+    switches: tuple[str, ...] = ()
+    gpus: int | None = None
+    """GPUs that the job may use there; ``None`` where nobody tells."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts in the order in which the ranks are to be laid over them."""
+
+    kind: str
+    """``slurm`` or ``hosts``."""
+    hosts: tuple[Host, ...]
+    job: str | None = None
+
+    @property
+    def slots(self) -> int:
+        """Ranks that all hosts together take."""
+        return sum(host.slots for host in self.hosts)
+
+
+def find_allocation(
+    environ: Mapping[str, str] | None = None, *, wants_switches: bool = False, needs_switches: bool = False
+) -> Allocation | None:
+    """Find the SLURM job in which this process stands, seen from its batch script or from the shell of ``salloc``.
+
+    Local; ``scontrol`` is asked once for the network where the switches are wanted or needed.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :param wants_switches: Ask for the network; where it cannot be asked for, ``switches`` stay empty.
+    :param needs_switches: Ask for the network, and raise where it cannot be asked for.
+    :return: The job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process
+        as one rank of several already.
+    :raises LaunchError: if the job's variables are incomplete or contradict each other, the job has several components
+        (a heterogeneous job), its GPUs cannot be spread over its nodes though nobody asked for tasks, or the network is
+        needed but cannot be asked for.
+    """
+    environ = os.environ if environ is None else environ
+    job = environ.get("SLURM_JOB_ID")
+    if not job or any(row.matches(environ) for row in LAUNCHERS):
+        return None
+    if read_number("SLURM_HET_SIZE", environ.get("SLURM_HET_SIZE") or "1") > 1:
+        raise LaunchError(
+            f"job {job} is heterogeneous: it has {environ['SLURM_HET_SIZE']} components, whose hosts cannot be put in "
+            "one order. HINT: ask for all nodes in one component, which may take different numbers of tasks, or start "
+            "the ranks with srun --het-group=0-1 yourself"
+        )
+    listed = next((name for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
+    if listed is None:
+        raise LaunchError(
+            f"SLURM_JOB_ID={job} tells of a job, but SLURM_JOB_NODELIST is not set. HINT: start from the batch script "
+            "or the shell of salloc, or unset SLURM_JOB_ID"
+        )
+    names = expand_hosts(environ[listed])
+    tasks = _tasks(environ, len(names), listed)
+    is_asked = bool(environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"))
+    gpus = _gpus(environ, tasks, is_asked=is_asked)
+    # The tasks that were asked for, else one for each GPU, else SLURM's own count.
+    slots = tasks if is_asked else tuple(own or count for own, count in zip(gpus, tasks, strict=True))
+    hosts = tuple(Host(name, count, gpus=own) for name, count, own in zip(names, slots, gpus, strict=True))
+    if wants_switches or needs_switches:
+        try:
+            hosts = with_switches(hosts, read_topology(show_topology(environ)))
+        except LaunchError:
+            if needs_switches:
+                raise
+    return Allocation("slurm", hosts, job)
+
+
+def _tasks(environ: Mapping[str, str], nodes: int, listed: str) -> tuple[int, ...]:
+    """Return the tasks of each node, by SLURM's count; ``listed`` is the variable that names the nodes."""
+    source = "SLURM_TASKS_PER_NODE"
+    counts = expand_counts(environ.get(source) or f"1(x{nodes})")
+    if source not in environ and environ.get("SLURM_NTASKS_PER_NODE"):
+        source = "SLURM_NTASKS_PER_NODE"
+        counts = (read_number(source, environ[source]),) * nodes
+    if len(counts) != nodes:
+        raise LaunchError(
+            f"{source}={environ[source]} tells of {len(counts)} nodes, but {listed}={environ[listed]} of {nodes}. "
+            "HINT: these variables are the job's; do not set one of them by hand"
+        )
+    asked = environ.get("SLURM_NTASKS")
+    if asked and read_number("SLURM_NTASKS", asked) != sum(counts):
+        raise LaunchError(
+            f"SLURM_NTASKS={asked}, but {source}={environ.get(source, 'unset')} makes {sum(counts)} tasks on "
+            f"{nodes} nodes. HINT: these variables are the job's; unset SLURM_NTASKS where it is set by hand or "
+            "left from another job, and ask SLURM for --ntasks or --ntasks-per-node"
+        )
+    return counts
+
+
+def _gpus(environ: Mapping[str, str], tasks: Sequence[int], *, is_asked: bool) -> tuple[int | None, ...]:
+    """Return the GPUs of each node, as far as SLURM tells: it may tell of a task, a node, this node, or all together.
+
+    Where tasks were asked for, nobody needs to know GPUs that are not spread evenly; else they make the ranks.
+    """
+    nodes, total = len(tasks), _count_gpus(environ, "SLURM_GPUS")
+    if each := _count_gpus(environ, "SLURM_GPUS_PER_TASK"):
+        return tuple(each * count for count in tasks)
+    here = _count_gpus(environ, "SLURM_GPUS_PER_NODE") or _count_gpus(environ, "SLURM_GPUS_ON_NODE")
+    if here is None and environ.get("SLURM_JOB_GPUS"):
+        here = len(environ["SLURM_JOB_GPUS"].split(","))
+    if here is None and total is not None and not is_asked and total % nodes == 0:
+        here = total // nodes  # the login node has no GPUs of the job
+    if total is None or (here is not None and here * nodes == total):
+        return (here,) * nodes
+    if is_asked:
+        return (None,) * nodes
+    raise LaunchError(
+        f"SLURM_GPUS={environ['SLURM_GPUS']} are not spread evenly over {nodes} nodes"
+        f"{'' if here is None else f': this node has {here}'}. HINT: ask with --gpus-per-node, or for tasks (--ntasks)"
+    )
+
+
+def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
+    """Read a number of GPUs, which may be several of different kinds, such as ``a100:2,v100:2``."""
+    text = environ.get(name)
+    return sum(read_number(name, part.rpartition(":")[2]) for part in text.split(",")) if text else None
+
+
+# Switches -------------------------------------------------------------------------------------------------------------
+
+
+def show_topology(environ: Mapping[str, str] | None = None) -> str:
+    """Ask SLURM's controller for its network.
+
+    :param environ: Environment for ``scontrol``; ``None`` means the process's own.
+    :return: The output of ``scontrol show topology``.
+    :raises LaunchError: if there is no ``scontrol`` in ``PATH``, it fails, or it does not answer.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
+    program = shutil.which("scontrol", path=environ.get("PATH"))
+    if program is None:
+        raise LaunchError(
+            "cells of SLURM's network are asked for, but there is no scontrol in PATH. HINT: load SLURM's module, or "
+            "give the cells by hosts:REGEX or file:PATH"
+        )
+    command = [program, "show", "topology"]
+    try:
+        shown = subprocess.run(
+            command,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SCONTROL_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(
+            f"scontrol show topology failed: {error}. HINT: give the cells by hosts:REGEX or file:PATH instead"
+        ) from error
+    if shown.returncode != 0:
+        reason = (shown.stderr or shown.stdout).strip() or f"exit code {shown.returncode}"
+        raise LaunchError(
+            f"scontrol show topology failed: {reason}. HINT: give the cells by hosts:REGEX or file:PATH instead"
+        )
+    return shown.stdout
+
+
+def read_topology(text: str) -> dict[str, tuple[str, ...]]:
+    """Read the output of ``scontrol show topology``, or a ``topology.conf``.
+
+    :param text: One switch on each line (``SwitchName=s1 Nodes=n[1-4]``, ``SwitchName=core Switches=s[1-2]``), or one
+        block (``BlockName=b1 Nodes=n[1-4]``).
+    :return: The switches of each node, from the top one to its own. Several switches of a node at one level count as
+        one, whose name is theirs joined by ``+``.
+    :raises LaunchError: if a list cannot be read, or a switch stands above itself.
+    """
+    leaves: dict[str, set[str]] = {}  # node to the switches that it hangs on
+    parents: dict[str, set[str]] = {}
+    children: dict[str, tuple[str, ...]] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        pairs = {name.lower(): value for name, value in _PAIR.findall(line.partition("#")[0]) if value != "(null)"}
+        name = pairs.get("switchname") or pairs.get("blockname")
+        if name is None:
+            continue
+        children[name] = expand_hosts(pairs["switches"]) if "switches" in pairs else ()
+        for child in children[name]:
+            parents.setdefault(child, set()).add(name)
+        if not children[name] and "nodes" in pairs:  # scontrol lists them at every switch above, too
+            for node in expand_hosts(pairs["nodes"]):
+                leaves.setdefault(node, set()).add(name)
+    heights = _heights(children)
+    paths: dict[frozenset[str], tuple[str, ...]] = {}
+    for own in map(frozenset, leaves.values()):
+        if own not in paths:
+            paths[own] = _path(own, parents, heights)
+    return {node: paths[frozenset(own)] for node, own in leaves.items()}
+
+
+def _heights(children: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Return how many levels of switches stand below each switch."""
+    heights: dict[str, int] = {}
+    waiting = dict(children)
+    while waiting:
+        known = [name for name, below in waiting.items() if not any(child in waiting for child in below)]
+        if not known:
+            raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; mend Switches= of one")
+        for name in known:
+            heights[name] = max((heights.get(child, 0) + 1 for child in waiting[name]), default=0)
+        for name in known:
+            del waiting[name]
+    return heights
+
+
+def _path(own: Iterable[str], parents: Mapping[str, set[str]], heights: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the switches above, from the top; of each height one name."""
+    levels: dict[int, set[str]] = {}
+    rest = list(own)
+    while rest:
+        switch = rest.pop()
+        level = levels.setdefault(heights[switch], set())
+        if switch not in level:
+            level.add(switch)
+            rest += parents.get(switch, ())
+    return tuple("+".join(sorted(levels[height])) for height in sorted(levels, reverse=True))
+
+
+def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]) -> tuple[Host, ...]:
+    """Return hosts with the switches that a topology names for them.
+
+    :param hosts: The hosts.
+    :param topology: What :func:`read_topology` returns.
+    :return: The same hosts in the same order; those that the topology does not name stay as they are.
+    """
+    return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
+
+
+def own_host(environ: Mapping[str, str] | None = None) -> Host:
+    """Tell where this process runs, from what a SLURM step or else the host itself says; nobody is asked.
+
+    :param environ: Environment to read; ``None`` means the process's own.
+    :return: The host, with its switches from ``SLURM_TOPOLOGY_ADDR`` where this process is a task of a step.
+    """
+    environ = os.environ if environ is None else environ
+    name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+    address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    # The address ends in the node's name, which may hold dots; of another node it is left over from another step.
+    if name != environ.get("SLURMD_NODENAME") or not address.endswith(f".{name}") or not pattern.endswith(".node"):
+        return Host(name)
+    found = re.findall(r"(?:[^.\[\]]|\[[^\[\]]*\])+", address.removesuffix(f".{name}"))
+    return Host(name, switches=tuple("+".join(sorted(expand_hosts(level))) for level in found))
+
+
+# Hosts that somebody wrote down ---------------------------------------------------------------------------------------
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read hosts such as ``a:4,b:4`` or ``n[01-04]:8``, or ``@FILE`` with one on each line.
+
+    A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1``; ``gpus=4`` and ``switches=core.s1`` may follow, and
+    what stands behind ``#`` is left out.
+
+    :param text: What was typed.
+    :return: The hosts, in their order.
+    :raises ConfigError: if it cannot be read, a host has no slots or occurs twice, or the file cannot be read.
+    """
+    if text.startswith("@"):
+        hosts = _read_hosts(Path(text[1:]))
+    else:
+        pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+        if not pieces or ",".join(pieces) != text:
+            raise ConfigError(f"hosts {text!r} cannot be read; write them like a:4,b:4 or n[01-04]:8, or @FILE")
+        hosts = [host for piece in pieces for host in _hosts([piece.strip()], text)]
+    if not hosts:
+        raise ConfigError(f"hosts {text!r} name no host; write them like a:4,b:4")
+    times = Counter(host.name for host in hosts)
+    if twice := [name for name, count in times.items() if count > 1]:
+        raise ConfigError(f"hosts {text!r} name {', '.join(twice)} twice; give each once, with all its slots")
+    return tuple(hosts)
+
+
+def _read_hosts(path: Path) -> list[Host]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"hosts @{path}: {error}; give a readable file with a line such as a:4 for each host"
+        ) from error
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, 1):
+        if words := line.partition("#")[0].split():
+            hosts += _hosts(words, f"{path}, line {number}: {line.strip()}")
+    return hosts
+
+
+def _hosts(words: list[str], where: str) -> list[Host]:
+    """Read one entry: a name or a list of names, its slots, and what else is told of it."""
+    names, _, slots = words[0].rpartition(":") if ":" in words[0] else (words[0], "", "")
+    told = {"slots": slots} if slots else {}
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if key not in ("slots", "address", "gpus", "switches") or not value or key in told:
+            raise ConfigError(f"hosts: {where!r} has {word!r}; write a line like a slots=4 address=10.0.0.1 gpus=4")
+        told[key] = value
+    if not told.get("slots"):
+        raise ConfigError(f"hosts: {where!r} does not say how many ranks {names!r} takes; write {names}:4")
+    counts = {key: int(told[key]) if told[key].isdecimal() else 0 for key in ("slots", "gpus") if key in told}
+    if counts["slots"] < 1 or ("gpus" in told and not told["gpus"].isdecimal()):
+        raise ConfigError(
+            f"hosts: {where!r} has slots {told['slots']!r} or gpus that are no such number; give 1 or more"
+        )
+    try:
+        expanded = expand_hosts(names)
+    except LaunchError as error:
+        raise ConfigError(f"hosts: {where!r}: {error}") from error
+    address = told.get("address")
+    # A name that starts with "-" would be an option of ssh.
+    if odd := [name for name in (*expanded, address or "a") if not _NAME.fullmatch(name)]:
+        raise ConfigError(f"hosts: {where!r} has the name {odd[0]!r}; give letters, digits and . - _ (user@ before it)")
+    if address is not None and len(expanded) > 1:
+        raise ConfigError(f"hosts: {where!r} gives one address to {len(expanded)} hosts; give each its own")
+    switches = tuple(told["switches"].split(".")) if "switches" in told else ()
+    return [Host(name, counts["slots"], address, switches, counts.get("gpus")) for name in expanded]

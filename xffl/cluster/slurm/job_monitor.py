@@ -1,0 +1,245 @@
+"""A job that was submitted: its way through the queue, its output as it grows, and how it ended."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cluster.slurm.commands import run_slurm
+from xffl.errors import ConfigError, LaunchError
+
+__all__ = ["Ending", "Follower", "exit_code_of", "expand_pattern", "find_endings", "log_pattern", "read_queue"]
+
+_ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+}
+_CODES = {"TIMEOUT": ExitCode.TIMEOUT, "DEADLINE": ExitCode.TIMEOUT, "CANCELLED": ExitCode.INTERRUPTED}
+"""Exit codes where the job's own says nothing."""
+_PATIENCE_S = 30.0
+"""How long the accounting may take to know that a job has ended."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job, or a task of an array, ended."""
+
+    state: str
+    exit_code: int
+    """Its own exit code, or 128 + n after signal n; 0 only where it completed."""
+
+
+def log_pattern(folder: str, is_array: bool) -> str:
+    """Return the name of a job's output in a folder, as SLURM takes it.
+
+    :param folder: The folder, absolute.
+    :param is_array: Whether the job is an array.
+    :return: The name, with ``%j``, or ``%A_%a`` for an array.
+    :raises ConfigError: if SLURM cannot take such a folder.
+    """
+    if "\\" in folder:
+        raise ConfigError(
+            f"SLURM drops backslashes from names of files, and the output would go to {folder!r}; give slurm.output"
+        )
+    return f"{folder.replace('%', '%%')}/{'%A_%a' if is_array else '%j'}.log"
+
+
+def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
+    """Return the file that SLURM makes of a pattern.
+
+    :param pattern: As ``--output`` takes it.
+    :param names: What stands for each letter.
+    :return: The name; ``None`` where it has something else, which only the job's nodes know.
+    """
+    if "\\" in pattern:
+        return None
+    known = {"%": "%", **names}
+    if any(match[2] not in known for match in re.finditer(r"%(\d*)(.?)", pattern)):
+        return None
+    return re.sub(
+        r"%(\d*)(.)", lambda match: known[match[2]].zfill(int(match[1] or 0)) if match[2] != "%" else "%", pattern
+    )
+
+
+def read_queue(job: str) -> dict[str, tuple[str, str]] | None:
+    """Ask for the states of a job and of its tasks.
+
+    :param job: Its number.
+    :return: State and reason by number (``12``, or ``12_0`` for a task), as far as the controller still knows them;
+        ``None`` where it does not answer.
+    """
+    ran = run_slurm(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i|%T|%r"])
+    if ran.returncode != 0:
+        return {} if "invalid job id" in ran.stderr.lower() else None
+    rows = (line.strip().split("|", 2) for line in ran.stdout.splitlines() if line.count("|") >= 2)
+    return {number: (state, reason) for number, state, reason in rows}
+
+
+def find_endings(job: str, *, patience_s: float = _PATIENCE_S, look_s: float = 1.0) -> dict[str, Ending]:
+    """Ask how a job ended that is no longer in the queue: the accounting, else what the controller still knows.
+
+    :param job: Its number.
+    :param patience_s: How long the accounting may take to know.
+    :param look_s: Time between two questions to it.
+    :return: By the number of the job, or of each task; empty where nobody knows.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            ran = run_slurm(["sacct", "--noheader", "-X", "-P", "-j", job, "--format=JobID,State,ExitCode"])
+        except LaunchError:
+            break  # there is no such command, or nobody answers it
+        if ran.returncode != 0:
+            break  # there is no accounting
+        rows = [line.split("|") for line in ran.stdout.splitlines() if line.count("|") == 2]
+        found = {number: _ending(state, code) for number, state, code in rows}
+        if found and all(ending.state in _ENDED for ending in found.values()):
+            return found
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(look_s)
+    shown = run_slurm(["scontrol", "--oneliner", "show", "job", job]).stdout
+    return dict(one for line in shown.splitlines() if (one := _shown_ending(line)) is not None)
+
+
+def _shown_ending(line: str) -> tuple[str, Ending] | None:
+    """Return a job's number and its ending from a line of scontrol; ``None`` where it has not ended."""
+    # The job's name comes early and may hold anything, also what looks like a field.
+    plain = re.sub(r" JobName=.* UserId=(?=\S+ GroupId=)", " UserId=", line, count=1)
+    fields: dict[str, str] = {}
+    for name, value in re.findall(r"(?:^|\s)(\w+)=(\S*)", plain):
+        fields.setdefault(name, value)
+    if fields.get("JobState") not in _ENDED:
+        return None
+    number = fields["JobId"]
+    if "ArrayTaskId" in fields:
+        number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
+    return number, _ending(fields["JobState"], fields.get("ExitCode", "0:0"))
+
+
+def _ending(state: str, text: str) -> Ending:
+    """Return an ending from a state such as ``CANCELLED by 0``, and a code such as ``2:0``."""
+    state = (state.split() or ["UNKNOWN"])[0].rstrip("+")
+    code, _, signal = text.partition(":")
+    number = int(code) if code.isdecimal() else 0
+    if signal.isdecimal() and int(signal):
+        number = code_of_signal(int(signal))
+    if state == "COMPLETED":
+        return Ending(state, ExitCode.OK)
+    return Ending(state, _CODES.get(state, number or ExitCode.FAILED))
+
+
+def exit_code_of(endings: Mapping[str, Ending]) -> int:
+    """Return one exit code for a job and its tasks: that of the first task that did not complete.
+
+    :param endings: How they ended.
+    :return: The code; 0 where all completed.
+    """
+    return next((ending.exit_code for _, ending in sorted(endings.items()) if ending.exit_code), 0)
+
+
+@dataclass
+class Follower:
+    """Follows a job until it has ended.
+
+    :param job: Its number.
+    :param pattern: The name of its output, as SLURM got it.
+    :param name: The job's name.
+    :param user: Whose job it is.
+    :param write: Takes a piece of output.
+    :param tell: Takes a line about the job.
+    :param longest_s: Longest time between two questions to the queue; they begin with a tenth of it.
+    :param look_s: Time between two looks at the output.
+    """
+
+    job: str
+    pattern: str
+    name: str
+    user: str
+    write: Callable[[str], None]
+    tell: Callable[[str], None]
+    longest_s: float = 10.0
+    look_s: float = 0.5
+    _read: dict[str, int] = field(default_factory=dict)
+    _rest: dict[str, bytes] = field(default_factory=dict)
+    _known: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def follow(self) -> dict[str, Ending]:
+        """Show the output as it grows, and tell each change of state.
+
+        :return: How the job, or each of its tasks, ended; empty where nobody knows.
+        :raises LaunchError: if SLURM's commands are not there.
+        """
+        wait_s, is_silent = self.longest_s / 10, False
+        while True:
+            queue = read_queue(self.job)
+            if queue is None and not is_silent:
+                self.tell(f"the controller does not answer; job {self.job} goes on, and is asked for again")
+            is_silent = queue is None
+            if queue is not None:
+                if self._tell_changes(queue):
+                    wait_s = self.longest_s / 10
+                if all(state in _ENDED for state, _ in queue.values()):
+                    break
+            until = time.monotonic() + wait_s
+            while True:
+                self._show()
+                if time.monotonic() >= until:
+                    break
+                time.sleep(self.look_s)
+            wait_s = min(self.longest_s, wait_s * 1.5)
+        self._show_rest()
+        return find_endings(self.job, look_s=2 * self.look_s)
+
+    def _tell_changes(self, queue: Mapping[str, tuple[str, str]]) -> bool:
+        changed = {number: seen for number, seen in queue.items() if self._known.get(number) != seen}
+        for number, (state, reason) in sorted(changed.items()):
+            self.tell(f"job {number} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
+        self._known.update(changed)
+        return bool(changed)
+
+    def logs(self) -> dict[str, str]:
+        """Return the files of output by task; empty where only the nodes know their names."""
+        found = {}
+        for number in self._known or {self.job: ("", "")}:
+            task = number.partition("_")[2]
+            if task.isdecimal() or not task:
+                # The first letters: of an array, %j is the task's own number, which only SLURM knows.
+                names = {"A": self.job, "a": task, "x": self.name, "u": self.user} | ({} if task else {"j": self.job})
+                file = expand_pattern(self.pattern, names)
+                if file is not None:
+                    found[number] = file
+        return found
+
+    def _show(self, is_last: bool = False) -> bool:
+        """Show what has come since, and tell whether that was something."""
+        is_new = False
+        logs = self.logs()
+        for number, file in logs.items():
+            try:
+                with open(file, "rb") as log:
+                    log.seek(self._read.get(file, 0))
+                    piece = log.read()
+            except OSError:
+                continue  # not there yet
+            self._read[file] = self._read.get(file, 0) + len(piece)
+            is_new = is_new or bool(piece)
+            prefix = f"[{number}] " if "_" in number else ""
+            text = self._rest.get(file, b"") + piece
+            cut = len(text) if is_last else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+            self._rest[file] = text[cut:]
+            if cut:
+                shown = text[:cut].decode(errors="replace")
+                self.write("".join(prefix + line for line in shown.splitlines(keepends=True)) if prefix else shown)
+        return is_new
+
+    def _show_rest(self) -> None:
+        """Show what comes after the end: a shared file system may be late."""
+        deadline = time.monotonic() + 10 * self.look_s
+        time.sleep(self.look_s)
+        while self._show() and time.monotonic() < deadline:
+            time.sleep(self.look_s)
+        self._show(is_last=True)

@@ -1,0 +1,324 @@
+"""Batch jobs of SLURM: what a configuration asks for, and the script that is made of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from xffl.checks import integer_fields
+from xffl.errors import ConfigError
+
+__all__ = [
+    "Job",
+    "SlurmConfig",
+    "find_template",
+    "render_script",
+    "tasks_of_node",
+    "tasks_of_sweep",
+    "word_of",
+]
+
+TEMPLATE = "job.sbatch"
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_PLACE = re.compile(r"@([A-Z_]+)@")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What ``xffl submit`` asks SLURM for.
+
+    :param partition: Where the job queues.
+    :param nodes: Nodes of the job.
+    :param tasks_per_node: Ranks on each node; by default one for each GPU that is asked for, else the node's share of
+        launch.processes, else one.
+    :param cpus_per_task: Cores of each rank.
+    :param gpus_per_node: GPUs of each node: their number, or kind and number, such as a100:4.
+    :param memory: Memory of each node, such as 64G; 0 for all of it.
+    :param time: Time limit: minutes, or 12:30:00, or 2-00:00:00.
+    :param account: Who pays.
+    :param qos: Quality of service.
+    :param constraint: Features that nodes must have.
+    :param nodelist: Nodes to take, such as a[1-2],b1; by default SLURM chooses.
+    :param switches: Most leaf switches that the nodes may hang on, and how long to wait for that: 1@12:00:00.
+    :param dependency: Jobs to wait for, such as afterany:123, or singleton.
+    :param signal: Sent to the ranks before the time limit; a trainer then writes a checkpoint and ends.
+    :param signal_s: How long before the time limit, in seconds; null for no signal.
+    :param requeue: Whether a job that was interrupted goes back into the queue.
+    :param max_restarts: How often a job goes back after such a signal.
+    :param array: One task of a job array for each combination of these values, such as {experiment.seed: [0, 1, 2]}.
+    :param array_limit: Most tasks of an array that run at the same time.
+    :param setup: Lines that make the environment in the job, or one file of them, such as workflows/env/cuda.sh.
+    :param extra: More options of sbatch, as they stand behind #SBATCH, such as --exclusive.
+    :param output: File of the job's output, with SLURM's %j; by default in the run's folder.
+    """
+
+    partition: str | None = None
+    nodes: int = 1
+    tasks_per_node: int | None = None
+    cpus_per_task: int | None = None
+    gpus_per_node: int | str | None = None
+    memory: int | str | None = None
+    time: int | str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    switches: int | str | None = None
+    dependency: str | None = None
+    signal: str = "USR2"
+    signal_s: int | None = 90
+    requeue: bool = True
+    max_restarts: int = 100
+    array: dict[str, Any] = field(default_factory=dict)
+    array_limit: int | None = None
+    setup: str | tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("tasks_per_node", "cpus_per_task", "array_limit")
+        integer_fields(self, "nodes", prefix="slurm.")
+        integer_fields(self, *counts, prefix="slurm.", hint="give more, or leave it out", may_be_none=True)
+        integer_fields(self, "signal_s", minimum=0, prefix="slurm.", may_be_none=True)
+        integer_fields(self, "max_restarts", minimum=0, prefix="slurm.")
+        if self.array_limit is not None and not self.array:
+            raise ConfigError(
+                f"slurm.array_limit {self.array_limit} is for the tasks of slurm.array, which has none; give it "
+                "values, or leave the limit out"
+            )
+        if not re.fullmatch(r"[A-Z0-9+-]+", self.signal):
+            raise ConfigError(f"slurm.signal {self.signal!r} is no signal; give its name, such as USR2")
+        if self.gpus_per_node is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(self.gpus_per_node)):
+            raise ConfigError(
+                f"slurm.gpus_per_node {self.gpus_per_node!r} is no number of GPUs; give one, such as 4 or a100:4"
+            )
+        limit_s = _seconds(self.time)
+        if limit_s is not None and self.signal_s is not None and limit_s <= self.signal_s:
+            raise ConfigError(
+                f"slurm.time {self.time} is {limit_s} s, and slurm.signal_s {self.signal_s}: the signal would come at "
+                "once; give more time, or fewer seconds"
+            )
+        for line in self.extra:
+            if not line.startswith("-"):
+                raise ConfigError(f"slurm.extra has {line!r}, which is no option of sbatch; write --name=value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job as its script tells it."""
+
+    name: str
+    folder: str
+    """Where the command runs."""
+    run_folder: str
+    """Where it writes; the script and the output are kept in its folder ``slurm``."""
+    log: str
+    """The file of its output, absolute, with SLURM's ``%j``."""
+    command: tuple[str, ...]
+    tasks_per_node: int
+    tasks: tuple[tuple[str, ...], ...] = ()
+    """For each task of an array, the words behind the command."""
+    is_exclusive: bool = False
+    """Whether no other job may write to the run's folder at the same time."""
+
+
+def tasks_of_node(slurm: SlurmConfig, processes: int | None) -> int:
+    """Return how many ranks each node of a job gets.
+
+    :param slurm: What is asked of SLURM.
+    :param processes: Ranks that are asked for in all; ``None`` where that is left open.
+    :return: The number.
+    :raises ConfigError: if the ranks that are asked for do not fit the nodes.
+    """
+    wanted = slurm.tasks_per_node
+    if wanted is None and slurm.gpus_per_node is not None:
+        wanted = int(str(slurm.gpus_per_node).rpartition(":")[2])
+    if wanted is None and processes is not None and processes % slurm.nodes == 0:
+        wanted = processes // slurm.nodes
+    wanted = 1 if wanted is None else wanted
+    if processes not in (None, wanted * slurm.nodes):
+        raise ConfigError(
+            f"launch.processes is {processes}, but slurm asks for {slurm.nodes} nodes of {wanted} tasks; give "
+            f"--launch.processes {wanted * slurm.nodes}, or another --slurm.nodes or --slurm.tasks_per_node"
+        )
+    return wanted
+
+
+def tasks_of_sweep(array: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return what each task of a job array changes: every combination of the values of some keys.
+
+    :param array: Values of each key; keys may be dotted or nested.
+    :return: For each task the value of each dotted key; the last key changes fastest.
+    :raises ConfigError: if a key has no list of values.
+    """
+    flat: dict[str, list[Any]] = {}
+
+    def flatten(values: Mapping[str, Any], above: str) -> None:
+        for name, value in values.items():
+            key = f"{above}{name}"
+            if isinstance(value, Mapping):
+                flatten(value, f"{key}.")
+            elif isinstance(value, (list, tuple)) and value:
+                flat[key] = list(value)
+            else:
+                raise ConfigError(f"slurm.array.{key} is {value!r}; give the list of its values, such as [0, 1, 2]")
+
+    flatten(array, "")
+    if not flat:
+        return ()
+    return tuple(dict(zip(flat, chosen, strict=True)) for chosen in itertools.product(*flat.values()))
+
+
+def word_of(key: str, value: Any) -> str:
+    """Return the word of a command line that sets a key.
+
+    :param key: Dotted key.
+    :param value: Its value, plain.
+    :return: ``--key=value``.
+    """
+    # JSON is YAML, which is what such words hold. A text stands for itself.
+    return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def find_template(name: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """Return the text that batch scripts are made of.
+
+    That is the file that is named, else ``job.sbatch`` in the folder ``XFFL_TEMPLATES``, else in
+    ``~/.config/xffl/templates``, else xffl's own.
+
+    :param name: A file.
+    :param environ: Environment; ``None`` means the process's own.
+    :return: The template.
+    :raises ConfigError: if a file that is named, or a folder, cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    folder = environ.get("XFFL_TEMPLATES")
+    chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
+    if chosen is None:
+        home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", ""), ".config")
+        own = Path(home) / "xffl" / "templates" / TEMPLATE
+        if not (os.path.isabs(home) and own.is_file()):
+            return (files("xffl.cluster.slurm") / "templates" / TEMPLATE).read_text(encoding="utf-8")
+        chosen = own
+    try:
+        return chosen.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        knob = "--template" if name else "XFFL_TEMPLATES" if folder else "the template"
+        raise ConfigError(f"{knob}: {chosen} cannot be read ({error}); give a text file with @COMMAND@") from error
+
+
+def render_script(slurm: SlurmConfig, job: Job, template: str) -> str:
+    """Return the batch script of a job.
+
+    :param slurm: What is asked of SLURM.
+    :param job: What runs.
+    :param template: Text with places such as ``@COMMAND@``.
+    :return: The script.
+    :raises ConfigError: if a value cannot stand in a script, or the template has a place that nothing fills.
+    """
+    texts = {
+        "COMMAND": shlex.join(job.command),
+        "DIRECTIVES": "\n".join(f"#SBATCH {line}" for line in _directives(slurm, job)),
+        "FOLDER": shlex.quote(job.folder),
+        "MAX_RESTARTS": str(slurm.max_restarts if slurm.requeue else 0),
+        "NAME": shlex.quote(job.name),
+        "SETUP": _setup(slurm.setup),
+        "TASK": _task(job.tasks),
+    }
+    places = _PLACE.findall(template)
+    if "COMMAND" not in places or "DIRECTIVES" not in places:
+        raise ConfigError("the template of batch scripts lacks @COMMAND@ or @DIRECTIVES@; put both into it")
+    if job.tasks and "TASK" not in places:
+        raise ConfigError("the template of batch scripts lacks @TASK@, which tells an array's tasks apart; put it in")
+    unknown = sorted(set(places) - texts.keys())
+    if unknown:
+        known = ", ".join(f"@{name}@" for name in texts)
+        raise ConfigError(f"the template of batch scripts has @{unknown[0]}@, which nothing fills; there are {known}")
+    return _PLACE.sub(lambda place: texts[place[1]], template)
+
+
+def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
+    """Return the options of sbatch, each as it stands behind #SBATCH."""
+    array = None
+    if job.tasks:
+        array = f"0-{len(job.tasks) - 1}" + (f"%{slurm.array_limit}" if slurm.array_limit else "")
+    options: dict[str, Any] = {
+        "job-name": job.name,
+        "output": job.log,
+        "open-mode": "append",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "nodelist": slurm.nodelist,
+        "nodes": slurm.nodes,
+        "ntasks-per-node": job.tasks_per_node,
+        "cpus-per-task": slurm.cpus_per_task,
+        "gpus-per-node": slurm.gpus_per_node,
+        "mem": slurm.memory,
+        "time": slurm.time,
+        "switches": slurm.switches,
+        "dependency": slurm.dependency,
+        "array": array,
+        # Without a "B:" before the name: to the ranks, and not to the script.
+        "signal": None if slurm.signal_s is None else f"{slurm.signal}@{slurm.signal_s}",
+    }
+    found = []
+    for name, value in options.items():
+        if value is not None:
+            if value == "" or not str(value).isprintable():
+                raise ConfigError(
+                    f"--{name} of the batch script would be {value!r}; give printable characters in one line"
+                )
+            found.append(f"--{name}={shlex.quote(str(value))}")
+    found.append("--requeue" if slurm.requeue else "--no-requeue")
+    if any("\n" in line for line in slurm.extra):
+        raise ConfigError("slurm.extra has an option of several lines; give one in each item")
+    return [*found, *slurm.extra]
+
+
+def _setup(setup: str | tuple[str, ...]) -> str:
+    """Return the lines that make the environment."""
+    if not isinstance(setup, str):
+        return "\n".join(setup) or ": # slurm.setup"
+    if not os.path.isfile(setup):
+        raise ConfigError(f"slurm.setup is {setup!r}, and no such file is there; give a file, or a list of lines")
+    return f"source {shlex.quote(os.path.abspath(setup))}"
+
+
+def _task(tasks: Sequence[Sequence[str]]) -> str:
+    """Return the lines that set what is this task's own."""
+    if not tasks:
+        return "# What stands behind this script's name goes to the command, too."
+    lines = ["# What this task of the array has of its own.", "case $SLURM_ARRAY_TASK_ID in"]
+    lines += [f"    {number}) set -- {shlex.join(words)} ;;" for number, words in enumerate(tasks)]
+    lines += ['    *) echo "xffl: the array has no task $SLURM_ARRAY_TASK_ID" >&2; exit 2 ;;', "esac"]
+    return "\n".join(lines)
+
+
+def _seconds(limit: int | str | None) -> int | None:
+    """Return a time limit in seconds, ``None`` where there is none."""
+    if limit is None or str(limit).upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = _TIME.fullmatch(str(limit))
+    if match is None:
+        raise ConfigError(
+            f"slurm.time {limit!r} is no time; give minutes, hours like 12:30:00, or days like 2-00:00:00"
+        )
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:  # D-H, D-H:M, D-H:M:S
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:  # M, M:S
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

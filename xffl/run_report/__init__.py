@@ -1,0 +1,1 @@
+"""The page about a run: its records are read, summed up, drawn and written as one HTML file."""

@@ -1,0 +1,1 @@
+"""Configuration of a run: files, environment and command line, checked against dataclasses."""

@@ -1,0 +1,1 @@
+"""Data of a run: a dataset is dealt out to the cells, sampled, batched and streamed to the ranks."""

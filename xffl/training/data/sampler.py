@@ -1,0 +1,401 @@
+"""Samplers: each cell draws from its own part only, and the ranks of a cell share every step's samples out.
+
+All ranks of a cell draw one shuffled order in each epoch, cut it into the same number of steps, and take a part of each
+step. So collectives inside the cell (FSDP's, DDP's) meet, and every sample counts once. Nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from xffl.checks import integer
+from xffl.errors import ConfigError, StateError
+from xffl.topology import Topology
+from xffl.training.data.parts import Partition
+from xffl.training.data.rng import SHUFFLING, Draws, Indices
+
+__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "even_cut"]
+
+Drawn = TypeVar("Drawn")
+"""What a sampler yields: indices, or lists of them."""
+Batch = TypeVar("Batch")
+
+DATA_AXES = "dp_"
+"""How the axes of a cell's shape begin that cut the data; along the others (tensor, pipeline, ...) it is the same."""
+
+
+def data_place(topology: Topology, rank: int) -> tuple[int, int]:
+    """Return which part of a cell's samples a rank takes.
+
+    Every rank takes a part of its own, whether its cell is cut into replicas, shards or both. In cells with a shape,
+    ranks that differ only along other axes than ``dp_*`` take the same samples.
+
+    :param topology: The federation.
+    :param rank: Global rank.
+    :return: The part's number, and how many parts the cell has.
+    :raises TopologyError: if the rank is outside the world.
+    """
+    at = topology.coordinates(rank)
+    if topology.cell_shape is None:
+        return at.local_rank, topology.sizes[at.cell]
+    part, parts, stride = 0, 1, 1
+    for name, given in reversed(tuple(dict(topology.cell_shape).items())):
+        size = topology.replicas(at.cell) if given == -1 else given
+        if name.startswith(DATA_AXES):
+            part += at.local_rank // stride % size * parts
+            parts *= size
+        stride *= size
+    return part, parts
+
+
+class CellOrder(Sampler[Drawn]):
+    """What both samplers share: the cell's order, its steps, and where the training loop stands in them.
+
+    Local. All ranks of a cell give the same arguments, except ``rank``, and the same calls.
+
+    :param part: The partition, of which each cell takes its part, or this cell's own indices in any order (for
+        validation, the same in all cells).
+    :param topology: The federation, ``state.topology``.
+    :param rank: This process's global rank.
+    :param batch_size: Samples of each rank in a step, at most.
+    :param seed: Of the shuffling; each cell and epoch has a random stream of its own.
+    :param is_shuffled: Whether each epoch has a new random order; ``False`` keeps the order of the part, as validation
+        wants it, and needs no ``set_epoch``.
+    :param drop_last: Leave out what does not fill a step on all ranks; with shuffling other samples in each epoch.
+    :param is_padded: Repeat the first samples of the epoch's order so that all batches are full.
+    :raises ConfigError: if an argument cannot be meant, or a rank would have no sample in some step.
+    """
+
+    def __init__(
+        self,
+        part: Partition | npt.ArrayLike,
+        topology: Topology,
+        rank: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        is_shuffled: bool = True,
+        drop_last: bool = False,
+        is_padded: bool = False,
+    ) -> None:
+        super().__init__()
+        self.cell = topology.cell_of(rank)
+        self._indices = _indices_of(part, topology, self.cell)
+        self._place, self._places = data_place(topology, rank)
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self._seed = integer("seed", seed, 0)
+        for what, switch in (("is_shuffled", is_shuffled), ("drop_last", drop_last), ("is_padded", is_padded)):
+            if not isinstance(switch, bool):
+                raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
+        if drop_last and is_padded:
+            raise ConfigError("drop_last and is_padded are both True; choose to leave samples out or to repeat some")
+        self._is_shuffled, self._tail = is_shuffled, "drop" if drop_last else "pad" if is_padded else "keep"
+        count, per_step = len(self._indices), self.batch_size * self._places
+        self.steps = count // per_step if drop_last else -(-count // per_step)
+        """Batches of an epoch: the same number on all ranks of the cell."""
+        self._taken = count if self._tail == "keep" else self.steps * per_step
+        self._check_steps()
+        self._epoch = self._position = 0
+        self._is_followed = self._is_drawn = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being drawn, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the epoch that the loop has taken, as :meth:`follow` and :meth:`load_state_dict` say.
+
+        Drawing goes on there.
+        """
+        return self._position
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
+        return self._taken
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that the whole cell has taken since the first epoch, at the loop's position."""
+        return self._epoch * self._taken + (self._step(self._position - 1)[1] if self._position else 0)
+
+    def samples_of(self, step: int) -> int:
+        """Count this rank's samples of a step.
+
+        :param step: Number of the batch in its epoch, from 0.
+        :return: The length of the batch.
+        """
+        start, stop = self._share(step)
+        return stop - start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to draw; local, and to be called alike on all ranks of the cell.
+
+        Another epoch starts at its first batch. The current one keeps its position, so that a loop that has been
+        resumed may call this first thing, as usual.
+
+        :param epoch: From 0. Each has an order of its own.
+        :raises ConfigError: if it is no such number.
+        """
+        number = integer("epoch", epoch, 0)
+        if number != self._epoch:
+            self._epoch, self._position = number, 0
+        self._is_drawn = False
+
+    def follow(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over the rest of the epoch and count what the loop takes; then go on to the next epoch.
+
+        A loader with workers draws ahead: what it has drawn says nothing about what was trained on. This counts where
+        the loop takes a batch, so ``state_dict()`` is right from the batch's optimizer step until the next batch is
+        taken. A loop that was left by ``break`` goes on where it stopped. Wrap the outermost iterable, such as a
+        prefetcher around the loader.
+
+        :param loader: The ``DataLoader`` of this sampler, or what is around it, or the sampler itself.
+        :yield: The loader's batches.
+        :raises StateError: if the loader yields another number of batches than the epoch has left, as one does that
+            does not draw from this sampler.
+        """
+        self._is_followed, self._is_drawn = True, False
+        try:
+            for batch in loader:
+                if self._position == self.steps:
+                    raise StateError(f"the loader yields more than the {self.steps} batches of the epoch; {self._knob}")
+                self._position += 1
+                yield batch
+            if self._position != self.steps:
+                raise StateError(f"the loader ended at {self._position} of {self.steps} batches; {self._knob}")
+        finally:
+            self._is_followed = False
+        self.set_epoch(self._epoch + 1)
+
+    def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
+        """Return where the training loop stands; local, and the same on all ranks of the cell.
+
+        :param consumed: Batches of this epoch that the loop has taken, those before a resume among them. ``None`` takes
+            what :meth:`follow` has counted.
+        :return: Numbers and strings only; for :meth:`load_state_dict`.
+        :raises StateError: if batches were drawn that :meth:`follow` has not counted, and nothing else says how many.
+        :raises ConfigError: if ``consumed`` is no number of batches of an epoch.
+        """
+        if consumed is None:
+            if self._is_drawn:
+                raise StateError(
+                    f"epoch {self._epoch} was drawn from, but how far the loop got is not known (loaders draw ahead); "
+                    "iterate over sampler.follow(loader), or give state_dict(consumed=...)"
+                )
+            consumed = self._position
+        return {"epoch": self._epoch, "position": self._checked_position(consumed), **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a loop stood; local, and to be called on all ranks of the cell, before iterating.
+
+        The batches that follow are those that would have followed without a stop. The cell may have another number of
+        ranks, if ``batch_size`` changes with it: then the steps that follow are the same, shared out anew.
+
+        :param state: What :meth:`state_dict` returned on a rank of this cell.
+        :raises ConfigError: if the state is of other data, another shuffling, or other steps than this sampler's.
+        """
+        mine = self._identity()
+        for name in ("epoch", "position", *mine):
+            if name not in state:
+                raise ConfigError(f"the sampler's state lacks {name!r}; give what state_dict returned")
+        for name, value in mine.items():
+            if state[name] != value:
+                raise ConfigError(
+                    f"the sampler's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it "
+                    f"as it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
+                )
+        position = self._checked_position(state["position"])
+        self.set_epoch(state["epoch"])
+        self._position = position
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _knob(self) -> str:
+        """What to check where a loader does not fit."""
+
+    @abstractmethod
+    def _step(self, step: int) -> tuple[int, int]:
+        """Return where a step's samples start and stop in the order, over all ranks of the cell."""
+
+    def draw(self) -> Iterator[Indices]:
+        """Start to draw this rank's batches, from the position to the end of the epoch; local.
+
+        :return: The samples of each batch.
+        :raises StateError: if the epoch has been drawn, and neither :meth:`set_epoch` nor :meth:`follow` followed.
+        """
+        if not self._is_followed:
+            if self._is_drawn and self._is_shuffled:
+                raise StateError(
+                    f"epoch {self._epoch} is drawn a second time, in the same order; call set_epoch before each epoch, "
+                    "or iterate over sampler.follow(loader), which does"
+                )
+            self._is_drawn = True
+        order = self._indices
+        if self._is_shuffled:
+            order = order[Draws(self._seed, SHUFFLING, self.cell, self._epoch).permutation(len(order))]
+        order = np.resize(order, self._taken)  # a longer one begins again
+        return (order[slice(*self._share(step))] for step in range(self._position, self.steps))
+
+    def _share(self, step: int) -> tuple[int, int]:
+        """Return where this rank's samples of a step start and stop in the order."""
+        start, stop = self._step(step)
+        first, last = even_cut(stop - start, self._places, self._place)
+        return start + first, start + last
+
+    def _check_steps(self) -> None:
+        """Refuse what would leave a rank without a batch while others have one: their collectives would not meet."""
+        if not self.steps:
+            raise ConfigError(
+                f"cell {self.cell} has {len(self._indices)} samples, less than a step of {self.batch_size} on each of "
+                f"{self._places} ranks; give it more, a smaller batch_size, or drop_last=False"
+            )
+        start, stop = self._step(self.steps - 1)
+        if stop - start < self._places:
+            raise ConfigError(
+                f"a step of cell {self.cell} has {stop - start} samples for {self._places} ranks ({self.steps} steps "
+                f"of {len(self._indices)} samples, batch_size {self.batch_size}); {self._spread_knob}"
+            )
+
+    @property
+    @abstractmethod
+    def _spread_knob(self) -> str:
+        """What to change where a step has fewer samples than ranks."""
+
+    def _checked_position(self, position: object) -> int:
+        number = integer("batches consumed", position, 0)
+        if number > self.steps:
+            raise ConfigError(
+                f"batches consumed {number} are more than the {self.steps} of an epoch; count from set_epoch"
+            )
+        return number
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what the batches of an epoch depend on."""
+        return {
+            "kind": type(self).__name__,
+            "cell": self.cell,
+            # Not both numbers: other ranks that share the same steps out may go on.
+            "samples_a_step": self.batch_size * self._places,
+            "seed": self._seed,
+            "is_shuffled": self._is_shuffled,
+            "tail": self._tail,
+            "data": self._digest,
+        }
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(self._indices.astype("<i8").tobytes()).hexdigest()
+
+
+class CellBatchSampler(CellOrder[list[int]]):
+    """Yield one rank's batches of its cell's samples: ``DataLoader(dataset, batch_sampler=...)``.
+
+    The steps of an epoch, and the ranks' batches in each, differ in size by one sample at most, none has more than
+    ``batch_size``, and every sample of the cell is in one batch of one rank. So an epoch has exactly as many samples as
+    the cell (a weighted mean over cells needs true counts, and so does accuracy), and no step is much smaller than the
+    others.
+
+    Local. Parameters and rules are those of :class:`CellOrder`.
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Draw the batches from the position to the end of the epoch."""
+        return (batch.tolist() for batch in self.draw())
+
+    def __len__(self) -> int:
+        """Count the batches of a whole epoch."""
+        return self.steps
+
+    def _step(self, step: int) -> tuple[int, int]:
+        return even_cut(self._taken, self.steps, step)
+
+    @property
+    def _knob(self) -> str:
+        return "is this sampler its batch_sampler?"
+
+    @property
+    def _spread_knob(self) -> str:
+        return "give it more samples, or drop_last=True or is_padded=True"
+
+
+class CellSampler(CellOrder[int]):
+    """Yield one rank's samples of its cell one by one: ``DataLoader(dataset, batch_size=b, sampler=...)``.
+
+    For what makes its own batches. The same as :class:`CellBatchSampler`, except that all batches are full but the
+    last, since the loader cuts them. A last step with fewer samples than ranks would be missing on some, so it is
+    refused; :class:`CellBatchSampler` would spread it.
+
+    Local. Parameters and rules are those of :class:`CellOrder`; ``batch_size`` is the loader's.
+    """
+
+    def __iter__(self) -> Iterator[int]:
+        """Draw the samples from the position to the end of the epoch."""
+        batches = self.draw()
+        return (index for batch in batches for index in batch.tolist())
+
+    def __len__(self) -> int:
+        """Count this rank's samples of a whole epoch."""
+        start, stop = self._share(self.steps - 1)
+        return (self.steps - 1) * self.batch_size + stop - start
+
+    def _step(self, step: int) -> tuple[int, int]:
+        per_step = self.batch_size * self._places
+        return step * per_step, min((step + 1) * per_step, self._taken)
+
+    @property
+    def _knob(self) -> str:
+        return f"is this sampler its sampler, with batch_size={self.batch_size}?"
+
+    @property
+    def _spread_knob(self) -> str:
+        return "take CellBatchSampler, which spreads them, or drop_last=True or is_padded=True"
+
+
+def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) -> Indices:
+    """Return the cell's samples in the order in which they were given."""
+    if isinstance(part, Partition):
+        if part.cells != topology.cells:
+            raise ConfigError(
+                f"the partition is for {part.cells} cells, but the topology has {topology.cells}; make it for "
+                f"{topology.cells}"
+            )
+        if empty := [number for number, mine in enumerate(part.parts) if not len(mine)]:
+            # Told by all cells: the others would wait for these at the next round.
+            raise ConfigError(f"cell {empty[0]} has no samples to draw; give it some (minimum= in the partition)")
+        indices = part.parts[cell]
+    else:
+        given: npt.NDArray[Any] = np.asarray(part)
+        if given.ndim != 1 or (len(given) and not np.issubdtype(given.dtype, np.integer)):
+            raise ConfigError(
+                f"the part is {given.dtype} of shape {given.shape}; give a Partition, or a 1-D array of indices"
+            )
+        indices = given.astype(np.int64)
+    if not len(indices):
+        raise ConfigError(f"cell {cell} has no samples to draw; give it some")
+    return indices
+
+
+def even_cut(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Cut a number of things into parts that differ by one at most, larger ones first.
+
+    :param total: How many things there are.
+    :param parts: Number of parts.
+    :param index: Which part is asked for, from 0.
+    :return: Where that part starts and stops.
+    """
+    size, larger = divmod(total, parts)
+    start = index * size + min(index, larger)
+    return start, start + size + (index < larger)

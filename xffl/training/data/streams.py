@@ -1,0 +1,273 @@
+"""Streams: data without a length or an index, dealt out to the ranks sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset, default_collate
+
+from xffl.checks import integer
+from xffl.errors import ConfigError, StateError
+from xffl.topology import Topology
+from xffl.training.data.batches import Randomness, identity_of, read
+from xffl.training.data.rng import AUGMENTING
+from xffl.training.data.sampler import data_place
+
+__all__ = ["CellStream"]
+
+RESUMES = ("count", "state")
+
+
+class CellStream(Iterable[Any]):
+    """One rank's batches of a stream that all ranks read: sample ``i`` goes to the ranks in turn.
+
+    Every rank reads the whole stream and keeps its share, so the stream must be the same on all of them: shuffle by a
+    seed of its own, or by the global generators of Python, numpy or torch, which are seeded alike while it is read.
+    Nothing is communicated: all ranks see where the stream ends, and all ranks of a cell make the same number of
+    batches. In the last step the ranks have fewer samples; where some rank of a cell would have none, or with
+    ``drop_last``, the cell leaves that step out. An epoch without any step is an error.
+
+    Iterating, epochs and resuming are as in :class:`CellLoader <xffl.training.data.loaders.CellLoader>`, except that
+    nobody knows the length before the end. A resumed stream reads the consumed part of the epoch again and throws it
+    away, or takes the dataset's own state (``resume="state"``), which is quick, and exact if the dataset keeps all that
+    it has read ahead (a shuffle buffer often is lost).
+
+    Local. All ranks give the same arguments, except ``rank``; with ``part="own"`` those of a cell.
+
+    :param dataset: Anything to iterate over anew in each epoch. Its ``set_epoch`` is called if it has one.
+    :param topology: The federation, ``state.topology``.
+    :param rank: This process's global rank.
+    :param batch_size: Samples of each rank in a step.
+    :param part: ``None`` deals the stream out over the ranks of all cells; ``"own"``: the stream is this cell's alone.
+    :param seed: Of what the stream draws from global generators.
+    :param drop_last: Leave the last step out if it is not full.
+    :param workers: 0 reads in this process, 1 reads ahead in another one. More would each read the whole stream.
+    :param pin_memory: Whether batches are put into pinned memory; ``None`` where there is CUDA.
+    :param prefetch_factor: Batches that the worker reads ahead.
+    :param collate: Makes a batch of a list of samples; ``None`` takes torch's ``default_collate``.
+    :param resume: ``"count"`` or ``"state"``.
+    :param start_method: How the worker starts, such as ``"fork"``; ``None`` is Python's default.
+    :raises ConfigError: if an argument cannot be meant.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        topology: Topology,
+        rank: int,
+        *,
+        batch_size: int,
+        part: Literal["own"] | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int = 2,
+        collate: Callable[[list[Any]], Any] | None = None,
+        resume: Literal["count", "state"] = "count",
+        start_method: Any = None,
+    ) -> None:
+        _check(dataset, part, workers, resume)
+        self.dataset, self.cell = dataset, topology.cell_of(rank)
+        self.batch_size = integer("batch_size", batch_size, 1)
+        place, self._ranks = data_place(topology, rank)
+        first, count = (0, self._ranks) if part == "own" else _among_all(topology, self.cell)
+        self._steps = _Steps(
+            dataset,
+            per_step=self.batch_size * count,
+            turns=range(first, first + self._ranks),
+            turn=first + place,
+            of=count,
+            collate=collate or default_collate,
+            # A stream that all cells read must be the same in all of them.
+            randomness=Randomness(seed, AUGMENTING, self.cell if part == "own" else 0),
+            drop_last=drop_last,
+            is_state_kept=resume == "state",
+        )
+        self._identity = {
+            "kind": type(self).__name__,
+            "dataset": identity_of(dataset),
+            "cell": self.cell,
+            "part": part or "all",
+            "ranks": count,
+            "batch_size": self.batch_size,
+            "seed": integer("seed", seed, 0),
+            "resume": resume,
+        }
+        self.batches = read(
+            self._steps,
+            None,
+            seed=seed,
+            workers=workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            is_persistent=False,  # a worker that lives on would not learn where to begin
+            start_method=start_method,
+        )
+        """Torch's loader, of batches with the numbers that belong to them."""
+        self.batch_samples = 0
+        """This rank's samples in the batch that was yielded last."""
+        self.samples_seen = 0
+        """Samples that the whole cell has taken since the first epoch; ranks that share a part count once."""
+        self._epoch = self._position = 0
+        self._state: Any = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that comes next, or is being read, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the epoch that the loop has taken."""
+        return self._position
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rest of the epoch, then stand at the start of the next one."""
+        self._steps.begin = (self._epoch, self._position, self._state)
+        for batch, mine, all_of_cell, state in self.batches:
+            self._position += 1
+            self._state = state
+            self.batch_samples = mine
+            self.samples_seen += all_of_cell
+            yield batch
+        self.set_epoch(self._epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; the current one keeps its position, another starts at its first batch. Local.
+
+        :param epoch: From 0.
+        :raises ConfigError: if it is no such number.
+        """
+        number = integer("epoch", epoch, 0)
+        if number != self._epoch:
+            self._epoch, self._position, self._state = number, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loop stands; local, and the same on all ranks of the cell.
+
+        :return: For :meth:`load_state_dict`: numbers and strings, and with ``resume="state"`` what the dataset gives.
+        """
+        numbers = {"epoch": self._epoch, "position": self._position, "samples": self.samples_seen}
+        return {**numbers, "stream": self._state, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a loop stood; local, and to be called on all ranks of the cell, before iterating.
+
+        :param state: What :meth:`state_dict` returned on a rank of this cell.
+        :raises ConfigError: if it is of another stream or other steps than this one's.
+        """
+        for name in ("epoch", "position", "samples", "stream", *self._identity):
+            if name not in state:
+                raise ConfigError(f"the stream's state lacks {name!r}; give what state_dict returned")
+        for name, value in self._identity.items():
+            if state[name] != value:
+                raise ConfigError(
+                    f"the stream's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it as "
+                    f"it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
+                )
+        position, samples = (
+            integer("position", state["position"], 0),
+            integer("samples", state["samples"], 0),
+        )
+        self.set_epoch(state["epoch"])
+        self._position, self._state, self.samples_seen = position, state["stream"], samples
+
+
+class _Steps(IterableDataset[Any]):
+    """One rank's batches of the rest of an epoch, each with its numbers; runs in the process that reads.
+
+    :param dataset: The stream.
+    :param per_step: Samples of all ranks in a step.
+    :param turns: The places of the cell's ranks among all.
+    :param turn: The place of this rank.
+    :param of: How many places there are.
+    :param collate: Makes a batch of a list of samples.
+    :param randomness: The stream's draws.
+    :param drop_last: Leave the last step out if it is not full.
+    :param is_state_kept: Whether the dataset's state goes with each batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        per_step: int,
+        turns: range,
+        turn: int,
+        of: int,
+        collate: Callable[[list[Any]], Any],
+        randomness: Randomness,
+        drop_last: bool,
+        is_state_kept: bool,
+    ) -> None:
+        self._dataset, self._collate, self._randomness = dataset, collate, randomness
+        self._per_step, self._turns, self._turn, self._of = per_step, turns, turn, of
+        self._drop_last, self._is_state_kept = drop_last, is_state_kept
+        self.begin: tuple[int, int, Any] = (0, 0, None)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int, Any]]:
+        epoch, position, state = self.begin
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        step = count = 0
+        if state is not None:
+            self._dataset.load_state_dict(state)
+            step = position
+        with self._randomness.of(epoch, step):
+            source = iter(self._dataset)
+        while True:
+            # Seeded anew in each step: a stream that goes on from its state draws what a whole one would draw.
+            with self._randomness.of(epoch, step):
+                samples = list(islice(source, self._per_step))
+            count += len(samples)
+            counts = [len(samples[turn :: self._of]) for turn in self._turns]
+            is_short = len(samples) < self._per_step
+            if not min(counts) or (is_short and self._drop_last):
+                break
+            if step >= position:
+                # At its end a dataset may say that it starts anew: then the epoch is read again, which tells the truth.
+                kept = self._dataset.state_dict() if self._is_state_kept and not is_short else None
+                with self._randomness.of(epoch, step, self._turn):
+                    batch = self._collate(samples[self._turn :: self._of])
+                yield batch, counts[self._turn - self._turns.start], sum(counts), kept
+            step += 1
+            if is_short:
+                break
+        if not step:
+            raise ConfigError(
+                f"the stream ended after {count} samples, too few for one step of {self._of} ranks with up to "
+                f"{self._per_step} samples; give a longer one, a smaller batch_size, or drop_last=False"
+            )
+        if step < position:
+            raise StateError(
+                f"the stream ended after {step} batches, but {position} were consumed before; give the same stream, or "
+                "start another epoch with set_epoch"
+            )
+
+
+def _check(dataset: Any, part: object, workers: object, resume: object) -> None:
+    if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
+        raise ConfigError(
+            f"{type(dataset).__name__} cannot be iterated over in each epoch anew; give a dataset with __iter__ that "
+            "returns a new iterator"
+        )
+    if part not in (None, "own"):
+        raise ConfigError(f'part {part!r} of a stream is unknown; give "own", or None to deal it out over all cells')
+    if integer("workers", workers, 0) > 1:
+        raise ConfigError(f"workers {workers} would each read the whole stream; give 0 or 1")
+    if resume not in RESUMES:
+        raise ConfigError(f"resume {resume!r} is unknown; give one of {', '.join(RESUMES)}")
+    if resume == "state" and not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        raise ConfigError(
+            f'{type(dataset).__name__} has no state_dict and load_state_dict; give resume="count", or a dataset that '
+            "has them"
+        )
+
+
+def _among_all(topology: Topology, cell: int) -> tuple[int, int]:
+    """Return how many ranks with data of their own stand before a cell, and how many there are."""
+    counts = [data_place(topology, topology.federation(other)[0])[1] for other in range(topology.cells)]
+    return sum(counts[:cell]), sum(counts)
