@@ -65,7 +65,7 @@ EXISTS: dict[str, dict[str, str]] = {
         "_rotate": "xffl.checkpoint:CheckpointManager._rotate",
         "find_latest_checkpoint": "xffl.checkpoint:find_latest_checkpoint",
         "auto_resume": "xffl.checkpoint:auto_resume",
-        "launch_distributed": "xffl.cluster.launch.launch:launch_distributed",
+        "launch_distributed": "xffl.cluster.launch:launch_distributed",
     },
     "trainer_core_concepts.md": {
         "DistributedWorld": "xffl:DistributedWorld",
