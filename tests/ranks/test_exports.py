@@ -177,7 +177,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([folders[0], folders[0]], "are both of cell 0; give one of each cell"),
         ([folders[0], str(out)], "is not the export of a cell; give what --export wrote"),
         ([*folders, "--weights", "1"], "1 weights are given for 2 cells"),
-        ([*folders, "--weights", "1,x"], "--weights has 'x', which is no number"),
+        ([*folders, "--weights", "1,x"], "--weights must be a number for each cell, such as 3,1, got 'x'"),
         ([*folders, "--weights", "0,0"], "must be finite, none negative and one positive"),
         ([*folders, "--combine", "krum:faulty=0"], "needs more than the exports hold"),
     ):

@@ -706,10 +706,10 @@ def test_the_lighthouse_tells_what_is_wrong(lighthouse: Lighthouse, capfd: pytes
     from xffl.cli.main import main
 
     for words, told in (
-        (["--bind", lighthouse.address], f"--bind '{lighthouse.address}' cannot be listened at"),
+        (["--bind", lighthouse.address], f"--bind '{lighthouse.address}' cannot be bound"),
         (["--bind", "29510"], "--bind is '29510'; give HOST:PORT"),
         (["--min-replicas", "0"], "--min-replicas must be a positive integer, got 0"),
-        (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0.0 is no time to wait"),
+        (["--heartbeat-timeout", "0"], "--heartbeat-timeout must be a number >= 0.1"),
     ):
         assert main(["lighthouse", *words]) == 2
         assert told in capfd.readouterr().err

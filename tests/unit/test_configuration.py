@@ -857,7 +857,7 @@ def test_init_writes_a_project_that_can_be_read(
     capsys.readouterr()
     (folder / "train.py").write_text("mine")
     assert init(f"new/{name}", template) == 2
-    assert "is there already and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert (folder / "train.py").read_text() == "mine"
 
 
@@ -866,7 +866,7 @@ def test_init_says_what_it_cannot_do(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert init("demo", "nothing") == 2 and not (tmp_path / "demo").exists()
-    assert "--template is 'nothing'; give one of digits, language_model" in capsys.readouterr().err
+    assert "--template must be one of 'digits', 'language_model', got 'nothing'" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert init("file") == 2 and init("/") == 2 and init("file/below") == 2
     (tmp_path / "empty").mkdir()

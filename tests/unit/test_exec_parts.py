@@ -85,8 +85,8 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["exec", "--processes", "2", "--log-dir", f"{__file__}/x", __file__], "cannot be made: Not a directory"),
         (["exec", "--hosts", "a:2", "--federated", "x", __file__], "--federated is 'x'"),
         (["logs", "/nowhere at all"], "folder '/nowhere at all' cannot be read: No such file"),
-        (["logs", str(Path(__file__).parent)], "holds no log file of any rank"),
-        (["logs", ".", "--ranks", "1-x"], "--ranks '1-x' has '1-x'"),
+        (["logs", str(Path(__file__).parent)], "has no log file of any rank"),
+        (["logs", ".", "--ranks", "1-x"], "such as 0,4-7, got '1-x'"),
     ],
 )
 def test_wrong_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def test_what_cannot_go_over_files_is_refused_before_any_job(
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "file").touch()
     assert main(["workflow", "init", str(EXAMPLE / "config.yaml"), *places, "--out", str(tmp_path / "w")]) == 2
-    assert "is there already and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
 
 
 def test_what_was_measured_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

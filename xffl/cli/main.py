@@ -19,22 +19,25 @@ from xffl.errors import XfflError
 __all__ = ["COMMANDS", "build_parser", "main"]
 
 COMMANDS = {
-    "aggregate": ("aggregate", "make a round of what cells have exported that no network joins"),
+    "aggregate": ("exports", "make a round of what cells have exported that no network joins"),
     "exec": ("execute", "start a script in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
-    "consolidate": ("consolidate", "write a checkpoint's model as safetensors"),
+    "consolidate": ("exports", "write a checkpoint's model as safetensors"),
     "doctor": ("doctor", "check a machine before a job is paid for"),
-    "env": ("env", "show who started this process, and how that was found out"),
-    "init": ("init", "write a project that runs, to begin with"),
-    "lighthouse": ("lighthouse", "let replica groups find each other, as long as it runs"),
-    "list": ("listing", "show the algorithms by name, with their papers"),
-    "logs": ("logs", "show what ranks printed, with rank and cell before each line"),
+    "env": ("misc", "show who started this process, and how that was found out"),
+    "init": ("misc", "write a project that runs, to begin with"),
+    "lighthouse": ("misc", "let replica groups find each other, as long as it runs"),
+    "list": ("misc", "show the algorithms by name, with their papers"),
+    "logs": ("misc", "show what ranks printed, with rank and cell before each line"),
     "plan": ("plan", "draw a federation and count the traffic of a round"),
     "report": ("report", "write a page about a run, or about several compared"),
     "submit": ("submit", "submit a batch job to SLURM, and follow it"),
     "workflow": ("workflow", "write a workflow that trains each cell in a facility of its own"),
 }
-"""Each command with its module in this package, which is loaded only if it is called, and what it does."""
+"""Each command with its module in this package, which is loaded only if it is called, and what it does.
+
+A module has ``build_parser`` and ``run``, or several commands and ``COMMANDS`` with both functions of each.
+"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -71,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "exec":
             words, script = command.split_command(words)
             own = words[1:]
-        parser: ArgumentParser = command.build_parser()
+        build, run = getattr(command, "COMMANDS", {}).get(name) or (command.build_parser, command.run)
+        parser: ArgumentParser = build()
         parser.prog = f"xffl {name}"
         options = parser.parse_args(own)
-        code: int = command.run(options) if script is None else command.run(options, script)
+        code: int = run(options) if script is None else run(options, script)
         sys.stdout.flush()
         return code
     except XfflError as error:

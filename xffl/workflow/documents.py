@@ -62,7 +62,7 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
     :raises ConfigError: if it is neither, or something cannot be read or written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and not empty; give the name of a new folder")
+        raise ConfigError(f"{folder} exists and is not empty; give the name of a new folder")
     try:
         (folder / "sites").mkdir(parents=True)
         templates = files("xffl.workflow") / "templates"

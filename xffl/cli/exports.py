@@ -1,4 +1,4 @@
-"""``xffl aggregate``: make a round of what cells have exported that no network joins."""
+"""Commands on exported and saved models, each in one process: ``xffl aggregate`` and ``xffl consolidate``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
 from xffl.errors import ConfigError
+from xffl.extras import install_command
 
-__all__ = ["build_parser", "run"]
+__all__ = ["COMMANDS"]
 
-_EXAMPLES = """\
+_AGGREGATE_EXAMPLES = """\
 examples:
   xffl aggregate cell_0/round_3 cell_1/round_3 --out global/round_3
   xffl aggregate cell_*/round_3 --out global/round_3 --weights 3,1
@@ -21,12 +22,18 @@ examples:
   xffl aggregate cell_*/round_3 --out global/round_3 --combine trimmed_mean:trim=1 --dry-run
 """
 
+_CONSOLIDATE_EXAMPLES = """\
+examples:
+  xffl consolidate runs/demo/checkpoints/final model
+  xffl consolidate runs/demo/checkpoints/step_100 model --cell 1
+  xffl consolidate runs/llama/checkpoints/final model --pretrained llama
+"""
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+
+def _parse_aggregate() -> ArgumentParser:
     parser = ArgumentParser(
         description="Make a round of the exports of all cells, in this one process: the same bits as over a network.",
-        epilog=_EXAMPLES,
+        epilog=_AGGREGATE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
     parser.add_argument("exports", nargs="+", type=str, metavar="EXPORT", help="folder that a cell has exported")
@@ -43,14 +50,8 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def run(options: Namespace) -> int:
-    """Make the round.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code 0.
-    :raises ConfigError: if an option cannot be meant.
-    :raises CheckpointError: if an export cannot be trusted, or the exports do not go together.
-    """
+def _aggregate(options: Namespace) -> int:
+    """Make the round."""
     from xffl.aggregation.offline import aggregate_exports
 
     weights = None if options.weights is None else [_weight(text) for text in options.weights.split(",")]
@@ -76,7 +77,7 @@ def _weight(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"--weights has {text!r}, which is no number; give one for each cell, such as 3,1") from None
+        raise ConfigError(f"--weights must be a number for each cell, such as 3,1, got {text!r}") from None
 
 
 @contextmanager
@@ -98,3 +99,48 @@ def _bar() -> Iterator[Callable[[str, int, int], None] | None]:
             shown.update(tasks[stage], completed=done)
 
         yield tell
+
+
+def _parse_consolidate() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write a model of a checkpoint as safetensors, in this one process: model.safetensors, or shards "
+        f"of it with an index. Needs safetensors ({install_command('safetensors')}).",
+        epilog=_CONSOLIDATE_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=str, help="folder of the checkpoint")
+    parser.add_argument("out", type=str, help="folder to make")
+    parser.add_argument("--part", type=str, help="name of the model among the checkpoint's parts (model)")
+    parser.add_argument("--cell", type=int, help="whose weights; needed where cells differ (not saved after a round)")
+    parser.add_argument("--max-shard-bytes", type=float, default=5e9, help="bytes of tensors in a file, at most")
+    parser.add_argument("--pretrained", type=str, help="folder with config.json, copied for from_pretrained")
+    return parser
+
+
+def _consolidate(options: Namespace) -> int:
+    """Write the model."""
+    from xffl.checkpoint.export import consolidate_checkpoint
+
+    done = consolidate_checkpoint(
+        options.checkpoint,
+        options.out,
+        part=options.part,
+        cell=options.cell,
+        max_shard_bytes=_whole(options.max_shard_bytes),
+        pretrained=options.pretrained,
+    )
+    tied = f", {len(done.ties)} tied ones left out" if done.ties else ""
+    print(
+        f"{done.folder}: {done.tensors} tensors{tied}, {done.size_bytes} bytes of cell {done.cell}, "
+        f"{', '.join(done.files)}"
+    )
+    return 0
+
+
+def _whole(size: float) -> int:
+    """Return a size such as 5e9 as a whole number; what is none is refused where it is used."""
+    return int(size) if size == size and abs(size) < 1e18 else 0
+
+
+COMMANDS = {"aggregate": (_parse_aggregate, _aggregate), "consolidate": (_parse_consolidate, _consolidate)}
+"""For each command what makes its parser, and what runs it and returns an exit code."""

@@ -1,0 +1,317 @@
+"""Small commands: ``xffl env``, ``init``, ``lighthouse``, ``list`` and ``logs``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from xffl.checks import integer, number, one_of
+from xffl.cli.formatter import HelpFormatter
+from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
+from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.cluster.launch.rank_files import Stream, list_rank_files
+from xffl.cluster.replica_groups import make_token_file, read_address
+from xffl.errors import ConfigError
+from xffl.extras import install_command, optional_import
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from xffl.aggregation.algorithms.registry import AlgorithmInfo
+
+__all__ = ["COMMANDS"]
+
+_INIT_EXAMPLES = """\
+examples:
+  xffl init demo && cd demo && xffl exec config.yaml
+  xffl init demo --template language_model
+"""
+
+_LIGHTHOUSE_EXAMPLES = """\
+Start it once, inside the job or the allocation, before the replica groups:
+
+  xffl lighthouse --bind 127.0.0.1:29510 --token-file ~/.xffl-token &
+  export XFFL_LIGHTHOUSE=127.0.0.1:29510 XFFL_TOKEN_FILE=~/.xffl-token
+  XFFL_ISLAND=0/2 xffl exec --processes 2 train.py &
+  XFFL_ISLAND=1/2 xffl exec --processes 2 train.py
+
+It has no login, and its page (http://HOST:PORT) can end a group: bind it to the loopback, or to a network that only the
+job's hosts reach.
+"""
+
+_LIST_EXAMPLES = """\
+examples:
+  xffl list algorithms
+  xffl list algorithms --kind combine
+  xffl list algorithms --json
+"""
+
+_LOGS_EXAMPLES = """\
+examples:
+  xffl logs runs/demo/logs
+  xffl logs runs/demo/logs --follow --ranks 0,4-7
+
+Without --follow the files are shown one rank after the other. Ctrl-C ends --follow.
+"""
+
+_NAME = "@NAME@"
+"""Stands for the project's name in the templates; in YAML for the same in quotes."""
+_INSTALL = "@INSTALL@"
+"""Stands for the command that installs what the digits need."""
+_FILE_WIDTH = 240
+"""Columns where the output is no terminal: wide enough that an entry stays on its line."""
+
+
+def _parse_env() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Show who started this process, and how that was found out. Start it like a script: "
+        "mpirun -n 4 xffl env, srun -n 4 xffl env, or plainly xffl env.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _env(options: Namespace) -> int:
+    """Print what was detected. Under an MPI launcher it is collective, like the detection itself."""
+    interface = use_interface(None)
+    found = detect_environment()
+    federated, hsdp = requested_federation()
+    missing = {row.name: row.missing(os.environ) for row in LAUNCHERS}
+    if options.json:
+        told = {**asdict(found), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
+        print(json.dumps(told, indent=2))
+        return 0
+    print(_describe_environment(found))
+    print(f"federation  XFFL_FEDERATED {_shown(federated)}, XFFL_HSDP {_shown(hsdp)}")
+    print(f"interface   XFFL_IFNAME {_shown(interface)}")
+    print("launchers   in the order in which they were looked for:")
+    for row in LAUNCHERS:
+        if row.name == found.launcher:
+            verdict = "yes"
+        elif missing[row.name]:
+            verdict = f"no, without {', '.join(missing[row.name])}"
+        else:
+            verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
+        print(f"  {row.name:<9} {verdict}")
+    return 0
+
+
+def _describe_environment(found: ProcessEnvironment) -> str:
+    rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
+    return "\n".join(
+        (
+            f"launcher    {found.launcher}",
+            f"why         {found.reason}",
+            f"rank        {found.rank} of {found.world_size}",
+            f"on its node {found.node_local_rank} of {found.node_local_size}",
+            f"node        {found.node_rank} of {found.node_world_size}",
+            f"rendezvous  {rendezvous}",
+        )
+    )
+
+
+def _shown(value: object) -> str:
+    return "is not set" if value is None else f"is {value}"
+
+
+def _parse_init() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write a project that runs into a new or empty folder: a configuration, a trainer, a page about "
+        "them.",
+        epilog=_INIT_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="folder to make; its last part names the run")
+    kinds = ", ".join(sorted(_templates()))
+    parser.add_argument("--template", type=str, default="digits", metavar="KIND", help=f"one of {kinds}")
+    return parser
+
+
+def _init(options: Namespace) -> int:
+    """Write the project."""
+    templates = _templates()
+    one_of("--template", options.template, sorted(templates))
+    folder = Path(options.name)
+    name = folder.resolve().name
+    if not name:
+        raise ConfigError(f"NAME must name a folder, such as demo, got {options.name!r}")
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{options.name} exists and is not empty; give the name of a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(templates[options.template].iterdir(), key=lambda file: file.name):
+            # Templates are no modules of xffl, so they are kept as text.
+            target = folder / file.name.removesuffix(".txt").replace("dot.", ".")
+            quoted = json.dumps(name, ensure_ascii=False) if target.suffix == ".yaml" else name
+            text = file.read_text(encoding="utf-8").replace(_NAME, quoted)
+            if _INSTALL in text:
+                text = text.replace(_INSTALL, install_command("examples"))
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{options.name} cannot be written: {error.strerror}; give another folder") from error
+    print(f"wrote {folder}; go on with: cd {shlex.quote(str(folder))} && xffl exec config.yaml", file=sys.stderr)
+    return 0
+
+
+def _templates() -> dict[str, Traversable]:
+    folder = files("xffl.cli") / "templates"
+    return {one.name: one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("_")}
+
+
+def _parse_lighthouse() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Let replica groups find each other (torchft's lighthouse), until it is stopped.",
+        epilog=_LIGHTHOUSE_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--bind", type=str, default="127.0.0.1:29510", metavar="HOST:PORT", help="where to listen")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="groups without which none goes on")
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, default=5.0, metavar="S", help="silence after which a group counts as lost"
+    )
+    parser.add_argument(
+        "--join-timeout", type=float, default=10.0, metavar="S", help="how long groups that live are waited for"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="PATH", help="make the run's token there, if it has none yet"
+    )
+    return parser
+
+
+def _lighthouse(options: Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    replicas = integer("--min-replicas", options.min_replicas)
+    times = {}
+    for name in ("heartbeat_timeout", "join_timeout"):
+        seconds = number(f"--{name.replace('_', '-')}", getattr(options, name), 0.1, below=1e6, hint="in seconds")
+        times[f"{name}_ms"] = round(1000 * seconds)
+    if options.token_file is not None:
+        make_token_file(options.token_file)
+    stopped = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stopped.set())
+    server = _start_lighthouse(options.bind, min_replicas=replicas, quorum_tick_ms=100, **times)
+    print(f"lighthouse at {options.bind}", flush=True)
+    stopped.wait()
+    server.shutdown()
+    return 0
+
+
+def _start_lighthouse(bind: str, **options: Any) -> Any:
+    """Start torchft's lighthouse in this process."""
+    host, port = read_address("--bind", bind)
+    os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+    with optional_import("elastic", "a lighthouse needs torchft, which has wheels for x86-64 Linux"):
+        from torchft.coordination import LighthouseServer
+    try:
+        return LighthouseServer(bind=f"{host}:{port}", **options)
+    except RuntimeError as error:
+        raise ConfigError(f"--bind {bind!r} cannot be bound ({error}); give another HOST:PORT") from error
+
+
+def _parse_list() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Show the algorithms and their parts by name. Each can be given as text, name:option=value, or as "
+        'a mapping, {"name": ..., option: value}; instead of a name, the dotted path of a class of your own.',
+        epilog=_LIST_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("what", choices=("algorithms",), help="what to list")
+    parser.add_argument("--kind", type=str, help="one kind only, with options: algorithm, server, combine, client, ...")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _list(options: Namespace) -> int:
+    """Print the entries of the registry."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from xffl.aggregation.algorithms.registry import entries
+
+    found = entries(options.kind)
+    if options.json:
+        print(json.dumps([asdict(entry) for entry in found], indent=2))
+        return 0
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("kind", "name", "what it does", "paper"):
+        table.add_column(column, no_wrap=column in ("kind", "name"))
+    if options.kind is not None:
+        table.add_column("options")
+    for entry in found:
+        told = [_describe_options(entry)] if options.kind is not None else []
+        table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *told)
+    width = None if sys.stdout.isatty() else _FILE_WIDTH
+    # Types have brackets, which are no markup.
+    Console(file=sys.stdout, width=width, markup=False, emoji=False, highlight=False).print(table)
+    return 0
+
+
+def _describe_options(entry: AlgorithmInfo) -> str:
+    """Tell an entry's options; for all but algorithms this imports what it names, and torch with it."""
+    from xffl.aggregation.algorithms.registry import describe_options, load
+
+    if not entry.target:
+        words = {**entry.aggregator, **entry.scaling}
+        return ", ".join(f"{key} = {value}" for key, value in words.items()) or "none"
+    target = load(entry.target, f"{entry.kind} {entry.name!r}")
+    return describe_options(target, leading=1 if entry.kind == "server" else 0, preset=entry.options)
+
+
+def _parse_logs() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Show what ranks printed, with the cell and the rank before each line.",
+        epilog=_LOGS_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("folder", type=str, metavar="DIR", help="what was given as --log-dir")
+    parser.add_argument("--follow", action="store_true", help="go on as the files grow")
+    parser.add_argument("--ranks", type=str, metavar="LIST", help="show these only: 0,4-7")
+    return parser
+
+
+def _logs(options: Namespace) -> int:
+    """Show the files."""
+    ranks = None if options.ranks is None else _read_ranks(options.ranks)
+    folder = Path(options.folder)
+    found = {file.rank for file in list_rank_files(folder)}
+    if not options.follow and not (found if ranks is None else found & ranks):
+        shown = "any rank" if ranks is None else f"ranks {options.ranks}"
+        raise ConfigError(f"folder {options.folder!r} has no log file of {shown}; give the folder of --log-dir")
+    stream = Stream(folder, sys.stdout.buffer, ranks)
+    if options.follow:
+        stream.follow(threading.Event().wait)
+    stream.copy(is_end=True)
+    return 0
+
+
+def _read_ranks(text: str) -> set[int]:
+    ranks: set[int] = set()
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ConfigError(f"--ranks must be numbers and ranges such as 0,4-7, got {item!r} in {text!r}")
+        ranks.update(range(int(first), int(last) + 1))
+    return ranks
+
+
+COMMANDS = {
+    "env": (_parse_env, _env),
+    "init": (_parse_init, _init),
+    "lighthouse": (_parse_lighthouse, _lighthouse),
+    "list": (_parse_list, _list),
+    "logs": (_parse_logs, _logs),
+}
+"""For each command what makes its parser, and what runs it and returns an exit code."""
