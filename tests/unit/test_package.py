@@ -285,6 +285,16 @@ def test_links_lead_somewhere(page: str) -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+def test_every_feature_has_a_page_and_a_test() -> None:
+    rows = re.findall(
+        r"- (.+)\n     - :doc:`/(.+)`\n     - ``(.+)::(.+)``", (ROOT / "docs/reference/features.rst").read_text()
+    )
+    assert len(rows) > 50
+    for feature, page, file, test in rows:
+        assert (ROOT / "docs" / f"{page}.rst").is_file(), feature
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), feature
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/first_run.rst"])
 def test_the_shown_script_is_python_and_uses_what_is_exported(page: str) -> None:
     text = (ROOT / page).read_text()
