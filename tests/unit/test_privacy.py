@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.aggregation.mean import CHUNK
-from xffl.aggregation.privacy.differential import Accountant, Noise, Privacy, privatize
-from xffl.aggregation.privacy.secure_sum import Keystream
+from xffl.aggregation.privacy import Accountant, Keystream, Noise, Privacy, privatize
 from xffl.errors import CheckpointError, ConfigError, RoundError
 from xffl.extras import install_command
 

@@ -6,19 +6,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
-from xffl.aggregation.background import Background, PendingRound, apart, overtake
-from xffl.aggregation.compression.codecs import Codec
+from xffl.aggregation.background import Background, PendingRound
+from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
     AFRESH,
@@ -27,14 +26,16 @@ from xffl.aggregation.engine.consensus import (
     RoundCoordinator,
     RoundInput,
     RoundPhase,
-    check_start,
+    checked_number,
+    checked_weight,
+    count_inconsistent,
+    find_inconsistent,
+    mark_inconsistent,
 )
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import Progress, RoundScope, select_groups
-from xffl.aggregation.engine.inconsistent import TornError, count_inconsistent, find_inconsistent, mark_inconsistent
+from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.groups import MergeMode, Progress, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
-from xffl.aggregation.engine.status import MergeMode, RoundStatus, checked_number, checked_weight
 from xffl.aggregation.engine.tensors import (
     Manifest,
     ModelTensor,
@@ -50,15 +51,13 @@ from xffl.aggregation.engine.tensors import (
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
-from xffl.aggregation.privacy.differential import Accountant, Privacy
-from xffl.aggregation.privacy.secure_sum import SecureSum, make_masker
+from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.sharding import reshard
-from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
-from xffl.parallel.zero_view import refresh_view, round_view, write_view
+from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
+from xffl.parallel.zero_view import Masters, find_masters
 
 __all__ = ["Aggregator", "PendingRound", "check_given"]
 
@@ -98,7 +97,7 @@ class Aggregator:
     :param rails: Let the replicas of a shard take turns in sending its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
     :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
-        ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression.codecs`), or a mapping of name patterns to
+        ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression`), or a mapping of name patterns to
         codecs, the first match wins. Codecs write what a shard differs by from the last agreed state; what they leave
         out is sent later (error feedback). The first round is exact, and makes that state. Memory on a sender: one more
         copy of its shard, two in fp32 of what was left out, and ``C + 2`` buckets in fp32.
@@ -114,9 +113,9 @@ class Aggregator:
         what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
         made.
     :param privacy: Clip each cell's update and add noise to it before it leaves (DP-FedAvg): a
-        :class:`~xffl.aggregation.privacy.differential.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
+        :class:`~xffl.aggregation.privacy.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
-        :class:`~xffl.aggregation.privacy.secure_sum.SecureSum`. Twice the bytes of fp32; at least three cells.
+        :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for the reports and for rounds that depend on it.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
@@ -152,6 +151,7 @@ class Aggregator:
         self._rounds, self._is_closed = 0, False
         self._pending: PendingRound | None = None
         self._inconsistent_count = count_inconsistent(model)
+        self._masters: Masters | None = None
 
         def read() -> tuple[Options, Manifest]:
             self.check()
@@ -171,18 +171,24 @@ class Aggregator:
             )
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
-            refresh_view(model)
-            return options, Manifest(round_view(model), policies, codec, extra)
+            self._masters = find_masters(model)
+            if self._masters is not None:
+                self._masters.read()
+                self._masters.check()  # after what is collective
+            return options, Manifest(model if self._masters is None else self._masters.view, policies, codec, extra)
 
-        scope, self._options, self._manifest, holdings = _compare_models(model, state, read)
+        scope, self._options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._device = transfer_device(scope.state)
-        self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, holdings)
+        self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._arithmetic = arithmetic_of(self._device)
-        self._has_codecs = any(self._manifest.codecs.values()) and scope.topology.cells > 1
         self._marks: list[torch.cuda.Event] = []  # which all rounds' profiles use
-        self._stream = _round_stream(scope.state, self._device)
+        self._stream: torch.cuda.Stream | None = None  # that rounds work on
+        if self._device.type == "cuda":
+            streams = scope.state.streams
+            self._stream = streams[0] if streams else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def rounds(self) -> int:
@@ -250,7 +256,8 @@ class Aggregator:
         self._coordinator.reconnect()
         prepared = self._prepare(given)
         with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
-            outcome = apart(partial(self._coordinator.run, prepared, least_divergence), self._stream)
+            with work_on(self._stream):
+                outcome = self._coordinator.run(prepared, least_divergence)
             return None if outcome is None else self._conclude(outcome, start)
 
     def _prepare(
@@ -264,8 +271,11 @@ class Aggregator:
         error: XfflError | None = None
         count = steps = seconds = 0.0
         try:
-            reshard(self._model)
-            refresh_view(self._model)
+            for module in self._fsdp_modules:  # so that no stale gathered copy outlives a round
+                module.reshard()
+            if self._masters is not None:
+                self._masters.read()
+                self._masters.check()  # after what is collective
             self._manifest.check()
             if self._exchange.global_model is not None:
                 self._exchange.global_model.check(fragment)
@@ -285,7 +295,8 @@ class Aggregator:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
-        masker, findings = self._exchange.masker, None if run is None else run.findings
+        masker, residuals = self._exchange.masker, self._exchange.residuals
+        findings = None if run is None else run.findings
         status = RoundStatus(
             round=self._rounds + 1,
             weight=count,
@@ -294,7 +305,7 @@ class Aggregator:
             is_finished=given.is_finished,
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
-            is_encoding=self._has_codecs and self._exchange.residuals.is_encoding(fragment),
+            is_encoding=residuals is not None and residuals.is_encoding(fragment),
             squares_fit_fp32=findings is not None and findings.squares_fit_fp32,
             arithmetic=self._arithmetic,
             merge=merge,
@@ -424,7 +435,7 @@ class Aggregator:
         self._forget_if_inconsistent()
         state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
         exchange = self._exchange
-        if self._has_codecs:
+        if exchange.residuals is not None:
             state["codecs"] = exchange.residuals.state_dict(self._plan)
         if exchange.accountant is not None:
             state["privacy"] = exchange.accountant.state_dict()
@@ -443,7 +454,7 @@ class Aggregator:
         self._check_saved(state)
         self.discard()
         exchange = self._exchange
-        if self._has_codecs:
+        if exchange.residuals is not None:
             exchange.residuals.load_state_dict(state["codecs"], self._plan)
         if exchange.accountant is not None:
             exchange.accountant.load_state_dict(state["privacy"])
@@ -465,7 +476,7 @@ class Aggregator:
                 "with the same"
             )
         for part, what, is_here in (
-            ("codecs", "what lossy codecs remember", self._has_codecs),
+            ("codecs", "what lossy codecs remember", self._exchange.residuals is not None),
             ("privacy", "what privacy has cost", self._exchange.accountant is not None),
             ("agreed", "the last agreed model of server, norms or privacy", self._exchange.global_model is not None),
             ("above", "levels above the lowest", False),
@@ -490,7 +501,8 @@ class Aggregator:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
         if (inconsistent_count := count_inconsistent(self._model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
-            self._exchange.residuals.forget()
+            if self._exchange.residuals is not None:
+                self._exchange.residuals.forget()
             if self._exchange.global_model is not None:
                 self._exchange.global_model.forget()
 
@@ -504,12 +516,10 @@ class Aggregator:
                     self._pending = None  # an interrupt from here on leaves an inconsistent model
                     # A cell with values that are not finite has nothing that could stay.
                     is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
-                    reshard(self._model)
+                    for module in self._fsdp_modules:
+                        module.reshard()
                     if not outcome.is_empty:
-                        refresh_view(self._model, is_new=False)
-                        outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
-                        write_view(self._model)
-                        overtake(lambda: self._exchange.layout.moving(outcome.run.fragment))
+                        self._write(outcome, is_merged=is_merged, alpha=alpha)
                 except BaseException as error:
                     self._coordinator.release()
                     raise TornError(
@@ -519,6 +529,17 @@ class Aggregator:
             self._rounds += 1
             self._coordinator.release()
         return outcome.report(time.perf_counter() - start)
+
+    def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:
+        """Write the new values into the model, or into ZeRO's masters and from there."""
+        if self._masters is not None:
+            self._masters.read_again()
+            self._masters.check()
+        outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
+        if self._masters is not None:
+            self._masters.write()
+        if PendingRound.under_way:
+            PendingRound.overtake(self._exchange.layout.moving(outcome.run.fragment))
 
     @property
     def all_finished(self) -> bool:
@@ -540,21 +561,27 @@ class Aggregator:
         self._exchange.restart()
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What ranks hold of the model: by cell the axes that tensors are cut along; in a mesh the parts of all shards."""
-
-    axes: Sequence[Sequence[int]]
-    replica_tensors: ReplicaTensors | None
+@contextmanager
+def work_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let a block work on a stream of its own, if any, which the caller's waits for once the block has succeeded."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def _compare_models(
     model: nn.Module, state: DistributedState | RoundScope, read: Callable[[], tuple[Options, Manifest]]
-) -> tuple[RoundScope, Options, Manifest, Holdings]:
+) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[int]], ReplicaTensors | None]:
     """Compare the ranks' models and options, and gather what they hold.
 
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
-    What ``read`` raises is raised on all ranks.
+    What ``read`` raises is raised on all ranks. Returns by cell the axes that tensors are cut along, and with a mesh
+    the parts of all shards.
     """
     rank_tensors: RankTensors | None = None
     axes: tuple[int, ...] = ()
@@ -580,16 +607,14 @@ def _compare_models(
         _check_together(options, manifest, device)
         share(text)
     if rank_tensors is None:
-        return scope, options, manifest, Holdings(gather_axes(axes, topology, scope.world), None)
-    replica_tensors = _gather_replica(rank_tensors, manifest, scope)
-    return scope, options, manifest, Holdings((replica_tensors.axes,) * topology.cells, replica_tensors)
-
-
-def _round_stream(state: DistributedState, device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream that rounds work on; ``None`` without a GPU."""
-    if device.type != "cuda":
-        return None
-    return state.streams[0] if state.streams else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return scope, options, manifest, gather_axes(axes, topology, scope.world), None
+    mesh = scope.state.hsdp_mesh
+    assert mesh is not None, "a state with a cell shape has replicas"
+    with run_on_all_ranks("models", describe=describe_difference) as share:
+        replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
+        manifest.check_patterns(replica_tensors)
+        share(replica_tensors.text)
+    return scope, options, manifest, (replica_tensors.axes,) * topology.cells, replica_tensors
 
 
 def check_given(model: object, state: object) -> None:
@@ -600,17 +625,6 @@ def check_given(model: object, state: object) -> None:
         raise ConfigError(
             f"state must be the DistributedState of xffl.session() or a set-up, got {type(state).__name__}"
         )
-
-
-def _gather_replica(rank_tensors: RankTensors, manifest: Manifest, scope: RoundScope) -> ReplicaTensors:
-    """Put together what the shards hold, and compare it over all replicas and cells; collective over the world."""
-    mesh = scope.state.hsdp_mesh
-    assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks("models", describe=describe_difference) as share:
-        replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
-        manifest.check_patterns(replica_tensors)
-        share(replica_tensors.text)
-    return replica_tensors
 
 
 def _check_together(options: Options, manifest: Manifest, device: torch.device) -> None:
@@ -637,14 +651,19 @@ def _check_together(options: Options, manifest: Manifest, device: torch.device) 
         )
 
 
-def _make_exchange(scope: RoundScope, options: Options, manifest: Manifest, holdings: Holdings) -> tuple[Exchange, str]:
+def _make_exchange(
+    scope: RoundScope,
+    options: Options,
+    manifest: Manifest,
+    axes: Sequence[Sequence[int]],
+    replica_tensors: ReplicaTensors | None,
+) -> tuple[Exchange, str]:
     """Plan what this rank exchanges and prepare it; return it with the text that the plan follows from.
 
     Collective over the world: makes process groups where rounds overlap training, or where several shards but not all
     hold the same elements.
     """
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
-    axes, replica_tensors = holdings.axes, holdings.replica_tensors
     items = manifest.items(
         topology,
         axes,
@@ -683,8 +702,16 @@ def _make_exchange(scope: RoundScope, options: Options, manifest: Manifest, hold
     reads_late = options.overlap or not options.atomic
     layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
     global_model = GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None
-    exchange = Exchange(layout, transfers, link, device=device, options=options, global_model=global_model)
+    exchange = Exchange(
+        layout,
+        transfers,
+        link,
+        device=device,
+        options=options,
+        global_model=global_model,
+        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
+    )
     if global_model is not None:
         global_model.reset_from_model()
-        check_start(moving, exchange, topology, rank, device, round_groups.world)
+        check_start(moving, exchange.own_values(), topology, rank, device, round_groups.world)
     return exchange, plan

@@ -27,8 +27,8 @@ from xffl.aggregation.contributions import (
     check_outside_backward,
     enclosing_calls,
 )
-from xffl.aggregation.engine.consensus import RoundInput, digest_of
-from xffl.aggregation.engine.status import checked_weight
+from xffl.aggregation.engine.consensus import RoundInput, checked_weight
+from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState

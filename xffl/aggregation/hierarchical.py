@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.compression import Codec
+from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
-from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer
 from xffl.distributed.consistency import barrier, run_on_all_ranks

@@ -8,8 +8,7 @@ from typing import Any
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, Mean, WeightedCombiner
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
-from xffl.aggregation.privacy.differential import Privacy
-from xffl.aggregation.privacy.secure_sum import SecureSum
+from xffl.aggregation.privacy import Privacy, SecureSum
 from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS
 from xffl.errors import ConfigError
@@ -78,7 +77,7 @@ class Options:
         optimizer = server_of(server)
         private = None if privacy is None else make("privacy", privacy)
         if not isinstance(private, Privacy | None):
-            raise ConfigError(f"privacy must be a xffl.aggregation.privacy.differential.Privacy, got {privacy!r}")
+            raise ConfigError(f"privacy must be a xffl.aggregation.privacy.Privacy, got {privacy!r}")
         sums = None if secure is False else SecureSum() if secure is True else make("privacy", secure)
         if not isinstance(sums, SecureSum | None):
             raise ConfigError(f"secure must be True, False or a SecureSum, got {secure!r}")

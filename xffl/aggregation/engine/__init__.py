@@ -7,9 +7,8 @@
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
 - ``global_model``: the last agreed model, and the server optimizer that goes on from it.
-- ``status``: what each rank tells all others before and after an exchange.
-- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike.
-- ``inconsistent``: the mark of a model whose weights may differ between ranks.
+- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike; where one cannot know,
+  the mark of a model whose weights may differ between ranks.
 
 Once, when an aggregator is made: tensors > plan > groups > buffers. In each round: a ``RoundRun`` reads and checks the
 model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again; ``RoundRun.commit`` writes the

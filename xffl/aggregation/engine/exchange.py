@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
-from xffl.aggregation.compression.error_feedback import ResidualStore
+from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import start_moves
@@ -40,8 +40,7 @@ from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import TAG, CrossCellTransport, Link, add_distances
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy.differential import Accountant, Privacy, privatize
-from xffl.aggregation.privacy.secure_sum import Masker
+from xffl.aggregation.privacy import Accountant, Masker, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.consistency import control_device
@@ -79,6 +78,7 @@ class Exchange:
         device: torch.device,
         options: Options,
         global_model: GlobalModel | None,
+        has_codecs: bool,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
         self.device, self.atomic = device, options.atomic
@@ -92,7 +92,8 @@ class Exchange:
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = Pool(0, device)
         self.staging = StagingBuffers(layout, device, atomic=options.atomic)
-        self.residuals = ResidualStore(transfers, link.feedback)
+        # On all ranks or on none, also on one that encodes nothing itself.
+        self.residuals = ResidualStore(transfers, link.feedback) if has_codecs else None
 
     @property
     def accountant(self) -> Accountant | None:
@@ -117,7 +118,7 @@ class Exchange:
         """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
         for transfer in self.transfers:
             for bucket in transfer.buckets if transfer.group.is_stepped else ():
-                if not self.link.senders.is_here(transfer.group, bucket):
+                if not transfer.is_sent_here(bucket):
                     continue
                 values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
                 self.layout.pack(bucket, values)
@@ -154,7 +155,9 @@ class RoundRun:
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self._pairwise_swap = PairwiseSwap(exchange, profile)
         self._link.progress.forget()
-        exchange.residuals.rollback()  # of a round that was not taken
+        self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
+        if exchange.residuals is not None:
+            exchange.residuals.rollback()  # of a round that was not taken
         if exchange.protection is not None and copy is ModelCopy.NONE:
             copy = ModelCopy.STAGED  # what is clipped and noised is not the model itself
         with profile.phase("pack"):
@@ -167,7 +170,7 @@ class RoundRun:
     @property
     def codec_error(self) -> float | None:
         """What lossy codecs have left out of what this rank sent, see :class:`xffl.RoundReport`."""
-        return self._exchange.residuals.codec_error
+        return None if self._exchange.residuals is None else self._exchange.residuals.codec_error
 
     def _make_buffers(self, copy: ModelCopy) -> RoundBuffers:
         """Make what a round needs, so that it does not run out of memory on its way."""
@@ -177,7 +180,7 @@ class RoundRun:
         pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
         buffers = RoundBuffers(self._exchange.staging, transfers, pauses, copy)
         for transfer in transfers if self._exchange.compares_models else ():
-            if any(link.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets):
+            if any(map(transfer.is_sent_here, transfer.buckets)):
                 is_encoded = transfer.codec is not None and self._is_encoding
                 link.gathered.reserve(transfer, torch.float32 if is_encoded else transfer.dtype)
         link.reserve(transfers)
@@ -197,7 +200,7 @@ class RoundRun:
         for transfer, bucket in self._walk():
             if transfer.deferred_mean:
                 continue
-            is_sender = self._link.senders.is_here(transfer.group, bucket)
+            is_sender = transfer.is_sent_here(bucket)
             if keeps or transfer.group.is_mean_in_cell or is_sender:
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
@@ -262,11 +265,8 @@ class RoundRun:
                     self._buffers.merge(transfer, bucket, mean, alpha)
                 else:
                     self._layout.unpack(bucket, mean)
-            exchange.residuals.commit(self.fragment, stages)
-
-    @property
-    def _is_encoding(self) -> bool:
-        return self._exchange.residuals.is_encoding(self.fragment)
+            if exchange.residuals is not None:
+                exchange.residuals.commit(self.fragment, stages)
 
     def _transport(self, context: RoundContext) -> CrossCellTransport:
         return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
@@ -277,7 +277,7 @@ class RoundRun:
     def _sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield what this rank sends of what training changes."""
         for transfer, bucket in self._walk():
-            if transfer.group.is_stepped and self._link.senders.is_here(transfer.group, bucket):
+            if transfer.group.is_stepped and transfer.is_sent_here(bucket):
                 yield transfer, bucket
 
     def _run_pipeline(self, context: RoundContext, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
@@ -301,7 +301,7 @@ class RoundRun:
     def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
         values, out, lent = self._read(transfer, bucket)
-        is_sender = self._link.senders.is_here(transfer.group, bucket)
+        is_sender = transfer.is_sent_here(bucket)
         if is_sender:
             yield from transport.exchange(transfer, bucket, values, out)
         if transfer.cell_group is not None:
@@ -313,14 +313,14 @@ class RoundRun:
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
         values, _, lent = self._read(transfer, bucket)
-        if self._link.senders.is_here(transfer.group, bucket):
+        if transfer.is_sent_here(bucket):
             yield from transport.gather(transfer, bucket, values)
         self._buffers.release(lent)
 
     def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
         _, out, lent = self._buffers.acquire(transfer, bucket)
-        is_sender = self._link.senders.is_here(transfer.group, bucket)
+        is_sender = transfer.is_sent_here(bucket)
         if is_sender:
             transport.combine_gathered(transfer, bucket, out)
         if transfer.cell_group is not None:
@@ -367,7 +367,7 @@ class RoundRun:
         home = transfer.cell_group
         assert home is not None
         with self.profile.phase("home"):
-            source = self._exchange.round_groups.first + self._link.senders.in_own_cell(transfer.group, bucket)
+            source = self._exchange.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.profile.bytes_home += values.nbytes * (home.size() - 1) if is_sender else 0
         yield HOME_LAG
@@ -380,7 +380,7 @@ class RoundRun:
 
         The senders of the first cell measure what they hold, and all ranks get the same sums from its first rank.
         """
-        cells, groups = self._link.topology.cells, self._exchange.round_groups
+        cells, groups = self._link.cells, self._exchange.round_groups
         table = torch.zeros(cells, cells, dtype=torch.float64, device=self._exchange.device)
         if self._link.cell == 0:
             with self.profile.capture_failure("weigh"):
@@ -452,7 +452,7 @@ class PairwiseSwap:
         sends, receives = self._cell in sources, self._other in sources
         round_groups, profile = self._link.round_groups, self._profile
         groups = round_groups.across or (None,)
-        peer = round_groups.first + self._link.senders.of(transfer.group, buckets[0])[self._other]
+        peer = round_groups.first + transfer.senders_of(buckets[0])[self._other]
         stages = self._staging.stages_of(transfer)
         arriving: deque[list[dist.Work]] = deque()
         leaving: deque[tuple[Bucket, torch.Tensor | None, list[dist.Work]]] = deque()

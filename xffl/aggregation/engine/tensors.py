@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from xffl.aggregation.compression.codecs import Codec, codec_of
+from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
 from xffl.checks import shorten
 from xffl.distributed.sharding import reshard

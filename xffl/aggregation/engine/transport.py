@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.compression.error_feedback import ErrorFeedback
+from xffl.aggregation.compression import ErrorFeedback
 from xffl.aggregation.engine.buffers import Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext, SenderMap
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
-from xffl.aggregation.privacy.secure_sum import Masker
+from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
 from xffl.topology import Topology
 
@@ -41,13 +41,12 @@ class Link:
         progress: Progress,
         masker: Masker | None = None,
     ) -> None:
-        self.topology, self.rank = topology, rank
-        self.cell = topology.cell_of(rank)
-        self.others = [cell for cell in range(topology.cells) if cell != self.cell]
+        self.sizes, self.cells = topology.sizes, topology.cells
+        self.rank, self.cell = rank, topology.cell_of(rank)
+        self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
         self.combiner, self.masker, self.progress = combiner, masker, progress
-        self.gathered = GatheredRows(topology.cells, device)
-        self.senders = SenderMap(topology, rank, multi_rail=round_groups.multi_rail)
+        self.gathered = GatheredRows(self.cells, device)
         self._needed: dict[tuple[int, ...], int] = {}
         self._is_on_cpu = device.type == "cpu"
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -55,12 +54,11 @@ class Link:
         self.feedback = {
             transfer.number: ErrorFeedback(transfer.codec, transfer.group.numel, transfer.dtype, device)
             for transfer in transfers
-            if transfer.codec is not None
-            and any(self.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets)
+            if transfer.codec is not None and any(map(transfer.is_sent_here, transfer.buckets))
         }
         # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
         widest = max((b.stop - b.start for t in transfers if t.codec is not None for b in t.buckets), default=0)
-        rows = topology.cells + 2 if widest else 0
+        rows = self.cells + 2 if widest else 0
         self.scratch = torch.empty(rows, widest, dtype=torch.float32, device=device)
 
     def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
@@ -81,7 +79,7 @@ class Link:
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
     def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
-        if transfer.deferred_mean or not self.senders.is_here(transfer.group, bucket):
+        if transfer.deferred_mean or not transfer.is_sent_here(bucket):
             return False
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
@@ -98,7 +96,7 @@ class Link:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
         numel = max(part.stop - part.start for part in transfer.parts(bucket))
         arriving = len(self.others)
-        rows = arriving + (self.topology.cells if transfer.reduce_scatter else 1)
+        rows = arriving + (self.cells if transfer.reduce_scatter else 1)
         if self.is_masked(transfer):
             return aligned(numel * torch.int64.itemsize) * rows
         exact = aligned(numel * transfer.dtype.itemsize) * arriving
@@ -107,7 +105,7 @@ class Link:
     def seed_of(self, round_number: int, transfer: GroupTransfer, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
         rank = self.round_groups.first + self.rank
-        numbers = (round_number, transfer.number, bucket.number, part, rank, self.topology.sizes)
+        numbers = (round_number, transfer.number, bucket.number, part, rank, self.sizes)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def is_masked(self, transfer: GroupTransfer) -> bool:
@@ -203,7 +201,7 @@ class CrossCellTransport:
         """Start sending to other cells' senders of a bucket, and receiving from them."""
         groups, first = self.link.round_groups.across, self.link.round_groups.first
         group = groups[bucket.number % len(groups)] if groups else None
-        senders = self.link.senders.of(transfer.group, bucket)
+        senders = transfer.senders_of(bucket)
         # What belongs together is matched by hop and order.
         arriving = [(values, first + senders[cell]) for cell, values in receive.items() if values.numel()]
         leaving = [(values, first + senders[cell]) for cell, values in send.items() if values.numel()]
@@ -294,7 +292,7 @@ class MaskedValues(ExactValues):
     """A bucket's values as fixed-point numbers under masks, of which the cells learn only the sum."""
 
     def _prepare(self) -> None:
-        transfer, cells = self.transfer, self.link.topology.cells
+        transfer, cells = self.transfer, self.link.cells
         parts = transfer.cut(self.bucket, self.values)
         self._parts = transfer.parts(self.bucket)
         self._results = parts if self.out is self.values else transfer.cut(self.bucket, self.out)
@@ -318,7 +316,7 @@ class MaskedValues(ExactValues):
         with self.transport.profile.capture_failure("encode"):
             for row in self._shares.values():
                 row.zero_()  # what is sent if masking fails
-            ranks = enumerate(link.senders.of(transfer.group, self.bucket))
+            ranks = enumerate(transfer.senders_of(self.bucket))
             senders = {cell: rank for cell, rank in ranks if cell in context.cells}
             for cell, row in self._shares.items():
                 place = (transfer.group.key, self.bucket.number, cell if transfer.reduce_scatter else -1)
@@ -341,7 +339,7 @@ class EncodedSteps(ExactValues):
         self._parts = transfer.parts(self.bucket)
         assert transfer.codec is not None
         sizes = [transfer.codec.nbytes(part.stop - part.start) for part in self._parts]
-        addressees = range(self.link.topology.cells) if transfer.reduce_scatter else [here]
+        addressees = range(self.link.cells) if transfer.reduce_scatter else [here]
         self.slot = self.link.slots.acquire()
         rows = self.link.slots.rows(self.slot, torch.uint8, len(self.others) + len(addressees))
         own = {cell: row[: sizes[cell]] for cell, row in zip(addressees, rows[len(self.others) :], strict=True)}
