@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,7 +71,7 @@ class Aggregator:
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
-    non-persistent buffers stay local. The optimizer's state is left alone. The attributes ``fragments`` and
+    non-persistent buffers stay local. The optimizer's state is left alone. The attributes ``model``, ``fragments`` and
     ``overlaps`` say what it was made with.
 
     With a mesh inside the cells (tensor, context and pipeline parallelism), a rank gives what it really holds: any part
@@ -145,11 +144,13 @@ class Aggregator:
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
-        self._model = model
-        self.fragments = fragments
-        self.overlaps = overlap
-        self._rounds, self._is_closed = 0, False
-        self._pending: PendingRound | None = None
+        self.model, self.fragments, self.overlaps = model, fragments, overlap
+        self.rounds = 0
+        """Number of rounds that have taken place."""
+        self.under_way: PendingRound | None = None
+        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
+        self.is_closed = False
+        """Whether :meth:`close` has given process groups back."""
         self._inconsistent_count = count_inconsistent(model)
         self._masters: Masters | None = None
 
@@ -184,21 +185,16 @@ class Aggregator:
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._arithmetic = arithmetic_of(self._device)
-        self._marks: list[torch.cuda.Event] = []  # which all rounds' profiles use
+        self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
         self._stream: torch.cuda.Stream | None = None  # that rounds work on
         if self._device.type == "cuda":
             streams = scope.state.streams
             self._stream = streams[0] if streams else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
-    def rounds(self) -> int:
-        """Number of rounds that have taken place."""
-        return self._rounds
-
-    @property
     def is_torn(self) -> bool:
         """Whether a failed round may have left different weights on different ranks."""
-        return find_inconsistent(self._model) is not None
+        return find_inconsistent(self.model) is not None
 
     @property
     def can_go_on(self) -> bool:
@@ -206,24 +202,14 @@ class Aggregator:
         return not (self.is_torn or self._coordinator.all_finished or self._coordinator.is_out_of_step)
 
     @property
-    def under_way(self) -> PendingRound | None:
-        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
-        return self._pending
-
-    @property
     def next_fragment(self) -> int:
         """The part of the model that the next round moves: all ranks agree on it with the round's number."""
-        return self._rounds % self.fragments
+        return self.rounds % self.fragments
 
     @property
     def accountant(self) -> Accountant | None:
         """What privacy the rounds have cost so far; ``None`` without ``privacy``."""
         return self._exchange.accountant
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is averaged."""
-        return self._model
 
     def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
@@ -298,7 +284,7 @@ class Aggregator:
         masker, residuals = self._exchange.masker, self._exchange.residuals
         findings = None if run is None else run.findings
         status = RoundStatus(
-            round=self._rounds + 1,
+            round=self.rounds + 1,
             weight=count,
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
@@ -345,13 +331,13 @@ class Aggregator:
         self._check_free()
         self._coordinator.reconnect()
         start = time.perf_counter()
-        fragment, inconsistent_count = self.next_fragment, count_inconsistent(self._model)
+        fragment, inconsistent_count = self.next_fragment, count_inconsistent(self.model)
         merge = MergeMode.KEEP_STEPS if alpha is None else MergeMode.BLEND
         prepared = self._prepare(RoundInput(weight, steps=steps, seconds=seconds), merge, alpha)
         background = Background(lambda: self._coordinator.run(prepared), self._stream)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
-            if self._pending is not pending:
+            if self.under_way is not pending:
                 raise StateError("this round has ended already: merge() has written or refused it")
             asked = time.perf_counter()
             with self._mark_inconsistent(), record_function("xffl.wait"):
@@ -359,28 +345,28 @@ class Aggregator:
                     outcome = background.result()
                 except BaseException as error:
                     if background.has_raised(error):  # else this was interrupted, and the round is still to be merged
-                        self._pending = None
+                        self.under_way = None
                     raise
             self.check()
-            if pending.is_overtaken or count_inconsistent(self._model) != inconsistent_count:
-                self._pending = None
+            if pending.is_overtaken or count_inconsistent(self.model) != inconsistent_count:
+                self.under_way = None
                 self._coordinator.release()
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
             prepared.profile.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
-        self._pending = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
-        return self._pending
+        self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
+        return self.under_way
 
     def discard(self) -> None:
         """Drop the round under way, if any: the model stays as it is, and the round does not count.
 
         Collective over the world, instead of merging it; waits for the round. Loading a state does so by itself.
         """
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self.under_way is not None:
+            self.under_way.wait()
+            self.under_way = None
             self._coordinator.release()
 
     def close(self) -> None:
@@ -392,23 +378,18 @@ class Aggregator:
         self._check_free()
         if not self._round_groups.own:
             return
-        self._is_closed = True
+        self.is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
         for group in self._round_groups.own:
             destroy_group(group)
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether :meth:`close` has given process groups back."""
-        return self._is_closed
-
     def _check_free(self) -> None:
         self.check()
         self._forget_if_inconsistent()
-        if self._is_closed:
+        if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
-        if self._pending is not None:
+        if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
         if self._coordinator.phase is RoundPhase.CUT_OFF:
             raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
@@ -419,7 +400,7 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        if (mark := find_inconsistent(self._model)) is not None:
+        if (mark := find_inconsistent(self.model)) is not None:
             mark.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -430,10 +411,10 @@ class Aggregator:
         :return: Numbers, texts and copies of tensors.
         :raises StateError: while a round is under way.
         """
-        if self._pending is not None:
+        if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         self._forget_if_inconsistent()
-        state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
+        state: dict[str, Any] = {"rounds": self.rounds, "fragments": self.fragments}
         exchange = self._exchange
         if exchange.residuals is not None:
             state["codecs"] = exchange.residuals.state_dict(self._plan)
@@ -460,8 +441,8 @@ class Aggregator:
             exchange.accountant.load_state_dict(state["privacy"])
         if exchange.global_model is not None:
             exchange.global_model.load_state_dict(state["agreed"])
-        self._rounds = int(state["rounds"])
-        self._inconsistent_count = count_inconsistent(self._model)
+        self.rounds = int(state["rounds"])
+        self._inconsistent_count = count_inconsistent(self.model)
 
     def _check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
@@ -492,14 +473,14 @@ class Aggregator:
     def _mark_inconsistent(self) -> Iterator[None]:
         """Mark the model where the ranks may hold different weights."""
         try:
-            with mark_inconsistent(self._model):
+            with mark_inconsistent(self.model):
                 yield
         finally:
             self._forget_if_inconsistent()
 
     def _forget_if_inconsistent(self) -> None:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
-        if (inconsistent_count := count_inconsistent(self._model)) != self._inconsistent_count:
+        if (inconsistent_count := count_inconsistent(self.model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
             if self._exchange.residuals is not None:
                 self._exchange.residuals.forget()
@@ -513,7 +494,7 @@ class Aggregator:
         if not outcome.is_skipped:
             with self._mark_inconsistent():
                 try:
-                    self._pending = None  # an interrupt from here on leaves an inconsistent model
+                    self.under_way = None  # an interrupt from here on leaves an inconsistent model
                     # A cell with values that are not finite has nothing that could stay.
                     is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
                     for module in self._fsdp_modules:
@@ -523,10 +504,10 @@ class Aggregator:
                 except BaseException as error:
                     self._coordinator.release()
                     raise TornError(
-                        f"round {self._rounds + 1} was agreed, but this rank could not write it: "
+                        f"round {self.rounds + 1} was agreed, but this rank could not write it: "
                         f"{type(error).__name__}: {error}"
                     ) from error
-            self._rounds += 1
+            self.rounds += 1
             self._coordinator.release()
         return outcome.report(time.perf_counter() - start)
 
@@ -580,8 +561,7 @@ def _compare_models(
     """Compare the ranks' models and options, and gather what they hold.
 
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
-    What ``read`` raises is raised on all ranks. Returns by cell the axes that tensors are cut along, and with a mesh
-    the parts of all shards.
+    Returns by cell the axes that tensors are cut along, and with a mesh the parts of all shards.
     """
     rank_tensors: RankTensors | None = None
     axes: tuple[int, ...] = ()
@@ -604,7 +584,7 @@ def _compare_models(
             text += str(manifest)
         else:
             rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
-        _check_together(options, manifest, device)
+        options.check_model(manifest, device)
         share(text)
     if rank_tensors is None:
         return scope, options, manifest, gather_axes(axes, topology, scope.world), None
@@ -627,30 +607,6 @@ def check_given(model: object, state: object) -> None:
         )
 
 
-def _check_together(options: Options, manifest: Manifest, device: torch.device) -> None:
-    """Raise where an option does not go with the model or the device."""
-    if options.privacy is not None:
-        bare = [entry.name for entry in manifest.moving if not entry.is_stepped]
-        if bare:
-            raise ConfigError(
-                f"privacy is for trainable parameters, but {bare[:5]} would cross as they are; give them policy 'local'"
-            )
-    if options.secure is not None:
-        bare = [entry.name for entry in manifest.moving if entry.policy == "first"]
-        if bare:
-            raise ConfigError(
-                f"secure=True hides means, but {bare[:5]} are taken from cell 0; give them policy 'local'"
-            )
-        encoded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
-        if encoded:
-            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {encoded[0]!r}")
-    if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
-            "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
-        )
-
-
 def _make_exchange(
     scope: RoundScope,
     options: Options,
@@ -664,20 +620,13 @@ def _make_exchange(
     hold the same elements.
     """
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
-    items = manifest.items(
-        topology,
-        axes,
-        least_bytes=options.bucket_bytes,
-        fragments=options.fragments,
-        replica_tensors=replica_tensors,
-    )
-    plan = (
-        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_groups}, "
-        f"rails={options.rails}"
-    )
+    bucket_bytes, form = options.bucket_bytes, options.form_of_groups
+    items = manifest.items(topology, axes, replica_tensors, least_bytes=bucket_bytes, fragments=options.fragments)
+    plan = f"{digest(items, topology)}, {bucket_bytes} bytes a bucket, form={form}, rails={options.rails}"
     check_consistent("exchange plans", plan, group=scope.world)
-    secure = options.secure
-    masker = None if secure is None else make_masker(secure, rank, topology, context=plan, group=scope.world)
+    masker = None
+    if options.secure is not None:
+        masker = make_masker(options.secure, rank, topology, context=plan, group=scope.world)
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     transfers = plan_transfers(
@@ -685,8 +634,8 @@ def _make_exchange(
         topology=topology,
         rank=rank,
         round_groups=round_groups,
-        bucket_bytes=options.bucket_bytes,
-        form=options.form_of_groups,
+        bucket_bytes=bucket_bytes,
+        form=form,
         codecs=manifest.codecs,
         device=device,
         allow_deferred_mean=options.allow_deferred_mean,

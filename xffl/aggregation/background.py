@@ -88,9 +88,8 @@ class Background(Generic[T]):
 class PendingRound:
     """A round under way, as :meth:`Aggregator.aggregate_async` returns it.
 
-    :param background: The votes and the exchange.
-    :param conclude: Waits for them and writes their result; told whether steps made meanwhile stay.
-    :param tensors: The model's tensors that it moves.
+    ``background`` votes and exchanges; ``conclude`` waits for it and writes the result, told whether steps made
+    meanwhile stay; ``tensors`` are those of the model that it moves.
     """
 
     under_way: ClassVar[WeakSet[PendingRound]] = WeakSet()
@@ -110,10 +109,7 @@ class PendingRound:
         self.under_way.add(self)
 
     def refuse(self) -> NoReturn:
-        """Raise where what it has copied is no longer what the model comes from.
-
-        :raises StateError: always.
-        """
+        """Raise StateError, since what it has copied is no longer what the model comes from."""
         what = "another aggregator's round" if self.is_overtaken else "a checkpoint after an inconsistent round"
         raise StateError(
             f"{what} has written tensors of this one since it started, so the steps before it would count twice; it was"

@@ -17,25 +17,7 @@ from xffl.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 
-__all__ = [
-    "Blockwise",
-    "Cast",
-    "Codec",
-    "ErrorFeedback",
-    "ResidualStore",
-    "TopK",
-    "block_maxima",
-    "chunk_length",
-    "codec_of",
-    "dequantize",
-    "largest_positions",
-    "pack",
-    "quantize",
-    "read_scales",
-    "scratch_for",
-    "unpack",
-    "write_scales",
-]
+__all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "ResidualStore", "TopK", "codec_of"]
 
 
 MAX_POSITIONS = 2**31

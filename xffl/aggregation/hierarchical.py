@@ -145,15 +145,8 @@ class Levels(Aggregator):
         """Run a round of the lowest level, and of each level above that is due then.
 
         Collective over the ranks that meet. After an error give what was counted since the last call that returned: the
-        levels that have taken it know.
-
-        :param given: As in :meth:`xffl.Aggregator.participate`, for the lowest level; those above count its rounds.
-        :param least_divergence: Must be ``None``: levels have periods.
-        :return: What the highest round did; ``step_seconds`` are by the state's cells, 0 for those of other facilities.
-            ``None`` where all ranks of the world have finished and none had anything to give.
-        :raises ConfigError: as there.
-        :raises RoundError: as there, on the ranks that were to meet.
-        :raises StateError: if a least divergence is given, or the levels are closed.
+        levels that have taken it know. Returns what the highest round did, as :meth:`xffl.Aggregator.participate`;
+        ``step_seconds`` are by the state's cells, 0 for those of other facilities.
         """
         if least_divergence is not None:
             raise StateError("levels meet after a number of rounds; give a schedule without a threshold")
@@ -200,7 +193,12 @@ class Levels(Aggregator):
         self._taken = self._steps_taken = 0.0
         if self._stages[-1].is_over:
             self._end()
-        return None if report is None else replace(report, step_seconds=self._step_seconds())
+        if report is None:
+            return None
+        # By the state's cells, as far as this rank has heard; () where nobody had anything to give.
+        before, cells, after = self._neighbours
+        here = () if self._reports[0] is None else self._reports[0].step_seconds
+        return replace(report, step_seconds=(0.0,) * before + (here or (0.0,) * cells) + (0.0,) * after)
 
     def _round(self, number: int, given: RoundInput) -> RoundReport | None:
         """Take part in a round of one level, and note what it means for the others."""
@@ -232,20 +230,10 @@ class Levels(Aggregator):
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
 
-    def _step_seconds(self) -> tuple[float, ...]:
-        """Return the seconds of a local step by the state's cells, as far as this rank has heard."""
-        before, cells, after = self._neighbours
-        lowest = self._reports[0]
-        here = () if lowest is None else lowest.step_seconds  # () where nobody had anything to give
-        return (0.0,) * before + (here or (0.0,) * cells) + (0.0,) * after
-
     def close(self) -> None:
-        """Give the process groups back; the levels cannot be used afterwards.
-
-        Collective over the world.
-        """
+        """Give the process groups back; the levels cannot be used afterwards. Collective over the world."""
         self._check_free()
-        self._is_closed = True
+        self.is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next

@@ -91,19 +91,8 @@ class Privacy:
             seed = integer("privacy's seed", self.seed, None, hint="give one in tests, else None")
             object.__setattr__(self, "seed", seed)
 
-    def check(self, *, is_secure: bool) -> None:
-        """Raise where the noise would not hide what crosses: that of a sum, without a secure sum; local."""
-        if self.where == "sum" and not is_secure:
-            raise ConfigError(
-                "privacy's where='sum' gives a cell's own values too little noise to be seen; use secure sums with it, "
-                "or where='cell'"
-            )
-
     def scale_of(self, norm: float) -> float:
-        """Return the factor that clips an update, ``min(1, clip / norm)``; local.
-
-        The L2 norm is that over all shards of the cell, from sums in 64 bits; all ranks of the cell use the same.
-        """
+        """Return the factor that clips an update whose L2 norm over all shards is given, ``min(1, clip / norm)``."""
         if not math.isfinite(norm):
             raise RoundError(f"the norm of this cell's update is {norm}, so it cannot be clipped; lower the step size")
         return self.clip / norm if norm > self.clip else 1.0
@@ -113,24 +102,16 @@ class Privacy:
         whole = self.noise * self.clip
         return whole / math.sqrt(cells) if self.where == "sum" else whole
 
-    def noise_of(self, rank: int, exchange: int = 0) -> Noise:
-        """Return a rank's source of noise; make one for each exchange, and draw all of its noise from it.
-
-        An exchange's number is what :attr:`~xffl.aggregation.privacy.Accountant.rounds` counts, so that a
-        resumed run goes on with other noise than it began with. Without ``seed`` noise comes from the operating
-        system's randomness.
-        """
-        return Noise(rank, self.seed, exchange)
-
 
 class Noise:
     """Normal numbers that nobody can guess from others, for one rank.
 
     torch's generators are fast but not made for secrets: where an update is zero, as for words that a cell has not
     met, its message shows the noise itself, and a few thousand numbers of such a generator tell all others. These come
-    from the keystream of AES (:class:`xffl.aggregation.privacy.Keystream`) by the transform of Box and
-    Muller (1958) in 64 bits, and go on where the last ones ended: no number is used twice, also not for a round that is
-    repeated. A seed repeats them, for tests: the same ones for the same rank and exchange.
+    from the keystream of AES (:class:`Keystream`) by the transform of Box and Muller (1958) in 64 bits, and go on where
+    the last ones ended: no number is used twice, also not for a round that is repeated. Make one for each exchange, by
+    its number (:attr:`~xffl.aggregation.privacy.Accountant.rounds`), so that a resumed run goes on with other noise
+    than it began with. A seed repeats the numbers, for tests; without one they follow from the system's randomness.
 
     Some 80 million numbers a second on one core; made on the CPU whatever the device.
     """
@@ -342,11 +323,7 @@ class Masker:
         return self._attempt + 1
 
     def start_attempt(self, attempt: int, cells: Iterable[int]) -> None:
-        """Get ready to mask the rows of one exchange; local, the same on all ranks.
-
-        The attempt is one that this rank has not used, agreed on in the opening vote: the highest :attr:`next_attempt`.
-        The cells are those that contribute, as that vote counted them.
-        """
+        """Get ready to mask the rows of one exchange, with the attempt and the cells of the opening vote; local."""
         if attempt < self.next_attempt:
             raise StateError(
                 f"attempt {attempt} may have used its masks; start with {self.next_attempt} or above, the highest "

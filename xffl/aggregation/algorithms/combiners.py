@@ -83,6 +83,10 @@ class Combiner:
     state. Whoever runs the round calls :meth:`check` with the number of cells that contribute before anything else.
     """
 
+    needs_distances: bool = False
+    needs_norms: bool = False
+    has_scale: bool = False
+
     def check(self, cells: int) -> None:
         """Raise if so few cells cannot be combined.
 
@@ -111,10 +115,6 @@ class WeightedCombiner(Combiner, ABC):
     The class attributes ``needs_distances`` and ``needs_norms`` say what has to be measured: each costs a pass over all
     values and a small reduction. ``has_scale`` says that the step may be longer or shorter than the way to the mean.
     """
-
-    needs_distances: bool = False
-    needs_norms: bool = False
-    has_scale: bool = False
 
     @abstractmethod
     def weigh(self, seen: CellStats) -> AggregationWeights:

@@ -98,12 +98,12 @@ def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[
 
 
 def checked_weight(weight: object) -> float:
-    """Return a rank's count, a real number or a tensor of one element, as a float; raise ConfigError otherwise."""
+    """Return a rank's count as a float; see :func:`checked_number`."""
     return checked_number("weight", weight, "give this rank's count of samples or tokens, or None")
 
 
 def checked_number(what: str, value: object, knob: str) -> float:
-    """Return a number of a rank as a float; raise ConfigError where it is none, negative or not finite."""
+    """Return a real number or a tensor of one element as a float; raise ConfigError unless it is finite and >= 0."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -114,11 +114,7 @@ def checked_number(what: str, value: object, knob: str) -> float:
 
 
 def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
-    """Add the ranks' counts up to one weight for each cell.
-
-    Local and deterministic; all ranks get the same. Where no rank gave a count, a cell counts 1, or 0 once it has
-    nothing to contribute.
-    """
+    """Add the ranks' counts up to one weight for each cell; where no rank gave one, 1, or 0 once a cell is absent."""
     present = [(rank, status) for rank, status in enumerate(statuses) if not status.is_absent]
     uniform = [rank for rank, status in present if status.is_uniform]
     if uniform and len(uniform) < len(present):
@@ -135,23 +131,15 @@ AFRESH = "start the processes anew, or end the process group on all ranks and jo
 
 @dataclass(frozen=True)
 class RoundInput:
-    """What a rank gives to a round, and what it says of itself.
+    """What a rank gives to a round, and what it says of itself."""
 
-    :param weight: Its own count since the last round (samples, tokens), or a function that returns it; not read where
-        ``is_absent``. ``None`` on all ranks: every cell counts 1.
-    :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
-    :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
-    :param steps: Effective number of this cell's local steps since the last round, for combiners that ask for it.
-    :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
-    :param prepare: Called before the model is read; what it raises is told to all ranks.
-    """
-
+    # its own count since the last round (samples, tokens), or what returns it; None on all ranks: every cell counts 1
     weight: float | Callable[[], float] | None = None
-    is_absent: bool = False
-    is_finished: bool = False
-    steps: float = 1.0
-    seconds: float = 0.0
-    prepare: Callable[[], None] | None = None
+    is_absent: bool = False  # counts as 0: the round's result is taken over, nothing is contributed
+    is_finished: bool = False  # this rank makes no further step; the report's is_last tells that all have
+    steps: float = 1.0  # effective local steps of this cell since the last round, for combiners that ask for it
+    seconds: float = 0.0  # seconds of a local step here, told to all in the report; 0 where nobody has measured
+    prepare: Callable[[], None] | None = None  # called before the model is read; what it raises is told to all ranks
 
 
 @dataclass(frozen=True)
@@ -445,7 +433,7 @@ class RoundCoordinator:
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
-            found = run.inspect_deferred()
+            found = run.deferred_check.report()
             failure = run.profile.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error

@@ -40,7 +40,7 @@ from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import TAG, CrossCellTransport, Link, add_distances
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy import Accountant, Masker, Privacy, privatize
+from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.consistency import control_device
@@ -83,12 +83,13 @@ class Exchange:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
         self.device, self.atomic = device, options.atomic
         self.combiner = options.combiner
-        self.compares_models = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
+        self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
         self.round_groups, self.masker = link.round_groups, link.masker
         rank = self.round_groups.first + link.rank
         self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
+        self.accountant = None if self.protection is None else self.protection.accountant
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = Pool(0, device)
         self.staging = StagingBuffers(layout, device, atomic=options.atomic)
@@ -96,15 +97,9 @@ class Exchange:
         self.residuals = ResidualStore(transfers, link.feedback) if has_codecs else None
 
     @property
-    def accountant(self) -> Accountant | None:
-        """What privacy has cost so far; ``None`` where rounds are not private."""
-        return None if self.protection is None else self.protection.accountant
-
-    @property
     def needs_one_arithmetic(self) -> bool:
         """Whether ranks compute new values by themselves, beyond the mean."""
-        has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
-        return has_scale or (self.global_model is not None and self.global_model.has_optimizer)
+        return self.combiner.has_scale or (self.global_model is not None and self.global_model.has_optimizer)
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
@@ -142,8 +137,8 @@ class RoundRun:
     """One round of this rank, from the values that it reads to those that it writes.
 
     Making one is local: it makes the buffers that the round needs, and reads and checks those values of this rank that
-    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand: see
-    :meth:`inspect_deferred`.
+    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand, by
+    ``deferred_check``.
     """
 
     @torch.no_grad()
@@ -153,7 +148,8 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
-        self._pairwise_swap = PairwiseSwap(exchange, profile)
+        self.deferred_check = FiniteCheck(self._layout)
+        self._pairwise_swap = PairwiseSwap(exchange, profile, self.deferred_check)
         self._link.progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         if exchange.residuals is not None:
@@ -182,7 +178,7 @@ class RoundRun:
         for transfer in transfers if self._exchange.compares_models else ():
             if any(map(transfer.is_sent_here, transfer.buckets)):
                 is_encoded = transfer.codec is not None and self._is_encoding
-                link.gathered.reserve(transfer, torch.float32 if is_encoded else transfer.dtype)
+                link.reserve_rows(transfer, torch.float32 if is_encoded else transfer.dtype)
         link.reserve(transfers)
         rows = [
             aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.cell_group.size()
@@ -236,10 +232,6 @@ class RoundRun:
         transport = self._transport(context)
         self._run_pipeline(context, partial(self._spread, transport))
         return context
-
-    def inspect_deferred(self) -> FiniteReport:
-        """Return what was found in the values that are combined late, once :meth:`exchange` has sent them; local."""
-        return self._pairwise_swap.report()
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
@@ -386,7 +378,7 @@ class RoundRun:
             with self.profile.capture_failure("weigh"):
                 for transfer, bucket in self._sent():
                     is_encoded = transfer.codec is not None and self._is_encoding
-                    rows = self._link.gathered.rows(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+                    rows = self._link.rows_of(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
                     add_distances(rows, context.cells, table)
         table = table.to(control_device(groups.world))
         if self._link.cell == 0 and groups.cell is not None:
@@ -432,15 +424,10 @@ class PairwiseSwap:
     checked when they are sent.
     """
 
-    def __init__(self, exchange: Exchange, profile: RoundProfile) -> None:
+    def __init__(self, exchange: Exchange, profile: RoundProfile, finite_check: FiniteCheck) -> None:
         self._layout, self._staging, self._link = exchange.layout, exchange.staging, exchange.link
-        self._profile = profile
+        self._profile, self._finite_check = profile, finite_check
         self._cell, self._other = self._link.cell, 1 - self._link.cell
-        self._finite_check = FiniteCheck(self._layout)
-
-    def report(self) -> FiniteReport:
-        """Return what was found in the values that were sent; local."""
-        return self._finite_check.report()
 
     def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
         """Swap all of a group with its sender in the other cell.
@@ -622,7 +609,7 @@ class Protection:
         with profile.capture_failure("protect"):
             scale = self._privacy.scale_of(math.sqrt(total.item()))
             deviation = self._privacy.deviation(len(cells))
-            noise = self._privacy.noise_of(self._rank, self.accountant.rounds)
+            noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
             for transfer, bucket in sent:
                 privatize(
                     staging.stage(transfer, bucket), global_model.written(transfer, bucket), scale, deviation, noise

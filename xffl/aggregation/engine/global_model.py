@@ -44,7 +44,7 @@ class GlobalModel:
             for transfer in self._transfers
         }
         self._is_known = True
-        self._has_optimizer = server is not None  # also on a rank that holds no element
+        self.has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
         self._schedules: dict[int, LRScheduler] = {}
         self._asked: dict[int, dict[str, str]] = {}
@@ -57,11 +57,6 @@ class GlobalModel:
             self._optimizers[fragment] = optimizer
             self._schedules |= {} if schedule is None else {fragment: schedule}
             self._asked[fragment] = asked_of(optimizer, schedule)
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether a server optimizer takes the model on."""
-        return self._has_optimizer
 
     @torch.no_grad()
     def reset_from_model(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import struct
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -107,10 +107,9 @@ class RoundGroups:
 
 
 def make_scope(state: DistributedState, topology: Topology, first: int) -> RoundScope:
-    """Make the groups of a part of the world.
+    """Make the groups of a part of the world; collective over the world.
 
-    Collective over the world: all ranks make a place at the same time, each the one that it belongs to. Places of one
-    call have replicas of one size, so that every rank makes the same number of groups.
+    All parts that are made together have replicas of one size, so that every rank makes the same number of groups.
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
@@ -123,10 +122,7 @@ def make_scope(state: DistributedState, topology: Topology, first: int) -> Round
 def select_groups(
     scope: RoundScope, *, multi_rail: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()
 ) -> RoundGroups:
-    """Pick the groups of a round; groups of one rank are left out.
-
-    Collective over the world. Over NCCL each group is connected, by an all-reduce of 4 bytes.
-    """
+    """Pick the groups of a round, without those of one rank; collective over the world: NCCL connects each of them."""
     state, groups, world = scope.state, scope.groups, scope.world
     across: tuple[dist.ProcessGroup | None, ...] = ()
     replica = cell = None
@@ -161,10 +157,8 @@ def select_groups(
 def _holder_groups(
     create: Callable[[tuple[int, ...], str], dist.ProcessGroup], scope: RoundScope, holders: Collection[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
-
-    Sets without a common shard are made together, so that ranks make few placeholders.
-    """
+    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in."""
+    # Sets without a common shard are made together, so that ranks make few placeholders.
     together: list[list[tuple[int, ...]]] = []
     for shards in sorted(holders):
         free = next((sets for sets in together if not set(shards) & {shard for one in sets for shard in one}), None)
@@ -337,8 +331,7 @@ def all_gather_status(
     group's control device.
     """
     device, rank = control_device(group) if device is None else device, dist.get_rank() - first
-    cell = bisect_right(topology.offsets, rank) - 1
-    start, stop = topology.offsets[cell], topology.offsets[cell + 1]
+    start, stop = next(cell for cell in pairwise(topology.offsets) if rank < cell[1])
     place = rank - start
     children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
     parent = first + start + (place - 1) // 2
@@ -349,9 +342,7 @@ def all_gather_status(
     _swap({}, dict(zip(children, below, strict=True)), group)
     own_cell += below.sum(0, dtype=torch.uint8)  # each row is zero in all tables but one
     if rank == start:
-        others = [other for other in range(topology.cells) if other != cell]
-        rows = {other: table[topology.offsets[other] : topology.offsets[other + 1]] for other in others}
-        firsts = {first + topology.offsets[other]: row for other, row in rows.items()}
+        firsts = {first + one: table[one:end] for one, end in pairwise(topology.offsets) if one != start}
         _swap(dict.fromkeys(firsts, own_cell), firsts, group)
     else:
         _swap({parent: own_cell}, {}, group)

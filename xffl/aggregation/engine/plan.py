@@ -19,7 +19,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -46,13 +46,6 @@ __all__ = [
     "plan_groups",
     "plan_transfers",
 ]
-
-
-_Key = tuple[
-    tuple[int, tuple[bool, ...], tuple[int, ...], tuple[int, ...]],
-    tuple[str, str, bool, str, bool],
-]
-"""Who takes part in a group, and what it moves: see :class:`BucketGroup`."""
 
 
 class Cut(NamedTuple):
@@ -260,23 +253,16 @@ class BucketGroup:
 def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[BucketGroup, ...]:
     """List the groups that a rank sends or receives within its cell, in the order in which all ranks walk them."""
     at = topology.coordinates(rank)
-    groups: dict[_Key, list[Piece]] = {}
+    groups: dict[BucketGroup, list[Piece]] = {}  # without their pieces
     for item in items:
         mine = item.cuts[at.cell]
         start, end = mine.held(at.shard)
         held = tuple(cut.is_held_by_part for cut in item.cuts)
+        treatment = (item.dtype, item.rule, item.is_mean_in_cell, item.codec, item.is_stepped)
         for owners, piece in _refine(item, start, end):
-            key = (
-                (item.fragment, held, owners, mine.holders(piece.start)),
-                (item.dtype, item.rule, item.is_mean_in_cell, item.codec, item.is_stepped),
-            )
-            groups.setdefault(key, []).append(piece)
-    return tuple(
-        BucketGroup(fragment, held, owners, dtype, rule, is_mean, codec, is_stepped, tuple(pieces), holders)
-        for ((fragment, held, owners, holders), (dtype, rule, is_mean, codec, is_stepped)), pieces in sorted(
-            groups.items()
-        )
-    )
+            group = BucketGroup(item.fragment, held, owners, *treatment, (), mine.holders(piece.start))
+            groups.setdefault(group, []).append(piece)
+    return tuple(replace(group, pieces=tuple(groups[group])) for group in sorted(groups, key=lambda group: group.key))
 
 
 def digest(items: Sequence[Item], topology: Topology) -> str:

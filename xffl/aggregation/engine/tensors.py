@@ -579,10 +579,10 @@ class Manifest:
         self,
         topology: Topology,
         axes: Sequence[Sequence[int]],
+        replica_tensors: ReplicaTensors | None = None,
         *,
         least_bytes: int = 1,
         fragments: int = 1,
-        replica_tensors: ReplicaTensors | None = None,
     ) -> tuple[Item, ...]:
         """Return the moving tensors as the plan sees them."""
         items = []

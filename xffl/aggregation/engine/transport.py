@@ -19,7 +19,7 @@ from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
 from xffl.topology import Topology
 
-__all__ = ["CrossCellTransport", "GatheredRows", "Link", "add_distances"]
+__all__ = ["CrossCellTransport", "Link", "add_distances"]
 
 
 TAG = 7_100
@@ -46,9 +46,9 @@ class Link:
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
         self.combiner, self.masker, self.progress = combiner, masker, progress
-        self.gathered = GatheredRows(self.cells, device)
+        self._device = device
         self._needed: dict[tuple[int, ...], int] = {}
-        self._is_on_cpu = device.type == "cpu"
+        self._gathered: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         self.feedback = {
@@ -84,13 +84,24 @@ class Link:
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
 
+    def reserve_rows(self, transfer: GroupTransfer, dtype: torch.dtype) -> None:
+        """Make a row for each cell's values of a group: as large as the cells' shards together; local."""
+        if (transfer.number, dtype) not in self._gathered:
+            with torch.inference_mode(False):
+                rows = torch.empty(self.cells, transfer.group.numel, dtype=dtype, device=self._device)
+            self._gathered[transfer.number, dtype] = rows
+
+    def rows_of(self, transfer: GroupTransfer, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Return a bucket's rows, ``[cells, elements]``."""
+        return self._gathered[transfer.number, dtype][:, bucket.start : bucket.stop]
+
     def pause(self, transfer: GroupTransfer) -> int:
         """Return for how many buckets :meth:`CrossCellTransport.exchange` pauses in all."""
         return self.ahead(transfer) + transfer.depth * (2 if transfer.reduce_scatter else 1)
 
     def ahead(self, transfer: GroupTransfer) -> int:
         """Return how many buckets before it sends its own a rank is ready to receive; NCCL posts both together."""
-        return transfer.ahead if self._is_on_cpu else 0
+        return transfer.ahead if self._device.type == "cpu" else 0
 
     def _slot_bytes(self, transfer: GroupTransfer, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
@@ -135,11 +146,8 @@ class CrossCellTransport:
         self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor
     ) -> Iterator[int]:
         """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
-        kind = ExactValues
-        if self.is_encoded(transfer):
-            kind = EncodedSteps
-        elif self.link.is_masked(transfer):
-            kind = MaskedValues
+        masked = MaskedValues if self.link.is_masked(transfer) else ExactValues
+        kind = EncodedSteps if self.is_encoded(transfer) else masked
         return self._exchange(kind(self, transfer, bucket, values, out))
 
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
@@ -168,7 +176,7 @@ class CrossCellTransport:
     def combine_gathered(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
         """Combine what :meth:`gather` has kept of a bucket; local."""
         is_encoded = self.is_encoded(transfer)
-        rows = self.link.gathered.rows(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+        rows = self.link.rows_of(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
         values = [rows[cell] for cell in self.context.source_cells(transfer.group)]
         with self.profile.capture_failure("combine"):
             if is_encoded:
@@ -405,7 +413,7 @@ class GatheredValues(ExactValues):
     """A bucket's values, of which those of all cells are kept."""
 
     def _prepare(self) -> None:
-        rows = self.link.gathered.rows(self.transfer, self.bucket, self.transfer.dtype)
+        rows = self.link.rows_of(self.transfer, self.bucket, self.transfer.dtype)
         with self.transport.profile.capture_failure("pack"):
             rows[self.here].copy_(self.values)
         self.send = dict.fromkeys(self.others, rows[self.here]) if self.is_source else {}
@@ -420,7 +428,7 @@ class GatheredSteps(EncodedSteps):
 
     def combine(self) -> None:
         """Keep what the codes say."""
-        rows = self.link.gathered.rows(self.transfer, self.bucket, torch.float32)
+        rows = self.link.rows_of(self.transfer, self.bucket, torch.float32)
         with self.transport.profile.capture_failure("combine"):
             for cell in self.sources:
                 self._feedback.decode(self._codes[cell], rows[cell])
@@ -428,27 +436,6 @@ class GatheredSteps(EncodedSteps):
     def finish(self) -> None:
         """Give the buffers back; what was kept is combined later."""
         self._release()
-
-
-class GatheredRows:
-    """One row for each cell of each group that this rank sends; as large as the cells' shards together."""
-
-    def __init__(self, cells: int, device: torch.device) -> None:
-        self._cells = cells
-        self._device = device
-        self._rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def reserve(self, transfer: GroupTransfer, dtype: torch.dtype) -> None:
-        """Make a group's rows; local."""
-        if (transfer.number, dtype) not in self._rows:
-            with torch.inference_mode(False):
-                self._rows[transfer.number, dtype] = torch.empty(
-                    self._cells, transfer.group.numel, dtype=dtype, device=self._device
-                )
-
-    def rows(self, transfer: GroupTransfer, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return a bucket's rows, ``[cells, elements]``."""
-        return self._rows[transfer.number, dtype][:, bucket.start : bucket.stop]
 
 
 @torch.no_grad()
