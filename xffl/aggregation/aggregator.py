@@ -614,11 +614,7 @@ def _make_exchange(
     axes: Sequence[Sequence[int]],
     replica_tensors: ReplicaTensors | None,
 ) -> tuple[Exchange, str]:
-    """Plan what this rank exchanges and prepare it; return it with the text that the plan follows from.
-
-    Collective over the world: makes process groups where rounds overlap training, or where several shards but not all
-    hold the same elements.
-    """
+    """Plan what this rank exchanges; make it and its groups; return it and the text that the plan follows from."""
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
     bucket_bytes, form = options.bucket_bytes, options.form_of_groups
     items = manifest.items(topology, axes, replica_tensors, least_bytes=bucket_bytes, fragments=options.fragments)

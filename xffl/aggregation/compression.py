@@ -574,10 +574,7 @@ class ResidualStore:
 
     @property
     def codec_error(self) -> float | None:
-        """Error of what this rank sent in the last round, relative to what it had to send, in the L2 norm.
-
-        ``None`` where nothing was encoded, or where it was so large that squares left fp32.
-        """
+        """Relative L2 error of what this rank last sent; ``None`` for nothing, or where squares left fp32."""
         norms = [norm for feedback in self._feedback.values() for norm in feedback.norms()]
         whole = sum(norm[0] for norm in norms)
         if not norms or not math.isfinite(whole):

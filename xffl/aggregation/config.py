@@ -59,10 +59,7 @@ def parse_round_config(
     client: object,
     algorithm: object,
 ) -> RoundConfig:
-    """Parse and check the arguments, those of an algorithm where nothing was given; local.
-
-    ``optimizers`` is ``None`` where the loop counts steps, ``aggregator`` an aggregator or keywords of the one to make.
-    """
+    """Parse and check the arguments, those of an algorithm where nothing was given; local."""
     counted: list[Optimizer] = []
     if optimizers is not None:
         if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):

@@ -9,7 +9,7 @@ cells are replicas of the same shards, so each shard leaves it once, however man
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -37,7 +37,6 @@ class _Stage:
     """One level as this rank sees it."""
 
     aggregator: Aggregator  # runs its rounds
-    participate: Callable[..., RoundReport | None]  # takes part in one
     every: int  # as in Level
     unit: int  # the unit that this rank belongs to, of those that meet with it
     is_first: bool  # whether the rank is its unit's first, which says what the unit counts
@@ -113,7 +112,6 @@ class Levels(Aggregator):
         """Make the aggregator of one level; collective over the world."""
         number, keywords = len(self._stages), {**options, **level.options}
         aggregator: Aggregator = self  # this object runs the rounds of the lowest level itself
-        participate = super().participate
         # Other parts of the world may have made theirs when one fails here.
         with run_on_all_ranks(f"aggregators of level {number}"):
             try:
@@ -121,11 +119,10 @@ class Levels(Aggregator):
                     super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
                 else:
                     aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-                    participate = aggregator.participate
             except XfflError as wrong:
                 raise type(wrong)(f"{wrong}{_where(number, scope)}") from wrong
         at = scope.topology.coordinates(scope.rank)
-        return _Stage(aggregator, participate, level.every, at.cell, at.local_rank == 0)
+        return _Stage(aggregator, level.every, at.cell, at.local_rank == 0)
 
     @property
     def reports(self) -> tuple[RoundReport | None, ...]:
@@ -204,7 +201,7 @@ class Levels(Aggregator):
         """Take part in a round of one level, and note what it means for the others."""
         stage = self._stages[number]
         try:
-            report = stage.participate(given)
+            report = Aggregator.participate(stage.aggregator, given)  # of the lowest level not this class's own
         except XfflError as error:
             if stage.aggregator.all_finished:
                 stage.is_over = stage.is_apart = True

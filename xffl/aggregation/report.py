@@ -67,11 +67,8 @@ class RoundReport:
 class RoundProfile:
     """Seconds of each phase, bytes sent, and the first local failure of one round.
 
-    ``bytes_across`` and ``bytes_home`` are what this rank sent to other cells and to its own, ``failure`` is the first
-    exception of :meth:`capture_failure`. A GPU's phases are timed on its current stream: the host only hands them over.
-
-    ``device`` is where values move and are combined. ``marks`` are events of the GPU, which rounds use again and add
-    to: the profile of a round must not be asked any more once the next one has begun.
+    A GPU's phases are timed on its current stream: the host only hands them over. Rounds use ``marks``, events of the
+    GPU, again: the profile of a round must not be asked any more once the next one has begun.
     """
 
     def __init__(self, device: torch.device, marks: list[torch.cuda.Event] | None = None) -> None:

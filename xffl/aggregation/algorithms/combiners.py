@@ -60,10 +60,7 @@ class AggregationWeights:
 
 
 def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the weights times the power of two that makes the largest of them 0.5 to 1; pure.
-
-    Sums of them stay in range, and all digits are kept (but of weights that are nothing beside the largest).
-    """
+    """Return the weights times the power of two that makes the largest 0.5 to 1; digits are kept, sums in range."""
     exponent = math.frexp(max(weights))[1]
     return tuple(math.ldexp(weight, -exponent) for weight in weights)
 

@@ -50,11 +50,7 @@ __all__ = [
 
 
 def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
-    """Raise RoundError, on all ranks alike, where the ranks are not at the same point of the same round.
-
-    That is where they differ in the aggregator, the round, in knowing the codecs' state, or within a cell in how they
-    merge, or between cells in their ``alpha``.
-    """
+    """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
     called = {status.aggregator: rank for rank, status in reversed(list(enumerate(statuses)))}
     if len(called) > 1:
         shown = ", ".join(f"rank {rank} of number {number}" for number, rank in sorted(called.items()))
@@ -305,10 +301,7 @@ class RoundCoordinator:
 
     @contextmanager
     def tear_if_unwritten(self) -> Iterator[None]:
-        """Run a round and write it; what ends the block between the two tears the model, since others write their part.
-
-        Raises TornError where all ranks have agreed on new values and this one has not written them.
-        """
+        """Raise TornError where the block ends after all ranks have agreed and before this one has written its part."""
         try:
             yield
         except BaseException as stop:
@@ -423,10 +416,7 @@ class RoundCoordinator:
         }
 
     def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
-        """Exchange, and vote on the outcome.
-
-        Returns what the cells counted for, and the cells in which values that are not finite were sent.
-        """
+        """Exchange and vote on the outcome; return what cells counted for, and those that sent values not finite."""
         number = context.number
         failure: Exception | None = None
         found = FiniteReport([], False)
@@ -494,10 +484,7 @@ class RoundCoordinator:
                 self._phase = RoundPhase.CUT_OFF
 
     def reconnect(self) -> None:
-        """Make new groups after a round that failed on GPUs; collective over the world then.
-
-        Raises RoundError if not all ranks come.
-        """
+        """Make new groups after a round that failed on GPUs; collective over the world then, or RoundError."""
         if not self._round_groups.is_aborted:
             return
         try:

@@ -235,10 +235,7 @@ class RoundRun:
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
-        """Write the collected values into the model; local. Without ``atomic`` they are there already.
-
-        Where another cell's values were collected and not the mean, the mean is written.
-        """
+        """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
         stages = exchange.staging.stages
         with self.profile.phase("commit"):
@@ -368,10 +365,7 @@ class RoundRun:
         self._link.progress.note()
 
     def _compare(self, context: RoundContext) -> list[list[float]]:
-        """Return the squared distances between all cells' models; collective over the world.
-
-        The senders of the first cell measure what they hold, and all ranks get the same sums from its first rank.
-        """
+        """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
         cells, groups = self._link.cells, self._exchange.round_groups
         table = torch.zeros(cells, cells, dtype=torch.float64, device=self._exchange.device)
         if self._link.cell == 0:

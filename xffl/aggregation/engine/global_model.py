@@ -202,10 +202,7 @@ class GlobalModel:
         self._is_known = True
 
     def _check_asked(self, fragment: int, saved: Mapping[str, str]) -> None:
-        """Refuse the state of a server that was asked for otherwise: its options would take the place of these.
-
-        What one release of torch knows of and another does not is left out.
-        """
+        """Refuse the state of a server that was asked for otherwise; options that one torch lacks are left out."""
         asked = self._asked[fragment]
         others = sorted(key for key in asked.keys() & saved.keys() if asked[key] != saved[key])
         if others:

@@ -252,10 +252,7 @@ def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
 def gather_axes(
     axes: Sequence[int], topology: Topology, group: dist.ProcessGroup | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Exchange along which axes the cells cut their tensors.
-
-    Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
-    """
+    """Exchange along which axes the cells cut their tensors; collective over the topology's ranks, a few bytes each."""
     runs = [(axis, len(list(equal))) for axis, equal in itertools.groupby(axes)]
     gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
     dist.all_gather_object(gathered, runs, group=group)
@@ -382,10 +379,7 @@ def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> Tensor
 
 
 def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) -> ReplicaTensors:
-    """Exchange what the shards of a replica hold, and put it together.
-
-    Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
-    """
+    """Exchange what the shards of a replica hold, and put it together; collective over the ranks of each replica."""
     gathered: list[RankTensors] = [rank_tensors] * group.size()
     dist.all_gather_object(gathered, rank_tensors, group=group)
     if len({len(one.is_used) for one in gathered}) > 1:
