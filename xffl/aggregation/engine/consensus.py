@@ -293,8 +293,11 @@ class RoundCoordinator:
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
             step_seconds=by_cell([other.seconds for other in statuses], self._topology, max),
         )
-        if least_divergence is not None and not self.all_finished and _divergence(context) < least_divergence:
-            return replace(outcome, is_skipped=True)
+        if least_divergence is not None and not self.all_finished:
+            assert context.norms is not None, "checked by who asks for it"
+            squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
+            if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
+                return replace(outcome, is_skipped=True)
         self._check_possible(context, statuses)
         context, unfit = self._commit(run, context)
         return replace(outcome, context=context, unfit=frozenset(bad | unfit))
@@ -517,13 +520,6 @@ class RoundCoordinator:
 
 def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
     return len({status.arithmetic for status in statuses}) == 1
-
-
-def _divergence(context: RoundContext) -> float:
-    """Return the root mean square of the cells' updates, weighed as they are."""
-    assert context.norms is not None, "checked by who asks for it"
-    squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
-    return math.sqrt(total_of(squares) / math.fsum(context.weights))
 
 
 _MARK = "_xffl_tear"

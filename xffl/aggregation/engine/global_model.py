@@ -151,7 +151,11 @@ class GlobalModel:
         for fragment, optimizer in self._optimizers.items():
             transfers = self._of(fragment)
             kept = [optimizer.state.get(self._values[transfer.number], {}) for transfer in transfers]
-            of_elements = {key for key, value in kept[0].items() if _is_of(value, transfers[0])}
+            # What it keeps for each element, and not as a number for all.
+            shape = self._values[transfers[0].number].shape
+            of_elements = {
+                k for k, value in kept[0].items() if isinstance(value, torch.Tensor) and value.shape == shape
+            }
             schedule = self._schedules.get(fragment)
             optimizers[fragment] = {
                 "elements": {
@@ -249,11 +253,6 @@ class GlobalModel:
                 places.append((self._layout.name(piece.item), numel, part, slice(at, at + piece.stop - piece.start)))
                 at += piece.stop - piece.start
         return places
-
-
-def _is_of(value: object, transfer: GroupTransfer) -> bool:
-    """Tell whether a server optimizer keeps one value for each element in a state, not a number for all."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == transfer.group.numel
 
 
 def _copied(value: Any) -> Any:
