@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
-from xffl.aggregation.compression.error_feedback import ErrorFeedback
+from xffl.aggregation.compression import ErrorFeedback
 from xffl.aggregation.engine import transport
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "01_digits"))

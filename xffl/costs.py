@@ -52,7 +52,7 @@ IN_FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""
 
 STATUS_BYTES = 128
-"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.status.RoundStatus`."""
+"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.groups.RoundStatus`."""
 
 CODECS: dict[str, dict[str, tuple[str, ...]]] = {
     "none": {},

@@ -18,13 +18,13 @@ from tests.decoder import Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import RATE, STEPS, full_weights, joined, train_alone
 from tests.ranks.test_strategy_steps import ACCUMULATIONS, BATCHES, train_large_batches
 from tests.worlds import run_world
-from xffl.aggregation.engine.inconsistent import InconsistentModel, find_inconsistent
+from xffl.aggregation.engine.consensus import InconsistentModel, find_inconsistent
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
 from xffl.parallel.deepspeed import ZeroModel
-from xffl.parallel.zero_view import find_masters, mark, round_view
+from xffl.parallel.zero_view import find_masters, mark
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
 
@@ -409,7 +409,7 @@ def average_tied(rank: int, world_size: int) -> list[tuple[dict[str, torch.Tenso
         told.append((before, {**whole_weights(model), **dict(model.module.named_buffers())}))
         assert strategy.model_engine.optimizer.param_groups[0]["lr"] == (0.25 if rank < 2 else 1.0)
         # What a script may hold instead of the wrapped model counts as the same.
-        assert {round_view(one) for one in (model, model.module, strategy.model_engine)} == {round_view(model)}
+        assert {find_masters(one) for one in (model, model.module, strategy.model_engine)} == {find_masters(model)}
         strategy.teardown()
     return told
 

@@ -29,7 +29,7 @@ from xffl.aggregation.algorithms.server import server_of
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy.differential import Privacy
+from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed import consistency as backends
 from xffl.distributed.process_group import setup_distributed_process_group
@@ -446,13 +446,8 @@ def not_waited_for() -> None:
 
 def the_caller_goes_on() -> None:
     """Neither the caller's stream nor the host waits for a round's stream."""
-    mock.patch("xffl.aggregation.aggregator.apart", apart_without_waiting).start()
+    mock.patch("xffl.aggregation.aggregator.work_on", torch.cuda.stream).start()
     mock.patch.object(Progress, "drain").start()
-
-
-def apart_without_waiting(call: Callable[[], Any], stream: Any) -> Any:
-    with torch.cuda.stream(stream):
-        return call()
 
 
 def the_host_waits_alone() -> None:

@@ -18,8 +18,7 @@ from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.transport import CrossCellTransport
-from xffl.aggregation.privacy.differential import Privacy
-from xffl.aggregation.privacy.secure_sum import Masker, SecureSum
+from xffl.aggregation.privacy import Masker, Privacy, SecureSum
 
 Array = npt.NDArray[np.float64]
 

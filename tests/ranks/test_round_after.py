@@ -19,8 +19,8 @@ from tests.ranks.test_round_votes import raised
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
 from xffl.aggregation.engine.consensus import RoundInput
-from xffl.aggregation.engine.inconsistent import TornError
 from xffl.aggregation.hierarchical import Level, Levels
+from xffl.errors import TornError
 
 NONE = "nothing was raised"
 PRIVACY = {"name": "dp_fedavg", "clip": 1.0, "noise": 0.5, "seed": 7}

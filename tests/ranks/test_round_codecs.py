@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine import transport
 from xffl.aggregation.mean import weighted_mean
 

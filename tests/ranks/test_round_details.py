@@ -21,7 +21,7 @@ from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
 from tests.rounds import agreed_contexts
 from tests.worlds import run_world
-from xffl.aggregation.compression import error_feedback as feedback
+from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import groups as routes

@@ -21,7 +21,7 @@ import xffl
 from tests.ranks.test_round import make_state
 from tests.rounds import replace_exchange
 from tests.worlds import run_world
-from xffl.aggregation.compression import error_feedback as feedback
+from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import consensus as protocol
 from xffl.aggregation.engine import transport

@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.ranks.test_strategies import configure
 from tests.tasks import whole_weights
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.compression import codec_of
 from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.parallel import DistributedStrategy
 

@@ -14,12 +14,11 @@ from torch.utils.data import TensorDataset
 from xffl.aggregation.algorithms.combiners import GeometricMedian, MultiKrum
 from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup, schedule_of
 from xffl.aggregation.bench import Effort
-from xffl.aggregation.compression.codecs import Blockwise
+from xffl.aggregation.compression import Blockwise
 from xffl.aggregation.config import validate_round_config
 from xffl.aggregation.hierarchical import read_levels
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy.differential import Accountant, Privacy
-from xffl.aggregation.privacy.secure_sum import SecureSum
+from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
 from xffl.checkpoint import CheckpointManager
 from xffl.checks import integer, one_of
 from xffl.cluster.environment import detect_environment

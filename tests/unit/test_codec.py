@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.compression import codecs as quantize
-from xffl.aggregation.compression.codecs import Blockwise, Cast, Codec, TopK, codec_of
+from xffl.aggregation import compression as quantize
+from xffl.aggregation.compression import Blockwise, Cast, Codec, TopK, codec_of
 from xffl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

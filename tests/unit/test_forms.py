@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import BucketGroup, GroupTransfer, Piece, plan_transfers
 from xffl.aggregation.options import Options

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xffl.aggregation.compression.codecs import codec_of
+from xffl.aggregation.compression import codec_of
 from xffl.aggregation.contributions import ContributionTracker, Snapshot
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.groups import RoundGroups

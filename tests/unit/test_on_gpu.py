@@ -15,7 +15,8 @@ from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation.background import Background, apart
+from xffl.aggregation.aggregator import work_on
+from xffl.aggregation.background import Background
 from xffl.aggregation.contributions import StepTimer
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
@@ -120,11 +121,14 @@ def test_the_callers_stream_does_not_wait_for_a_round_that_failed(
     def fail() -> None:
         raise RoundError("planted")
 
-    for call in (lambda: Background(fail, other).result(), lambda: apart(fail, other)):
-        with pytest.raises(RoundError, match="planted"):
-            call()
+    with pytest.raises(RoundError, match="planted"):
+        Background(fail, other).result()
+    with pytest.raises(RoundError, match="planted"), work_on(other):
+        fail()
     assert joined == []
-    assert Background(lambda: 7, other).result() == apart(lambda: 7, other) == 7
+    assert Background(lambda: 7, other).result() == 7
+    with work_on(other):
+        pass
     assert joined == [other, other]
 
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.aggregation.mean import CHUNK
-from xffl.aggregation.privacy.differential import Accountant, Noise, Privacy, privatize
-from xffl.aggregation.privacy.secure_sum import Keystream
+from xffl.aggregation.options import Options
+from xffl.aggregation.privacy import Accountant, Keystream, Noise, Privacy, privatize
 from xffl.errors import CheckpointError, ConfigError, RoundError
 from xffl.extras import install_command
 
@@ -135,7 +135,7 @@ def test_ranks_rounds_and_runs_have_noise_of_their_own() -> None:
 
 
 def test_a_repeated_round_has_fresh_noise() -> None:
-    noise = Privacy(1.0, 1.0, seed=1).noise_of(2)
+    noise = Noise(2, 1)
     messages = []
     for _ in range(2):
         values = torch.zeros(1000)
@@ -152,7 +152,7 @@ def test_noise_has_the_size_that_was_asked_for(where: str, cells: int) -> None:
     rows = []
     for rank in range(cells):
         values = torch.zeros(numel, dtype=torch.float64)
-        privatize(values, torch.zeros(numel), 1.0, privacy.deviation(cells), privacy.noise_of(rank))
+        privatize(values, torch.zeros(numel), 1.0, privacy.deviation(cells), Noise(rank, privacy.seed))
         rows.append(values)
     seen = rows[0] if where == "cell" else sum(rows[1:], rows[0])
     assert float(seen.std()) == pytest.approx(0.7 * 1.5, rel=6 / math.sqrt(2 * numel))
@@ -188,10 +188,12 @@ def test_what_cannot_be_meant_is_named(wrong: dict[str, Any]) -> None:
 
 
 def test_noise_for_the_sum_needs_secure_sums() -> None:
+    plain = {"combine": "mean", "server": None, "nonfinite": "reject", "form": "auto", "bucket_bytes": 1024}
+    plain |= {"atomic": True, "rails": False, "fragments": 1, "overlap": False, "norms": False}
     with pytest.raises(ConfigError, match="secure sums"):
-        Privacy(1.0, 1.0, where="sum").check(is_secure=False)
-    Privacy(1.0, 1.0, where="sum").check(is_secure=True)
-    Privacy(1.0, 1.0).check(is_secure=False)
+        Options.of(privacy=Privacy(1.0, 1.0, where="sum"), secure=False, **plain)
+    Options.of(privacy=Privacy(1.0, 1.0, where="sum"), secure=True, **plain)
+    Options.of(privacy=Privacy(1.0, 1.0), secure=False, **plain)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worlds import WorldError, run_world
-from xffl.aggregation.privacy import secure_sum as secure
-from xffl.aggregation.privacy.secure_sum import CHUNK, KeyPair, Keystream, Masker, SecureSum, make_masker
+from xffl.aggregation import privacy as secure
+from xffl.aggregation.privacy import CHUNK, KeyPair, Keystream, Masker, SecureSum, make_masker
 from xffl.errors import ConfigError, RoundError, StateError
 from xffl.topology import Topology
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
-from xffl.aggregation.background import Background, PendingRound, apart, overtake
-from xffl.aggregation.compression.codecs import Codec
+from xffl.aggregation.background import Background, PendingRound
+from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
     AFRESH,
@@ -27,14 +25,16 @@ from xffl.aggregation.engine.consensus import (
     RoundCoordinator,
     RoundInput,
     RoundPhase,
-    check_start,
+    checked_number,
+    checked_weight,
+    count_inconsistent,
+    find_inconsistent,
+    mark_inconsistent,
 )
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import Progress, RoundScope, select_groups
-from xffl.aggregation.engine.inconsistent import TornError, count_inconsistent, find_inconsistent, mark_inconsistent
+from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.groups import MergeMode, Progress, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
-from xffl.aggregation.engine.status import MergeMode, RoundStatus, checked_number, checked_weight
 from xffl.aggregation.engine.tensors import (
     Manifest,
     ModelTensor,
@@ -50,15 +50,13 @@ from xffl.aggregation.engine.tensors import (
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
-from xffl.aggregation.privacy.differential import Accountant, Privacy
-from xffl.aggregation.privacy.secure_sum import SecureSum, make_masker
+from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.sharding import reshard
-from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
-from xffl.parallel.zero_view import refresh_view, round_view, write_view
+from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
+from xffl.parallel.zero_view import Masters, find_masters
 
 __all__ = ["Aggregator", "PendingRound", "check_given"]
 
@@ -73,7 +71,7 @@ class Aggregator:
 
     What happens to a tensor follows its policy. By default trainable parameters and floating-point buffers are averaged
     (buffers first over the ranks of a cell), integer and bool buffers are taken from cell 0, frozen parameters and
-    non-persistent buffers stay local. The optimizer's state is left alone. The attributes ``fragments`` and
+    non-persistent buffers stay local. The optimizer's state is left alone. The attributes ``model``, ``fragments`` and
     ``overlaps`` say what it was made with.
 
     With a mesh inside the cells (tensor, context and pipeline parallelism), a rank gives what it really holds: any part
@@ -98,7 +96,7 @@ class Aggregator:
     :param rails: Let the replicas of a shard take turns in sending its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
     :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
-        ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression.codecs`), or a mapping of name patterns to
+        ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression`), or a mapping of name patterns to
         codecs, the first match wins. Codecs write what a shard differs by from the last agreed state; what they leave
         out is sent later (error feedback). The first round is exact, and makes that state. Memory on a sender: one more
         copy of its shard, two in fp32 of what was left out, and ``C + 2`` buckets in fp32.
@@ -114,9 +112,9 @@ class Aggregator:
         what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
         made.
     :param privacy: Clip each cell's update and add noise to it before it leaves (DP-FedAvg): a
-        :class:`~xffl.aggregation.privacy.differential.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
+        :class:`~xffl.aggregation.privacy.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
-        :class:`~xffl.aggregation.privacy.secure_sum.SecureSum`. Twice the bytes of fp32; at least three cells.
+        :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for the reports and for rounds that depend on it.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
@@ -146,12 +144,15 @@ class Aggregator:
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
-        self._model = model
-        self.fragments = fragments
-        self.overlaps = overlap
-        self._rounds, self._is_closed = 0, False
-        self._pending: PendingRound | None = None
+        self.model, self.fragments, self.overlaps = model, fragments, overlap
+        self.rounds = 0
+        """Number of rounds that have taken place."""
+        self.under_way: PendingRound | None = None
+        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
+        self.is_closed = False
+        """Whether :meth:`close` has given process groups back."""
         self._inconsistent_count = count_inconsistent(model)
+        self._masters: Masters | None = None
 
         def read() -> tuple[Options, Manifest]:
             self.check()
@@ -171,28 +172,29 @@ class Aggregator:
             )
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
-            refresh_view(model)
-            return options, Manifest(round_view(model), policies, codec, extra)
+            self._masters = find_masters(model)
+            if self._masters is not None:
+                self._masters.read()
+                self._masters.check()  # after what is collective
+            return options, Manifest(model if self._masters is None else self._masters.view, policies, codec, extra)
 
-        scope, self._options, self._manifest, holdings = _compare_models(model, state, read)
+        scope, self._options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._device = transfer_device(scope.state)
-        self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, holdings)
+        self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._arithmetic = arithmetic_of(self._device)
-        self._has_codecs = any(self._manifest.codecs.values()) and scope.topology.cells > 1
-        self._marks: list[torch.cuda.Event] = []  # which all rounds' profiles use
-        self._stream = _round_stream(scope.state, self._device)
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds that have taken place."""
-        return self._rounds
+        self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
+        self._stream: torch.cuda.Stream | None = None  # that rounds work on
+        if self._device.type == "cuda":
+            streams = scope.state.streams
+            self._stream = streams[0] if streams else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def is_torn(self) -> bool:
         """Whether a failed round may have left different weights on different ranks."""
-        return find_inconsistent(self._model) is not None
+        return find_inconsistent(self.model) is not None
 
     @property
     def can_go_on(self) -> bool:
@@ -200,24 +202,14 @@ class Aggregator:
         return not (self.is_torn or self._coordinator.all_finished or self._coordinator.is_out_of_step)
 
     @property
-    def under_way(self) -> PendingRound | None:
-        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
-        return self._pending
-
-    @property
     def next_fragment(self) -> int:
         """The part of the model that the next round moves: all ranks agree on it with the round's number."""
-        return self._rounds % self.fragments
+        return self.rounds % self.fragments
 
     @property
     def accountant(self) -> Accountant | None:
         """What privacy the rounds have cost so far; ``None`` without ``privacy``."""
         return self._exchange.accountant
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is averaged."""
-        return self._model
 
     def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
@@ -250,7 +242,8 @@ class Aggregator:
         self._coordinator.reconnect()
         prepared = self._prepare(given)
         with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
-            outcome = apart(partial(self._coordinator.run, prepared, least_divergence), self._stream)
+            with work_on(self._stream):
+                outcome = self._coordinator.run(prepared, least_divergence)
             return None if outcome is None else self._conclude(outcome, start)
 
     def _prepare(
@@ -264,8 +257,11 @@ class Aggregator:
         error: XfflError | None = None
         count = steps = seconds = 0.0
         try:
-            reshard(self._model)
-            refresh_view(self._model)
+            for module in self._fsdp_modules:  # so that no stale gathered copy outlives a round
+                module.reshard()
+            if self._masters is not None:
+                self._masters.read()
+                self._masters.check()  # after what is collective
             self._manifest.check()
             if self._exchange.global_model is not None:
                 self._exchange.global_model.check(fragment)
@@ -285,16 +281,17 @@ class Aggregator:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
-        masker, findings = self._exchange.masker, None if run is None else run.findings
+        masker, residuals = self._exchange.masker, self._exchange.residuals
+        findings = None if run is None else run.findings
         status = RoundStatus(
-            round=self._rounds + 1,
+            round=self.rounds + 1,
             weight=count,
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
             is_finished=given.is_finished,
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
-            is_encoding=self._has_codecs and self._exchange.residuals.is_encoding(fragment),
+            is_encoding=residuals is not None and residuals.is_encoding(fragment),
             squares_fit_fp32=findings is not None and findings.squares_fit_fp32,
             arithmetic=self._arithmetic,
             merge=merge,
@@ -334,13 +331,13 @@ class Aggregator:
         self._check_free()
         self._coordinator.reconnect()
         start = time.perf_counter()
-        fragment, inconsistent_count = self.next_fragment, count_inconsistent(self._model)
+        fragment, inconsistent_count = self.next_fragment, count_inconsistent(self.model)
         merge = MergeMode.KEEP_STEPS if alpha is None else MergeMode.BLEND
         prepared = self._prepare(RoundInput(weight, steps=steps, seconds=seconds), merge, alpha)
         background = Background(lambda: self._coordinator.run(prepared), self._stream)
 
         def conclude(pending: PendingRound, keeps_steps: bool) -> RoundReport:
-            if self._pending is not pending:
+            if self.under_way is not pending:
                 raise StateError("this round has ended already: merge() has written or refused it")
             asked = time.perf_counter()
             with self._mark_inconsistent(), record_function("xffl.wait"):
@@ -348,28 +345,28 @@ class Aggregator:
                     outcome = background.result()
                 except BaseException as error:
                     if background.has_raised(error):  # else this was interrupted, and the round is still to be merged
-                        self._pending = None
+                        self.under_way = None
                     raise
             self.check()
-            if pending.is_overtaken or count_inconsistent(self._model) != inconsistent_count:
-                self._pending = None
+            if pending.is_overtaken or count_inconsistent(self.model) != inconsistent_count:
+                self.under_way = None
                 self._coordinator.release()
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
             prepared.profile.add("wait", time.perf_counter() - asked)
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
-        self._pending = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
-        return self._pending
+        self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
+        return self.under_way
 
     def discard(self) -> None:
         """Drop the round under way, if any: the model stays as it is, and the round does not count.
 
         Collective over the world, instead of merging it; waits for the round. Loading a state does so by itself.
         """
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self.under_way is not None:
+            self.under_way.wait()
+            self.under_way = None
             self._coordinator.release()
 
     def close(self) -> None:
@@ -381,23 +378,18 @@ class Aggregator:
         self._check_free()
         if not self._round_groups.own:
             return
-        self._is_closed = True
+        self.is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
         for group in self._round_groups.own:
             destroy_group(group)
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether :meth:`close` has given process groups back."""
-        return self._is_closed
-
     def _check_free(self) -> None:
         self.check()
         self._forget_if_inconsistent()
-        if self._is_closed:
+        if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
-        if self._pending is not None:
+        if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
         if self._coordinator.phase is RoundPhase.CUT_OFF:
             raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
@@ -408,7 +400,7 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        if (mark := find_inconsistent(self._model)) is not None:
+        if (mark := find_inconsistent(self.model)) is not None:
             mark.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -419,12 +411,12 @@ class Aggregator:
         :return: Numbers, texts and copies of tensors.
         :raises StateError: while a round is under way.
         """
-        if self._pending is not None:
+        if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         self._forget_if_inconsistent()
-        state: dict[str, Any] = {"rounds": self._rounds, "fragments": self.fragments}
+        state: dict[str, Any] = {"rounds": self.rounds, "fragments": self.fragments}
         exchange = self._exchange
-        if self._has_codecs:
+        if exchange.residuals is not None:
             state["codecs"] = exchange.residuals.state_dict(self._plan)
         if exchange.accountant is not None:
             state["privacy"] = exchange.accountant.state_dict()
@@ -443,14 +435,14 @@ class Aggregator:
         self._check_saved(state)
         self.discard()
         exchange = self._exchange
-        if self._has_codecs:
+        if exchange.residuals is not None:
             exchange.residuals.load_state_dict(state["codecs"], self._plan)
         if exchange.accountant is not None:
             exchange.accountant.load_state_dict(state["privacy"])
         if exchange.global_model is not None:
             exchange.global_model.load_state_dict(state["agreed"])
-        self._rounds = int(state["rounds"])
-        self._inconsistent_count = count_inconsistent(self._model)
+        self.rounds = int(state["rounds"])
+        self._inconsistent_count = count_inconsistent(self.model)
 
     def _check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
@@ -465,7 +457,7 @@ class Aggregator:
                 "with the same"
             )
         for part, what, is_here in (
-            ("codecs", "what lossy codecs remember", self._has_codecs),
+            ("codecs", "what lossy codecs remember", self._exchange.residuals is not None),
             ("privacy", "what privacy has cost", self._exchange.accountant is not None),
             ("agreed", "the last agreed model of server, norms or privacy", self._exchange.global_model is not None),
             ("above", "levels above the lowest", False),
@@ -481,16 +473,17 @@ class Aggregator:
     def _mark_inconsistent(self) -> Iterator[None]:
         """Mark the model where the ranks may hold different weights."""
         try:
-            with mark_inconsistent(self._model):
+            with mark_inconsistent(self.model):
                 yield
         finally:
             self._forget_if_inconsistent()
 
     def _forget_if_inconsistent(self) -> None:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
-        if (inconsistent_count := count_inconsistent(self._model)) != self._inconsistent_count:
+        if (inconsistent_count := count_inconsistent(self.model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
-            self._exchange.residuals.forget()
+            if self._exchange.residuals is not None:
+                self._exchange.residuals.forget()
             if self._exchange.global_model is not None:
                 self._exchange.global_model.forget()
 
@@ -501,24 +494,33 @@ class Aggregator:
         if not outcome.is_skipped:
             with self._mark_inconsistent():
                 try:
-                    self._pending = None  # an interrupt from here on leaves an inconsistent model
+                    self.under_way = None  # an interrupt from here on leaves an inconsistent model
                     # A cell with values that are not finite has nothing that could stay.
                     is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
-                    reshard(self._model)
+                    for module in self._fsdp_modules:
+                        module.reshard()
                     if not outcome.is_empty:
-                        refresh_view(self._model, is_new=False)
-                        outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
-                        write_view(self._model)
-                        overtake(lambda: self._exchange.layout.moving(outcome.run.fragment))
+                        self._write(outcome, is_merged=is_merged, alpha=alpha)
                 except BaseException as error:
                     self._coordinator.release()
                     raise TornError(
-                        f"round {self._rounds + 1} was agreed, but this rank could not write it: "
+                        f"round {self.rounds + 1} was agreed, but this rank could not write it: "
                         f"{type(error).__name__}: {error}"
                     ) from error
-            self._rounds += 1
+            self.rounds += 1
             self._coordinator.release()
         return outcome.report(time.perf_counter() - start)
+
+    def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:
+        """Write the new values into the model, or into ZeRO's masters and from there."""
+        if self._masters is not None:
+            self._masters.read_again()
+            self._masters.check()
+        outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
+        if self._masters is not None:
+            self._masters.write()
+        if PendingRound.under_way:
+            PendingRound.overtake(self._exchange.layout.moving(outcome.run.fragment))
 
     @property
     def all_finished(self) -> bool:
@@ -540,21 +542,26 @@ class Aggregator:
         self._exchange.restart()
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What ranks hold of the model: by cell the axes that tensors are cut along; in a mesh the parts of all shards."""
-
-    axes: Sequence[Sequence[int]]
-    replica_tensors: ReplicaTensors | None
+@contextmanager
+def work_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let a block work on a stream of its own, if any, which the caller's waits for once the block has succeeded."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def _compare_models(
     model: nn.Module, state: DistributedState | RoundScope, read: Callable[[], tuple[Options, Manifest]]
-) -> tuple[RoundScope, Options, Manifest, Holdings]:
+) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[int]], ReplicaTensors | None]:
     """Compare the ranks' models and options, and gather what they hold.
 
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
-    What ``read`` raises is raised on all ranks.
+    Returns by cell the axes that tensors are cut along, and with a mesh the parts of all shards.
     """
     rank_tensors: RankTensors | None = None
     axes: tuple[int, ...] = ()
@@ -577,19 +584,17 @@ def _compare_models(
             text += str(manifest)
         else:
             rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
-        _check_together(options, manifest, device)
+        options.check_model(manifest, device)
         share(text)
     if rank_tensors is None:
-        return scope, options, manifest, Holdings(gather_axes(axes, topology, scope.world), None)
-    replica_tensors = _gather_replica(rank_tensors, manifest, scope)
-    return scope, options, manifest, Holdings((replica_tensors.axes,) * topology.cells, replica_tensors)
-
-
-def _round_stream(state: DistributedState, device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream that rounds work on; ``None`` without a GPU."""
-    if device.type != "cuda":
-        return None
-    return state.streams[0] if state.streams else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return scope, options, manifest, gather_axes(axes, topology, scope.world), None
+    mesh = scope.state.hsdp_mesh
+    assert mesh is not None, "a state with a cell shape has replicas"
+    with run_on_all_ranks("models", describe=describe_difference) as share:
+        replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
+        manifest.check_patterns(replica_tensors)
+        share(replica_tensors.text)
+    return scope, options, manifest, (replica_tensors.axes,) * topology.cells, replica_tensors
 
 
 def check_given(model: object, state: object) -> None:
@@ -602,63 +607,22 @@ def check_given(model: object, state: object) -> None:
         )
 
 
-def _gather_replica(rank_tensors: RankTensors, manifest: Manifest, scope: RoundScope) -> ReplicaTensors:
-    """Put together what the shards hold, and compare it over all replicas and cells; collective over the world."""
-    mesh = scope.state.hsdp_mesh
-    assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks("models", describe=describe_difference) as share:
-        replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
-        manifest.check_patterns(replica_tensors)
-        share(replica_tensors.text)
-    return replica_tensors
-
-
-def _check_together(options: Options, manifest: Manifest, device: torch.device) -> None:
-    """Raise where an option does not go with the model or the device."""
-    if options.privacy is not None:
-        bare = [entry.name for entry in manifest.moving if not entry.is_stepped]
-        if bare:
-            raise ConfigError(
-                f"privacy is for trainable parameters, but {bare[:5]} would cross as they are; give them policy 'local'"
-            )
-    if options.secure is not None:
-        bare = [entry.name for entry in manifest.moving if entry.policy == "first"]
-        if bare:
-            raise ConfigError(
-                f"secure=True hides means, but {bare[:5]} are taken from cell 0; give them policy 'local'"
-            )
-        encoded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
-        if encoded:
-            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {encoded[0]!r}")
-    if options.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
-            "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
-        )
-
-
-def _make_exchange(scope: RoundScope, options: Options, manifest: Manifest, holdings: Holdings) -> tuple[Exchange, str]:
-    """Plan what this rank exchanges and prepare it; return it with the text that the plan follows from.
-
-    Collective over the world: makes process groups where rounds overlap training, or where several shards but not all
-    hold the same elements.
-    """
+def _make_exchange(
+    scope: RoundScope,
+    options: Options,
+    manifest: Manifest,
+    axes: Sequence[Sequence[int]],
+    replica_tensors: ReplicaTensors | None,
+) -> tuple[Exchange, str]:
+    """Plan what this rank exchanges; make it and its groups; return it and the text that the plan follows from."""
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
-    axes, replica_tensors = holdings.axes, holdings.replica_tensors
-    items = manifest.items(
-        topology,
-        axes,
-        least_bytes=options.bucket_bytes,
-        fragments=options.fragments,
-        replica_tensors=replica_tensors,
-    )
-    plan = (
-        f"{digest(items, topology)}, {options.bucket_bytes} bytes a bucket, form={options.form_of_groups}, "
-        f"rails={options.rails}"
-    )
+    bucket_bytes, form = options.bucket_bytes, options.form_of_groups
+    items = manifest.items(topology, axes, replica_tensors, least_bytes=bucket_bytes, fragments=options.fragments)
+    plan = f"{digest(items, topology)}, {bucket_bytes} bytes a bucket, form={form}, rails={options.rails}"
     check_consistent("exchange plans", plan, group=scope.world)
-    secure = options.secure
-    masker = None if secure is None else make_masker(secure, rank, topology, context=plan, group=scope.world)
+    masker = None
+    if options.secure is not None:
+        masker = make_masker(options.secure, rank, topology, context=plan, group=scope.world)
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     transfers = plan_transfers(
@@ -666,8 +630,8 @@ def _make_exchange(scope: RoundScope, options: Options, manifest: Manifest, hold
         topology=topology,
         rank=rank,
         round_groups=round_groups,
-        bucket_bytes=options.bucket_bytes,
-        form=options.form_of_groups,
+        bucket_bytes=bucket_bytes,
+        form=form,
         codecs=manifest.codecs,
         device=device,
         allow_deferred_mean=options.allow_deferred_mean,
@@ -683,8 +647,16 @@ def _make_exchange(scope: RoundScope, options: Options, manifest: Manifest, hold
     reads_late = options.overlap or not options.atomic
     layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
     global_model = GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None
-    exchange = Exchange(layout, transfers, link, device=device, options=options, global_model=global_model)
+    exchange = Exchange(
+        layout,
+        transfers,
+        link,
+        device=device,
+        options=options,
+        global_model=global_model,
+        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
+    )
     if global_model is not None:
         global_model.reset_from_model()
-        check_start(moving, exchange, topology, rank, device, round_groups.world)
+        check_start(moving, exchange.own_values(), topology, rank, device, round_groups.world)
     return exchange, plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -14,12 +14,10 @@ from xffl.aggregation.report import RoundReport
 from xffl.distributed.process_group import leave_after
 from xffl.errors import StateError
 
-__all__ = ["Background", "PendingRound", "apart", "overtake"]
+__all__ = ["Background", "PendingRound"]
 
 
 T = TypeVar("T")
-
-_under_way: WeakSet[PendingRound] = WeakSet()
 
 
 class Background(Generic[T]):
@@ -87,28 +85,15 @@ class Background(Generic[T]):
             self._done.set()
 
 
-def apart(call: Callable[[], T], stream: torch.cuda.Stream | None) -> T:
-    """Call something that works on a stream of its own, which the caller's waits for once it has succeeded.
-
-    Without a GPU, and so without a stream, the call is made as it is.
-    """
-    if stream is None:
-        return call()
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        result = call()
-    current.wait_stream(stream)
-    return result
-
-
 class PendingRound:
     """A round under way, as :meth:`Aggregator.aggregate_async` returns it.
 
-    :param background: The votes and the exchange.
-    :param conclude: Waits for them and writes their result; told whether steps made meanwhile stay.
-    :param tensors: The model's tensors that it moves.
+    ``background`` votes and exchanges; ``conclude`` waits for it and writes the result, told whether steps made
+    meanwhile stay; ``tensors`` are those of the model that it moves.
     """
+
+    under_way: ClassVar[WeakSet[PendingRound]] = WeakSet()
+    """Those of this process."""
 
     def __init__(
         self,
@@ -121,13 +106,10 @@ class PendingRound:
         self._moving = frozenset(map(id, tensors))
         self.is_overtaken = False
         """Whether another round has written some of its tensors since it started."""
-        _under_way.add(self)
+        self.under_way.add(self)
 
     def refuse(self) -> NoReturn:
-        """Raise where what it has copied is no longer what the model comes from.
-
-        :raises StateError: always.
-        """
+        """Raise StateError, since what it has copied is no longer what the model comes from."""
         what = "another aggregator's round" if self.is_overtaken else "a checkpoint after an inconsistent round"
         raise StateError(
             f"{what} has written tensors of this one since it started, so the steps before it would count twice; it was"
@@ -161,13 +143,9 @@ class PendingRound:
         """
         return self._conclude(self, keeps_steps)
 
-
-def overtake(tensors: Callable[[], Collection[torch.Tensor]]) -> None:
-    """Note that a round has written tensors: what other rounds under way have copied of them is outdated; local.
-
-    ``tensors`` returns them, and is called only while a round is under way.
-    """
-    if _under_way:
-        written = frozenset(map(id, tensors()))
-        for pending in list(_under_way):
+    @classmethod
+    def overtake(cls, tensors: Collection[torch.Tensor]) -> None:
+        """Note that a round has written tensors: what rounds under way have copied of them is outdated; local."""
+        written = frozenset(map(id, tensors))
+        for pending in list(cls.under_way):
             pending.is_overtaken |= bool(pending._moving & written)

@@ -59,13 +59,26 @@ def parse_round_config(
     client: object,
     algorithm: object,
 ) -> RoundConfig:
-    """Parse and check the arguments, those of an algorithm where nothing was given; local.
-
-    ``optimizers`` is ``None`` where the loop counts steps, ``aggregator`` an aggregator or keywords of the one to make.
-    """
-    counted = () if optimizers is None else _optimizers_to_count(model, optimizers)
+    """Parse and check the arguments, those of an algorithm where nothing was given; local."""
+    counted: list[Optimizer] = []
+    if optimizers is not None:
+        if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+            shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer or a list of them, got {shown!r}; give one, or None and "
+                "call scaling.step() after each local step"
+            )
+        counted = unwrap(optimizers)
+        check_stepped(model, counted)
     if isinstance(aggregator, Aggregator):
-        _check_aggregator(aggregator, model, algorithm, client)
+        if aggregator.model is not model:
+            raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
+        for what, value in (("algorithm", algorithm), ("client", client)):
+            if value is not None:
+                raise ConfigError(
+                    f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} "
+                    "instead of one that is made already"
+                )
     config = _parse(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
     if config.client is not None and not counted:
         raise ConfigError(
@@ -171,19 +184,6 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
         one_of("aggregator option", name, known)
 
 
-def _optimizers_to_count(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose step hooks count steps."""
-    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
-        raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer or a list of them, got {shown!r}; give one, or None and call "
-            "scaling.step() after each local step"
-        )
-    unwrapped = unwrap(optimizers)
-    check_stepped(model, unwrapped)
-    return unwrapped
-
-
 def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that hold other tensors than the model: rounds would be about a model that is not trained."""
     if is_cut(model):
@@ -208,18 +208,6 @@ def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             "the model's: make the optimizer after whatever replaces parameters (load_state_dict(assign=True), "
             "nn.Parameter(...), a parametrization); if it is not to be trained, call requires_grad_(False) on it"
         )
-
-
-def _check_aggregator(aggregator: Aggregator, model: nn.Module, algorithm: object, client: object) -> None:
-    """Check an aggregator that the caller has made."""
-    if aggregator.model is not model:
-        raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
-    for what, value in (("algorithm", algorithm), ("client", client)):
-        if value is not None:
-            raise ConfigError(
-                f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} instead "
-                "of one that is made already"
-            )
 
 
 def _check_delay(config: RoundConfig, aggregator: object) -> None:

@@ -273,7 +273,16 @@ class NormalizedSteps:
     def after_step(self, optimizer: Optimizer) -> list[float]:
         """Note a step of an optimizer; return its factor for each parameter group."""
         index = self._index(optimizer)
-        factors = self._factors_of(optimizer, self._momenta[index])
+        momenta = self._momenta[index]
+        momenta += [0.0] * (len(optimizer.param_groups) - len(momenta))
+        factors = [1.0] * len(momenta)
+        for number, group in enumerate(optimizer.param_groups if isinstance(optimizer, SGD) else ()):
+            momentum = float(group["momentum"])
+            # Dampening does not count for the gradient that comes first.
+            gradient = 1.0 - float(group["dampening"]) if momenta[number] else 1.0
+            momenta[number] = momentum * momenta[number] + gradient if momentum else 0.0
+            if momentum:
+                factors[number] = 1.0 + momentum * momenta[number] if group["nesterov"] else momenta[number]
         waiting = self._factors[index]
         waiting += [0.0] * (len(factors) - len(waiting))  # groups may have been added
         self._factors[index] = [before + factor for before, factor in zip(waiting, factors, strict=True)]
@@ -305,22 +314,6 @@ class NormalizedSteps:
         self._momenta = [list(one) for one in state["held"]]
         # Older checkpoints were saved between local steps.
         self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._momenta])]
-
-    @staticmethod
-    def _factors_of(optimizer: Optimizer, momenta: list[float]) -> list[float]:
-        """Return the factor of a step for each parameter group, and note what the momentum holds after it."""
-        momenta += [0.0] * (len(optimizer.param_groups) - len(momenta))
-        if not isinstance(optimizer, SGD):
-            return [1.0] * len(momenta)
-        factors = []
-        for number, group in enumerate(optimizer.param_groups):
-            momentum = float(group["momentum"])
-            # Dampening does not count for the gradient that comes first.
-            gradient = 1.0 - float(group["dampening"]) if momenta[number] else 1.0
-            momenta[number] = momentum * momenta[number] + gradient if momentum else 0.0
-            ahead = 1.0 + momentum * momenta[number] if group["nesterov"] else momenta[number]
-            factors.append(ahead if momentum else 1.0)
-        return factors
 
     def _index(self, optimizer: Optimizer) -> int:
         return next(index for index, one in enumerate(self._optimizers) if one is optimizer)

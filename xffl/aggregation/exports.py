@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
-from xffl.aggregation.engine.status import checked_number, checked_weight
+from xffl.aggregation.engine.consensus import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint.format import Record, check_path, locate_checkpoint, read_record

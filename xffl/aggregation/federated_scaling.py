@@ -27,8 +27,8 @@ from xffl.aggregation.contributions import (
     check_outside_backward,
     enclosing_calls,
 )
-from xffl.aggregation.engine.consensus import RoundInput, digest_of
-from xffl.aggregation.engine.status import checked_weight
+from xffl.aggregation.engine.consensus import RoundInput, checked_weight
+from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -434,7 +434,8 @@ class FederatedScaling:
     def _start(self) -> None:
         """Start a round that is merged some steps later."""
         self.meetings += 1
-        self._delayed.start(self.aggregator, self._tracker, self._weigh(), self._step_timer.step_seconds)
+        weigh = None if self._weight is None else self._count
+        self._delayed.start(self.aggregator, self._tracker, weigh, self._step_timer.step_seconds)
         self._step_timer.clear()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
@@ -465,7 +466,7 @@ class FederatedScaling:
         fragment = self.aggregator.next_fragment
         client = self._config.client
         round_input = RoundInput(
-            self._weigh(),
+            None if self._weight is None else self._count,
             is_absent=not self._tracker.is_waiting(fragment),
             is_finished=is_finishing and (gives_up or not self._tracker.has_others(fragment)),
             steps=self._tracker.effort(fragment),
@@ -494,9 +495,6 @@ class FederatedScaling:
             self._since, self._target = 0, self._next_target(self.aggregator.rounds)
         if self._on_round is not None and any(report.weights):
             self._on_round(report)
-
-    def _weigh(self) -> Callable[[], float] | None:
-        return self._count if self._weight is not None else None
 
     def _count(self) -> float:
         """Return the count since the last round of the fragment that the next round moves."""

@@ -9,7 +9,7 @@ cells are replicas of the same shards, so each shard leaves it once, however man
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.compression.codecs import Codec
-from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.compression import Codec
+from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
-from xffl.aggregation.engine.status import checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer
 from xffl.distributed.consistency import barrier, run_on_all_ranks
@@ -38,7 +37,6 @@ class _Stage:
     """One level as this rank sees it."""
 
     aggregator: Aggregator  # runs its rounds
-    participate: Callable[..., RoundReport | None]  # takes part in one
     every: int  # as in Level
     unit: int  # the unit that this rank belongs to, of those that meet with it
     is_first: bool  # whether the rank is its unit's first, which says what the unit counts
@@ -114,7 +112,6 @@ class Levels(Aggregator):
         """Make the aggregator of one level; collective over the world."""
         number, keywords = len(self._stages), {**options, **level.options}
         aggregator: Aggregator = self  # this object runs the rounds of the lowest level itself
-        participate = super().participate
         # Other parts of the world may have made theirs when one fails here.
         with run_on_all_ranks(f"aggregators of level {number}"):
             try:
@@ -122,11 +119,10 @@ class Levels(Aggregator):
                     super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
                 else:
                     aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-                    participate = aggregator.participate
             except XfflError as wrong:
                 raise type(wrong)(f"{wrong}{_where(number, scope)}") from wrong
         at = scope.topology.coordinates(scope.rank)
-        return _Stage(aggregator, participate, level.every, at.cell, at.local_rank == 0)
+        return _Stage(aggregator, level.every, at.cell, at.local_rank == 0)
 
     @property
     def reports(self) -> tuple[RoundReport | None, ...]:
@@ -146,15 +142,8 @@ class Levels(Aggregator):
         """Run a round of the lowest level, and of each level above that is due then.
 
         Collective over the ranks that meet. After an error give what was counted since the last call that returned: the
-        levels that have taken it know.
-
-        :param given: As in :meth:`xffl.Aggregator.participate`, for the lowest level; those above count its rounds.
-        :param least_divergence: Must be ``None``: levels have periods.
-        :return: What the highest round did; ``step_seconds`` are by the state's cells, 0 for those of other facilities.
-            ``None`` where all ranks of the world have finished and none had anything to give.
-        :raises ConfigError: as there.
-        :raises RoundError: as there, on the ranks that were to meet.
-        :raises StateError: if a least divergence is given, or the levels are closed.
+        levels that have taken it know. Returns what the highest round did, as :meth:`xffl.Aggregator.participate`;
+        ``step_seconds`` are by the state's cells, 0 for those of other facilities.
         """
         if least_divergence is not None:
             raise StateError("levels meet after a number of rounds; give a schedule without a threshold")
@@ -201,13 +190,18 @@ class Levels(Aggregator):
         self._taken = self._steps_taken = 0.0
         if self._stages[-1].is_over:
             self._end()
-        return None if report is None else replace(report, step_seconds=self._step_seconds())
+        if report is None:
+            return None
+        # By the state's cells, as far as this rank has heard; () where nobody had anything to give.
+        before, cells, after = self._neighbours
+        here = () if self._reports[0] is None else self._reports[0].step_seconds
+        return replace(report, step_seconds=(0.0,) * before + (here or (0.0,) * cells) + (0.0,) * after)
 
     def _round(self, number: int, given: RoundInput) -> RoundReport | None:
         """Take part in a round of one level, and note what it means for the others."""
         stage = self._stages[number]
         try:
-            report = stage.participate(given)
+            report = Aggregator.participate(stage.aggregator, given)  # of the lowest level not this class's own
         except XfflError as error:
             if stage.aggregator.all_finished:
                 stage.is_over = stage.is_apart = True
@@ -233,20 +227,10 @@ class Levels(Aggregator):
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
 
-    def _step_seconds(self) -> tuple[float, ...]:
-        """Return the seconds of a local step by the state's cells, as far as this rank has heard."""
-        before, cells, after = self._neighbours
-        lowest = self._reports[0]
-        here = () if lowest is None else lowest.step_seconds  # () where nobody had anything to give
-        return (0.0,) * before + (here or (0.0,) * cells) + (0.0,) * after
-
     def close(self) -> None:
-        """Give the process groups back; the levels cannot be used afterwards.
-
-        Collective over the world.
-        """
+        """Give the process groups back; the levels cannot be used afterwards. Collective over the world."""
         self._check_free()
-        self._is_closed = True
+        self.is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, Mean, WeightedCombiner
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
-from xffl.aggregation.privacy.differential import Privacy
-from xffl.aggregation.privacy.secure_sum import SecureSum
+from xffl.aggregation.privacy import Privacy, SecureSum
 from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS
 from xffl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xffl.aggregation.engine.tensors import Manifest
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
 
@@ -25,10 +30,7 @@ DEFAULT_BUCKET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Options:
-    """The options of :class:`xffl.Aggregator`, which describes them, checked.
-
-    Their text is the same on ranks that were given the same.
-    """
+    """The options of :class:`xffl.Aggregator`, checked; their text is the same on ranks that were given the same."""
 
     bucket_bytes: int
     atomic: bool
@@ -49,20 +51,16 @@ class Options:
     @property
     def has_norms(self) -> bool:
         """Whether each cell measures its update."""
-        return self.norms or (isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_norms)
+        return self.norms or self.combiner.needs_norms
 
     @property
     def needs_agreed(self) -> bool:
         """Whether the last agreed model is kept."""
-        has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
-        return self.has_norms or has_scale or self.server is not None or self.privacy is not None
+        return self.has_norms or self.combiner.has_scale or self.server is not None or self.privacy is not None
 
     @classmethod
     def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
-        """Read and check the options of an aggregator; local.
-
-        Raises ConfigError if one is invalid, or two do not go together.
-        """
+        """Read the options of an aggregator; raise ConfigError if one is invalid, or two do not go together; local."""
         hint = f"give bytes, such as {DEFAULT_BUCKET_BYTES}"
         plain["bucket_bytes"] = integer("bucket_bytes", plain["bucket_bytes"], hint=hint)
         plain["fragments"] = integer("fragments", plain["fragments"], hint="give the parts to exchange in turn")
@@ -78,7 +76,7 @@ class Options:
         optimizer = server_of(server)
         private = None if privacy is None else make("privacy", privacy)
         if not isinstance(private, Privacy | None):
-            raise ConfigError(f"privacy must be a xffl.aggregation.privacy.differential.Privacy, got {privacy!r}")
+            raise ConfigError(f"privacy must be a xffl.aggregation.privacy.Privacy, got {privacy!r}")
         sums = None if secure is False else SecureSum() if secure is True else make("privacy", secure)
         if not isinstance(sums, SecureSum | None):
             raise ConfigError(f"secure must be True, False or a SecureSum, got {secure!r}")
@@ -88,7 +86,7 @@ class Options:
 
     def _check_together(self) -> None:
         """Raise where two options exclude each other."""
-        compares = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
+        compares = self.combiner.needs_distances
         if self.overlap and not self.atomic:
             raise ConfigError(
                 "overlap=True needs atomic=True: the model trains on while its mean is collected beside it"
@@ -101,7 +99,11 @@ class Options:
         if self.form == "two_hop" and compares:
             raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
         if self.privacy is not None:
-            self.privacy.check(is_secure=self.secure is not None)
+            if self.privacy.where == "sum" and self.secure is None:
+                raise ConfigError(
+                    "privacy's where='sum' gives a cell's own values too little noise to be seen; use secure sums with "
+                    "it, or where='cell'"
+                )
             if self.privacy.where == "sum" and not isinstance(self.combiner, Mean):
                 raise ConfigError(
                     f"privacy's where='sum' adds its noise up over cells that count alike, and {_text(self.combiner)} "
@@ -117,6 +119,26 @@ class Options:
         if self.secure is not None and (compares or not isinstance(self.combiner, WeightedCombiner)):
             raise ConfigError(
                 f"secure=True shows only a sum, and {_text(self.combiner)} looks at each cell's values; take one"
+            )
+
+    def check_model(self, manifest: Manifest, device: torch.device) -> None:
+        """Raise where an option does not go with the model or the device."""
+        moving = manifest.moving
+        if self.privacy is not None and (bare := [entry.name for entry in moving if not entry.is_stepped]):
+            raise ConfigError(
+                f"privacy is for trainable parameters, but {bare[:5]} would cross as they are; give them policy 'local'"
+            )
+        if self.secure is not None and (bare := [entry.name for entry in moving if entry.policy == "first"]):
+            raise ConfigError(
+                f"secure=True hides means, but {bare[:5]} are taken from cell 0; give them policy 'local'"
+            )
+        encoded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
+        if self.secure is not None and encoded:
+            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {encoded[0]!r}")
+        if self.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ConfigError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "
+                "(overlap=True) and the steps would wait for each other; leave it out, or set 8 or more"
             )
 
     @property

@@ -67,11 +67,8 @@ class RoundReport:
 class RoundProfile:
     """Seconds of each phase, bytes sent, and the first local failure of one round.
 
-    ``bytes_across`` and ``bytes_home`` are what this rank sent to other cells and to its own, ``failure`` is the first
-    exception of :meth:`capture_failure`. A GPU's phases are timed on its current stream: the host only hands them over.
-
-    ``device`` is where values move and are combined. ``marks`` are events of the GPU, which rounds use again and add
-    to: the profile of a round must not be asked any more once the next one has begun.
+    A GPU's phases are timed on its current stream: the host only hands them over. Rounds use ``marks``, events of the
+    GPU, again: the profile of a round must not be asked any more once the next one has begun.
     """
 
     def __init__(self, device: torch.device, marks: list[torch.cuda.Event] | None = None) -> None:
@@ -82,8 +79,8 @@ class RoundProfile:
         self.bytes_across = 0
         self.bytes_home = 0
         self._seconds: dict[str, float] = {}
-        # A GPU's phases, which it may not have come to, with the seconds that they took the host.
-        self._handed_over: list[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = []
+        # A GPU's phases, which it may not have come to, with the seconds that they took the host, their start and end.
+        self.handed_over: list[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = []
         self._first_post: float | torch.cuda.Event | None = None
         self._last_arrival: float | torch.cuda.Event | None = None
 
@@ -91,7 +88,7 @@ class RoundProfile:
     def phases(self) -> dict[str, float]:
         """Seconds by phase. Of what a GPU has still to do, those that it took the host: nobody waits for the others."""
         found = dict(self._seconds)
-        for name, seconds, start, end in self._handed_over:
+        for name, seconds, start, end in self.handed_over:
             found[name] = found.get(name, 0.0) + _between(start, end, seconds)
         return found
 
@@ -105,13 +102,6 @@ class RoundProfile:
     def add(self, phase: str, seconds: float) -> None:
         """Add to the seconds of a phase."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-
-    def hand_over(self, phase: str, seconds: float, start: torch.cuda.Event) -> None:
-        """Note a phase that a GPU has been given, from ``start`` on; it ends when the GPU has come so far.
-
-        ``seconds`` is how long it took the host.
-        """
-        self._handed_over.append((phase, seconds, start, self.mark()))
 
     def record_send(self, nbytes: int) -> None:
         """Note that something has been asked for on the slow link, or ``nbytes`` have been given to it."""
@@ -168,7 +158,7 @@ class _Phase:
         if self._from is None:
             profile.add(self._name, seconds)
         else:
-            profile.hand_over(self._name, seconds, self._from)
+            profile.handed_over.append((self._name, seconds, self._from, profile.mark()))
         if not self._is_noting or not isinstance(error, Exception):
             return False
         profile.failure = profile.failure or error  # told to all ranks by the vote

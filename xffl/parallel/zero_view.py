@@ -29,9 +29,6 @@ __all__ = [
     "find_masters",
     "is_cut",
     "mark",
-    "refresh_view",
-    "round_view",
-    "write_view",
 ]
 
 
@@ -320,25 +317,6 @@ def find_masters(model: nn.Module) -> Masters | None:
                 "xffl.parallel.DeepSpeedStrategy"
             )
     return None
-
-
-def round_view(model: nn.Module) -> nn.Module:
-    """Return the model whose tensors take part in rounds: the masters where ZeRO has cut it, else the model itself."""
-    masters = find_masters(model)
-    return model if masters is None else masters.view
-
-
-def refresh_view(model: nn.Module, *, is_new: bool = True) -> None:
-    """Take the masters as they are into the view; collective over the cell where ZeRO has cut the model."""
-    if (masters := find_masters(model)) is not None:
-        masters.read() if is_new else masters.read_again()
-        masters.check()  # after what is collective
-
-
-def write_view(model: nn.Module) -> None:
-    """Write the view's values into masters and weights; collective over the cell where ZeRO has cut the model."""
-    if (masters := find_masters(model)) is not None:
-        masters.write()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,10 +60,7 @@ class AggregationWeights:
 
 
 def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the weights times the power of two that makes the largest of them 0.5 to 1; pure.
-
-    Sums of them stay in range, and all digits are kept (but of weights that are nothing beside the largest).
-    """
+    """Return the weights times the power of two that makes the largest 0.5 to 1; digits are kept, sums in range."""
     exponent = math.frexp(max(weights))[1]
     return tuple(math.ldexp(weight, -exponent) for weight in weights)
 
@@ -82,6 +79,10 @@ class Combiner:
     Combiners are local, pure and deterministic: every rank gets the same result from the same numbers. They keep no
     state. Whoever runs the round calls :meth:`check` with the number of cells that contribute before anything else.
     """
+
+    needs_distances: bool = False
+    needs_norms: bool = False
+    has_scale: bool = False
 
     def check(self, cells: int) -> None:
         """Raise if so few cells cannot be combined.
@@ -111,10 +112,6 @@ class WeightedCombiner(Combiner, ABC):
     The class attributes ``needs_distances`` and ``needs_norms`` say what has to be measured: each costs a pass over all
     values and a small reduction. ``has_scale`` says that the step may be longer or shorter than the way to the mean.
     """
-
-    needs_distances: bool = False
-    needs_norms: bool = False
-    has_scale: bool = False
 
     @abstractmethod
     def weigh(self, seen: CellStats) -> AggregationWeights:

@@ -403,8 +403,8 @@ _SCHEDULES = _parts(
 _PRIVACY = _parts(
     "privacy",
     "xffl.aggregation.privacy.",
-    ("dp_fedavg", "differential.Privacy", "clip each cell's update and add noise", _PRIVATE),
-    ("secure_sum", "secure_sum.SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
+    ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),
+    ("secure_sum", "SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
 )
 
 _PARTITIONS = _parts(

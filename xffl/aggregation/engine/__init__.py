@@ -2,14 +2,13 @@
 
 - ``tensors``: the model's tensors by name, their policies, and what each rank holds of them.
 - ``plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of each.
-- ``groups``: the process groups of a round, and how messages are posted on them.
+- ``groups``: the process groups of a round, and the messages on them: values, and each rank's status in a vote.
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
 - ``global_model``: the last agreed model, and the server optimizer that goes on from it.
-- ``status``: what each rank tells all others before and after an exchange.
-- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike.
-- ``inconsistent``: the mark of a model whose weights may differ between ranks.
+- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike; where one cannot know,
+  the mark of a model whose weights may differ between ranks.
 
 Once, when an aggregator is made: tensors > plan > groups > buffers. In each round: a ``RoundRun`` reads and checks the
 model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again; ``RoundRun.commit`` writes the

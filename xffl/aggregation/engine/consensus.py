@@ -1,50 +1,124 @@
-"""The two-phase commit of a round: the vote that opens it, the exchange, and the vote on what came of it."""
+"""The two-phase commit of a round, and the mark of a model whose ranks could not commit alike.
+
+In each vote every rank tells every rank its status, and all draw the same conclusion. :class:`RoundCoordinator` opens
+the round with the first vote, has it exchange, and closes it with the second; its table says what follows from what.
+Where a rank cannot learn what the others have written, :func:`mark_inconsistent` makes the model unusable until a state
+dict is loaded.
+"""
 
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, FiniteReport, RoundRun
-from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.inconsistent import TornError
+from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
 from xffl.aggregation.engine.plan import RoundContext
-from xffl.aggregation.engine.status import (
-    RoundStatus,
-    VotePhase,
-    all_gather_status,
-    by_cell,
-    cell_weights,
-    check_rounds,
-)
-from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.consistency import check_consistent, control_device
-from xffl.distributed.sharding import reshard
-from xffl.errors import ConfigError, RoundError, XfflError
+from xffl.errors import ConfigError, RoundError, TornError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
     "AFRESH",
+    "InconsistentModel",
     "Outcome",
     "PreparedRound",
     "RoundCoordinator",
     "RoundInput",
     "RoundPhase",
-    "check_start",
-    "digest_of",
+    "checked_number",
+    "checked_weight",
+    "count_inconsistent",
+    "find_inconsistent",
+    "mark_inconsistent",
 ]
+
+
+def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
+    """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
+    called = {status.aggregator: rank for rank, status in reversed(list(enumerate(statuses)))}
+    if len(called) > 1:
+        shown = ", ".join(f"rank {rank} of number {number}" for number, rank in sorted(called.items()))
+        raise RoundError(
+            f"the ranks are in rounds of different aggregators, counted as they were made ({shown}); call those of "
+            "several models in the same order on every rank"
+        )
+    points = {(status.round, status.phase): rank for rank, status in reversed(list(enumerate(statuses)))}
+    if len(points) > 1:
+        shown = ", ".join(
+            f"rank {rank} {'at the end of' if phase is VotePhase.COMMIT else 'in'} round {number}"
+            for (number, phase), rank in sorted(points.items())
+        )
+        raise RoundError(f"the ranks are in different rounds ({shown}); call aggregate equally often on every rank")
+    if len({status.is_encoding for status in statuses}) > 1:
+        without = [rank for rank, status in enumerate(statuses) if not status.is_encoding]
+        raise RoundError(
+            f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
+            "state dict on every rank or on none"
+        )
+    for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
+        # What a rank says that cannot take part does not count; it tells why afterwards.
+        modes = {status.merge_text for status in statuses[start:stop] if not status.is_failed}
+        if len(modes) > 1:
+            raise RoundError(
+                f"the ranks of cell {cell} merge in different ways ({', '.join(sorted(modes))}); call the same on all "
+                "of them"
+            )
+    # A cell that has finished takes the result at once, while others go on.
+    going_on = (one for one in statuses if not one.is_failed and one.merge is not MergeMode.REPLACE)
+    alphas = {status.merge_text for status in going_on}
+    if len(alphas) > 1:
+        raise RoundError(
+            f"the cells merge with different alphas ({', '.join(sorted(alphas))}); give the same in all of them"
+        )
+
+
+def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
+    """Fold one value of each rank into one number for each cell; pure."""
+    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
+
+
+def checked_weight(weight: object) -> float:
+    """Return a rank's count as a float; see :func:`checked_number`."""
+    return checked_number("weight", weight, "give this rank's count of samples or tokens, or None")
+
+
+def checked_number(what: str, value: object, knob: str) -> float:
+    """Return a real number or a tensor of one element as a float; raise ConfigError unless it is finite and >= 0."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(f"{what} {value!r} is no number; {knob}")
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{what} {value} is negative or not finite; {knob}")
+    return float(value)
+
+
+def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
+    """Add the ranks' counts up to one weight for each cell; where no rank gave one, 1, or 0 once a cell is absent."""
+    present = [(rank, status) for rank, status in enumerate(statuses) if not status.is_absent]
+    uniform = [rank for rank, status in present if status.is_uniform]
+    if uniform and len(uniform) < len(present):
+        raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
+    weights = by_cell([status.weight for status in statuses], topology, max if uniform else sum)
+    if not math.isfinite(sum(weights)):
+        raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
+    return weights
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -53,23 +127,15 @@ AFRESH = "start the processes anew, or end the process group on all ranks and jo
 
 @dataclass(frozen=True)
 class RoundInput:
-    """What a rank gives to a round, and what it says of itself.
+    """What a rank gives to a round, and what it says of itself."""
 
-    :param weight: Its own count since the last round (samples, tokens), or a function that returns it; not read where
-        ``is_absent``. ``None`` on all ranks: every cell counts 1.
-    :param is_absent: Count as 0: the round's result is taken over, nothing is contributed.
-    :param is_finished: Say that this rank makes no further step; the report's ``is_last`` tells that all have.
-    :param steps: Effective number of this cell's local steps since the last round, for combiners that ask for it.
-    :param seconds: Seconds of a local step here, told to all in the report; 0 where nobody has measured.
-    :param prepare: Called before the model is read; what it raises is told to all ranks.
-    """
-
+    # its own count since the last round (samples, tokens), or what returns it; None on all ranks: every cell counts 1
     weight: float | Callable[[], float] | None = None
-    is_absent: bool = False
-    is_finished: bool = False
-    steps: float = 1.0
-    seconds: float = 0.0
-    prepare: Callable[[], None] | None = None
+    is_absent: bool = False  # counts as 0: the round's result is taken over, nothing is contributed
+    is_finished: bool = False  # this rank makes no further step; the report's is_last tells that all have
+    steps: float = 1.0  # effective local steps of this cell since the last round, for combiners that ask for it
+    seconds: float = 0.0  # seconds of a local step here, told to all in the report; 0 where nobody has measured
+    prepare: Callable[[], None] | None = None  # called before the model is read; what it raises is told to all ranks
 
 
 @dataclass(frozen=True)
@@ -156,8 +222,9 @@ class RoundCoordinator:
 
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
-        self._topology, self._rank = scope.topology, scope.rank
+        self._topology = scope.topology
         self._device, self._round_groups = exchange.device, exchange.round_groups
+        self._control_device = control_device(self._group)
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state._timeouts
@@ -166,7 +233,7 @@ class RoundCoordinator:
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
         # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
-        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=control_device(self._group))
+        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=self._control_device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
         self._number = RoundCoordinator._last_number = int(highest)
 
@@ -226,18 +293,18 @@ class RoundCoordinator:
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
             step_seconds=by_cell([other.seconds for other in statuses], self._topology, max),
         )
-        if least_divergence is not None and not self.all_finished and _divergence(context) < least_divergence:
-            return replace(outcome, is_skipped=True)
+        if least_divergence is not None and not self.all_finished:
+            assert context.norms is not None, "checked by who asks for it"
+            squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
+            if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
+                return replace(outcome, is_skipped=True)
         self._check_possible(context, statuses)
         context, unfit = self._commit(run, context)
         return replace(outcome, context=context, unfit=frozenset(bad | unfit))
 
     @contextmanager
     def tear_if_unwritten(self) -> Iterator[None]:
-        """Run a round and write it; what ends the block between the two tears the model, since others write their part.
-
-        Raises TornError where all ranks have agreed on new values and this one has not written them.
-        """
+        """Raise TornError where the block ends after all ranks have agreed and before this one has written its part."""
         try:
             yield
         except BaseException as stop:
@@ -270,14 +337,14 @@ class RoundCoordinator:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        norms = by_cell([status.norm for status in statuses], self._topology, lambda parts: math.sqrt(total_of(parts)))
+        squares = by_cell([status.norm for status in statuses], self._topology, total_of)
         return RoundContext(
             counted,
-            first=next(cell for cell in range(self._topology.cells) if cell not in dropped),
+            first=next(cell for cell in range(len(weights)) if cell not in dropped),
             number=statuses[0].round,
             is_fused=all(status.squares_fit_fp32 for status in statuses) and _has_one_arithmetic(statuses),
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
-            norms=norms if self._exchange.has_norms else None,
+            norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
             attempt=max(status.attempt for status in statuses),
         )
 
@@ -326,13 +393,13 @@ class RoundCoordinator:
 
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:
         with profile.phase("vote"):
-            status = status._replace(aggregator=self._number)
-            return all_gather_status(status, self._topology, self._group, self._round_groups.first, within_s)
+            status, first = status._replace(aggregator=self._number), self._round_groups.first
+            return all_gather_status(status, self._topology, self._group, first, within_s, self._control_device)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
         error: XfflError | None = None
-        cell = self._topology.cell_of(self._rank)
+        cell = self._exchange.link.cell
         if cell in cells and found:
             error = RoundError(
                 f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
@@ -352,17 +419,14 @@ class RoundCoordinator:
         }
 
     def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
-        """Exchange, and vote on the outcome.
-
-        Returns what the cells counted for, and the cells in which values that are not finite were sent.
-        """
+        """Exchange and vote on the outcome; return what cells counted for, and those that sent values not finite."""
         number = context.number
         failure: Exception | None = None
         found = FiniteReport([], False)
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
-            found = run.inspect_deferred()
+            found = run.deferred_check.report()
             failure = run.profile.failure
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
@@ -423,10 +487,7 @@ class RoundCoordinator:
                 self._phase = RoundPhase.CUT_OFF
 
     def reconnect(self) -> None:
-        """Make new groups after a round that failed on GPUs; collective over the world then.
-
-        Raises RoundError if not all ranks come.
-        """
+        """Make new groups after a round that failed on GPUs; collective over the world then, or RoundError."""
         if not self._round_groups.is_aborted:
             return
         try:
@@ -461,77 +522,103 @@ def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
     return len({status.arithmetic for status in statuses}) == 1
 
 
-def _divergence(context: RoundContext) -> float:
-    """Return the root mean square of the cells' updates, weighed as they are."""
-    assert context.norms is not None, "checked by who asks for it"
-    squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
-    return math.sqrt(total_of(squares) / math.fsum(context.weights))
+_MARK = "_xffl_tear"
+_COUNT = "_xffl_tears"
 
 
-PRIME = 1_000_003
-"""Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
+class InconsistentModel:
+    """The mark of an inconsistent model: each forward pass of it and its parts raises until a state dict is loaded.
 
-RANGE = 2**40
-"""What sums are kept below, so that those of thousands of ranks stay in 64 bits."""
-
-CHUNK = 2**20
-"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-def check_start(
-    entries: Sequence[TensorInfo],
-    exchange: Exchange,
-    topology: Topology,
-    rank: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Raise ConfigError, on all ranks, where the cells hold different parameters.
-
-    Collective over ``group``, the topology's ranks; moves one number for each tensor and cell. Each element is counted
-    once in each cell, whatever its cut, by the bits of its value and its place.
+    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses the model, and for copies
+    of it. ``reason`` says why the ranks may no longer agree.
     """
-    sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
-    mine = sums[topology.cell_of(rank)]
-    for item, start, values in exchange.own_values():
-        mine[item] = (mine[item] + _sum_of_bits(values, start) % RANGE) % RANGE
-    dist.all_reduce(sums, group=group)
-    by_tensor = (sums % RANGE).t().tolist()
-    for entry, column in zip(entries, by_tensor, strict=True):
-        others = [cell for cell, value in enumerate(column) if value != column[0]]
-        if others:
-            raise ConfigError(
-                f"cells {others} start from other values of tensor {entry.name!r} than cell 0, but a server optimizer, "
-                "norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
-                "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
-                "model, then its own state"
-            )
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self.reason = reason
+        self.is_repaired = False
+        """Whether a whole state dict has been loaded."""
+        self._model = _without_wrappers(model)
+        self._errors: Sequence[str] = ()
+        self._uses = [
+            module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
+        ]
+        self._loads: list[RemovableHandle] = [
+            self._model.register_load_state_dict_pre_hook(self._begin_load),  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(self._repair),  # type: ignore[no-untyped-call]
+        ]
+        object.__setattr__(self._model, _MARK, self)
+        _forget_compiled()
+
+    def check(self) -> None:
+        """Raise RoundError."""
+        raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
+
+    def remove(self) -> None:
+        """Remove the mark of a repaired model; not from within a hook of loading, since torch iterates over these."""
+        object.__delattr__(self._model, _MARK)
+        for handle in self._loads:
+            handle.remove()
+
+    def _refuse(self, module: nn.Module, args: Any) -> None:
+        self.check()
+
+    def _begin_load(self, module: nn.Module, *args: Any) -> None:
+        self._errors = args[-1]  # torch adds to them as it goes, and raises after the hooks
+
+    def _repair(self, module: nn.Module, keys: Any) -> None:
+        if self.is_repaired or self._errors or keys.missing_keys or keys.unexpected_keys:
+            return
+        self.is_repaired = True
+        while self._uses:
+            self._uses.pop().remove()
+        _forget_compiled()
 
 
-@torch.no_grad()
-def digest_of(model: nn.Module) -> list[int]:
-    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
+@contextmanager
+def mark_inconsistent(model: nn.Module) -> Iterator[None]:
+    """Mark a model, wrapped or not, where a :class:`TornError` says that the ranks may hold different weights.
 
-    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
+    A RoundError is raised in its place; an interrupt that caused it goes on as it is.
     """
-    reshard(model)
-    sums = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-            parts = torch.split(values, CHUNK) if len(values) else ()
-            sums.append(sum(_sum_of_bits(part, CHUNK * index) for index, part in enumerate(parts)))
-    return [int(one) for one in sums]
+    try:
+        yield
+    except TornError as torn:
+        cause = torn.__cause__
+        object.__setattr__(_without_wrappers(model), _COUNT, count_inconsistent(model) + 1)
+        if find_inconsistent(model) is None:
+            InconsistentModel(model, str(torn))
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
+        raise RoundError(
+            f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
+        ) from cause
 
 
-def _sum_of_bits(values: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the sum over the elements of a row of what each one's bits and place come to, modulo 2^64."""
-    bits = values.contiguous().view(BITS[values.itemsize]).to(torch.int64, copy=True)
-    factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
-    bits.add_(PRIME).mul_(factors)
-    # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
-    return bits.bitwise_xor_(bits >> 31).sum()
+def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
+    """Return the mark of an inconsistent model, wrapped or not; ``None`` where it is whole."""
+    mark: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
+    if mark is not None and mark.is_repaired:
+        mark.remove()
+        return None
+    return mark
+
+
+def count_inconsistent(model: nn.Module) -> int:
+    """Return how often a model became inconsistent, even if it is repaired: what was remembered of it is void then."""
+    return int(getattr(_without_wrappers(model), _COUNT, 0))
+
+
+def _forget_compiled() -> None:
+    """Have functions compiled anew that use the model: torch.compile does not look whether a module's hooks changed."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
-from xffl.aggregation.compression.error_feedback import ResidualStore
+from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import start_moves
@@ -40,8 +40,7 @@ from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import TAG, CrossCellTransport, Link, add_distances
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.options import Options
-from xffl.aggregation.privacy.differential import Accountant, Privacy, privatize
-from xffl.aggregation.privacy.secure_sum import Masker
+from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.consistency import control_device
@@ -79,31 +78,28 @@ class Exchange:
         device: torch.device,
         options: Options,
         global_model: GlobalModel | None,
+        has_codecs: bool,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
         self.device, self.atomic = device, options.atomic
         self.combiner = options.combiner
-        self.compares_models = isinstance(self.combiner, WeightedCombiner) and self.combiner.needs_distances
+        self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
         self.round_groups, self.masker = link.round_groups, link.masker
         rank = self.round_groups.first + link.rank
         self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
+        self.accountant = None if self.protection is None else self.protection.accountant
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = Pool(0, device)
         self.staging = StagingBuffers(layout, device, atomic=options.atomic)
-        self.residuals = ResidualStore(transfers, link.feedback)
-
-    @property
-    def accountant(self) -> Accountant | None:
-        """What privacy has cost so far; ``None`` where rounds are not private."""
-        return None if self.protection is None else self.protection.accountant
+        # On all ranks or on none, also on one that encodes nothing itself.
+        self.residuals = ResidualStore(transfers, link.feedback) if has_codecs else None
 
     @property
     def needs_one_arithmetic(self) -> bool:
         """Whether ranks compute new values by themselves, beyond the mean."""
-        has_scale = isinstance(self.combiner, WeightedCombiner) and self.combiner.has_scale
-        return has_scale or (self.global_model is not None and self.global_model.has_optimizer)
+        return self.combiner.has_scale or (self.global_model is not None and self.global_model.has_optimizer)
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
@@ -117,7 +113,7 @@ class Exchange:
         """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
         for transfer in self.transfers:
             for bucket in transfer.buckets if transfer.group.is_stepped else ():
-                if not self.link.senders.is_here(transfer.group, bucket):
+                if not transfer.is_sent_here(bucket):
                     continue
                 values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
                 self.layout.pack(bucket, values)
@@ -141,8 +137,8 @@ class RoundRun:
     """One round of this rank, from the values that it reads to those that it writes.
 
     Making one is local: it makes the buffers that the round needs, and reads and checks those values of this rank that
-    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand: see
-    :meth:`inspect_deferred`.
+    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand, by
+    ``deferred_check``.
     """
 
     @torch.no_grad()
@@ -152,9 +148,12 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
-        self._pairwise_swap = PairwiseSwap(exchange, profile)
+        self.deferred_check = FiniteCheck(self._layout)
+        self._pairwise_swap = PairwiseSwap(exchange, profile, self.deferred_check)
         self._link.progress.forget()
-        exchange.residuals.rollback()  # of a round that was not taken
+        self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
+        if exchange.residuals is not None:
+            exchange.residuals.rollback()  # of a round that was not taken
         if exchange.protection is not None and copy is ModelCopy.NONE:
             copy = ModelCopy.STAGED  # what is clipped and noised is not the model itself
         with profile.phase("pack"):
@@ -167,7 +166,7 @@ class RoundRun:
     @property
     def codec_error(self) -> float | None:
         """What lossy codecs have left out of what this rank sent, see :class:`xffl.RoundReport`."""
-        return self._exchange.residuals.codec_error
+        return None if self._exchange.residuals is None else self._exchange.residuals.codec_error
 
     def _make_buffers(self, copy: ModelCopy) -> RoundBuffers:
         """Make what a round needs, so that it does not run out of memory on its way."""
@@ -177,9 +176,9 @@ class RoundRun:
         pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
         buffers = RoundBuffers(self._exchange.staging, transfers, pauses, copy)
         for transfer in transfers if self._exchange.compares_models else ():
-            if any(link.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets):
+            if any(map(transfer.is_sent_here, transfer.buckets)):
                 is_encoded = transfer.codec is not None and self._is_encoding
-                link.gathered.reserve(transfer, torch.float32 if is_encoded else transfer.dtype)
+                link.reserve_rows(transfer, torch.float32 if is_encoded else transfer.dtype)
         link.reserve(transfers)
         rows = [
             aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.cell_group.size()
@@ -197,7 +196,7 @@ class RoundRun:
         for transfer, bucket in self._walk():
             if transfer.deferred_mean:
                 continue
-            is_sender = self._link.senders.is_here(transfer.group, bucket)
+            is_sender = transfer.is_sent_here(bucket)
             if keeps or transfer.group.is_mean_in_cell or is_sender:
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
@@ -234,16 +233,9 @@ class RoundRun:
         self._run_pipeline(context, partial(self._spread, transport))
         return context
 
-    def inspect_deferred(self) -> FiniteReport:
-        """Return what was found in the values that are combined late, once :meth:`exchange` has sent them; local."""
-        return self._pairwise_swap.report()
-
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
-        """Write the collected values into the model; local. Without ``atomic`` they are there already.
-
-        Where another cell's values were collected and not the mean, the mean is written.
-        """
+        """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
         stages = exchange.staging.stages
         with self.profile.phase("commit"):
@@ -262,11 +254,8 @@ class RoundRun:
                     self._buffers.merge(transfer, bucket, mean, alpha)
                 else:
                     self._layout.unpack(bucket, mean)
-            exchange.residuals.commit(self.fragment, stages)
-
-    @property
-    def _is_encoding(self) -> bool:
-        return self._exchange.residuals.is_encoding(self.fragment)
+            if exchange.residuals is not None:
+                exchange.residuals.commit(self.fragment, stages)
 
     def _transport(self, context: RoundContext) -> CrossCellTransport:
         return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
@@ -277,7 +266,7 @@ class RoundRun:
     def _sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield what this rank sends of what training changes."""
         for transfer, bucket in self._walk():
-            if transfer.group.is_stepped and self._link.senders.is_here(transfer.group, bucket):
+            if transfer.group.is_stepped and transfer.is_sent_here(bucket):
                 yield transfer, bucket
 
     def _run_pipeline(self, context: RoundContext, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
@@ -301,7 +290,7 @@ class RoundRun:
     def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
         values, out, lent = self._read(transfer, bucket)
-        is_sender = self._link.senders.is_here(transfer.group, bucket)
+        is_sender = transfer.is_sent_here(bucket)
         if is_sender:
             yield from transport.exchange(transfer, bucket, values, out)
         if transfer.cell_group is not None:
@@ -313,14 +302,14 @@ class RoundRun:
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
         values, _, lent = self._read(transfer, bucket)
-        if self._link.senders.is_here(transfer.group, bucket):
+        if transfer.is_sent_here(bucket):
             yield from transport.gather(transfer, bucket, values)
         self._buffers.release(lent)
 
     def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
         _, out, lent = self._buffers.acquire(transfer, bucket)
-        is_sender = self._link.senders.is_here(transfer.group, bucket)
+        is_sender = transfer.is_sent_here(bucket)
         if is_sender:
             transport.combine_gathered(transfer, bucket, out)
         if transfer.cell_group is not None:
@@ -367,7 +356,7 @@ class RoundRun:
         home = transfer.cell_group
         assert home is not None
         with self.profile.phase("home"):
-            source = self._exchange.round_groups.first + self._link.senders.in_own_cell(transfer.group, bucket)
+            source = self._exchange.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
             work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
         self.profile.bytes_home += values.nbytes * (home.size() - 1) if is_sender else 0
         yield HOME_LAG
@@ -376,17 +365,14 @@ class RoundRun:
         self._link.progress.note()
 
     def _compare(self, context: RoundContext) -> list[list[float]]:
-        """Return the squared distances between all cells' models; collective over the world.
-
-        The senders of the first cell measure what they hold, and all ranks get the same sums from its first rank.
-        """
-        cells, groups = self._link.topology.cells, self._exchange.round_groups
+        """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
+        cells, groups = self._link.cells, self._exchange.round_groups
         table = torch.zeros(cells, cells, dtype=torch.float64, device=self._exchange.device)
         if self._link.cell == 0:
             with self.profile.capture_failure("weigh"):
                 for transfer, bucket in self._sent():
                     is_encoded = transfer.codec is not None and self._is_encoding
-                    rows = self._link.gathered.rows(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+                    rows = self._link.rows_of(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
                     add_distances(rows, context.cells, table)
         table = table.to(control_device(groups.world))
         if self._link.cell == 0 and groups.cell is not None:
@@ -432,15 +418,10 @@ class PairwiseSwap:
     checked when they are sent.
     """
 
-    def __init__(self, exchange: Exchange, profile: RoundProfile) -> None:
+    def __init__(self, exchange: Exchange, profile: RoundProfile, finite_check: FiniteCheck) -> None:
         self._layout, self._staging, self._link = exchange.layout, exchange.staging, exchange.link
-        self._profile = profile
+        self._profile, self._finite_check = profile, finite_check
         self._cell, self._other = self._link.cell, 1 - self._link.cell
-        self._finite_check = FiniteCheck(self._layout)
-
-    def report(self) -> FiniteReport:
-        """Return what was found in the values that were sent; local."""
-        return self._finite_check.report()
 
     def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
         """Swap all of a group with its sender in the other cell.
@@ -452,7 +433,7 @@ class PairwiseSwap:
         sends, receives = self._cell in sources, self._other in sources
         round_groups, profile = self._link.round_groups, self._profile
         groups = round_groups.across or (None,)
-        peer = round_groups.first + self._link.senders.of(transfer.group, buckets[0])[self._other]
+        peer = round_groups.first + transfer.senders_of(buckets[0])[self._other]
         stages = self._staging.stages_of(transfer)
         arriving: deque[list[dist.Work]] = deque()
         leaving: deque[tuple[Bucket, torch.Tensor | None, list[dist.Work]]] = deque()
@@ -622,7 +603,7 @@ class Protection:
         with profile.capture_failure("protect"):
             scale = self._privacy.scale_of(math.sqrt(total.item()))
             deviation = self._privacy.deviation(len(cells))
-            noise = self._privacy.noise_of(self._rank, self.accountant.rounds)
+            noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
             for transfer, bucket in sent:
                 privatize(
                     staging.stage(transfer, bucket), global_model.written(transfer, bucket), scale, deviation, noise

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
+from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
-from xffl.errors import CheckpointError, StateError
+from xffl.distributed.sharding import reshard
+from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.topology import Topology
 
-__all__ = ["GlobalModel"]
+__all__ = ["GlobalModel", "check_start", "digest_of"]
 
 
 class GlobalModel:
@@ -38,7 +44,7 @@ class GlobalModel:
             for transfer in self._transfers
         }
         self._is_known = True
-        self._has_optimizer = server is not None  # also on a rank that holds no element
+        self.has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
         self._schedules: dict[int, LRScheduler] = {}
         self._asked: dict[int, dict[str, str]] = {}
@@ -51,11 +57,6 @@ class GlobalModel:
             self._optimizers[fragment] = optimizer
             self._schedules |= {} if schedule is None else {fragment: schedule}
             self._asked[fragment] = asked_of(optimizer, schedule)
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether a server optimizer takes the model on."""
-        return self._has_optimizer
 
     @torch.no_grad()
     def reset_from_model(self) -> None:
@@ -150,7 +151,11 @@ class GlobalModel:
         for fragment, optimizer in self._optimizers.items():
             transfers = self._of(fragment)
             kept = [optimizer.state.get(self._values[transfer.number], {}) for transfer in transfers]
-            of_elements = {key for key, value in kept[0].items() if _is_of(value, transfers[0])}
+            # What it keeps for each element, and not as a number for all.
+            shape = self._values[transfers[0].number].shape
+            of_elements = {
+                k for k, value in kept[0].items() if isinstance(value, torch.Tensor) and value.shape == shape
+            }
             schedule = self._schedules.get(fragment)
             optimizers[fragment] = {
                 "elements": {
@@ -201,10 +206,7 @@ class GlobalModel:
         self._is_known = True
 
     def _check_asked(self, fragment: int, saved: Mapping[str, str]) -> None:
-        """Refuse the state of a server that was asked for otherwise: its options would take the place of these.
-
-        What one release of torch knows of and another does not is left out.
-        """
+        """Refuse the state of a server that was asked for otherwise; options that one torch lacks are left out."""
         asked = self._asked[fragment]
         others = sorted(key for key in asked.keys() & saved.keys() if asked[key] != saved[key])
         if others:
@@ -253,10 +255,74 @@ class GlobalModel:
         return places
 
 
-def _is_of(value: object, transfer: GroupTransfer) -> bool:
-    """Tell whether a server optimizer keeps one value for each element in a state, not a number for all."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == transfer.group.numel
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+PRIME = 1_000_003
+"""Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
+
+RANGE = 2**40
+"""What sums are kept below, so that those of thousands of ranks stay in 64 bits."""
+
+CHUNK = 2**20
+"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def check_start(
+    entries: Sequence[TensorInfo],
+    own_values: Iterable[tuple[int, int, torch.Tensor]],
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise ConfigError, on all ranks, where the cells hold different parameters.
+
+    Collective over ``group``, the topology's ranks; moves one number for each tensor and cell. ``own_values`` are what
+    this rank sends, by tensor and first element, so that each element is counted once in each cell, whatever its cut.
+    """
+    sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
+    mine = sums[topology.cell_of(rank)]
+    for item, start, values in own_values:
+        mine[item] = (mine[item] + _sum_of_bits(values, start) % RANGE) % RANGE
+    dist.all_reduce(sums, group=group)
+    by_tensor = (sums % RANGE).t().tolist()
+    for entry, column in zip(entries, by_tensor, strict=True):
+        others = [cell for cell, value in enumerate(column) if value != column[0]]
+        if others:
+            raise ConfigError(
+                f"cells {others} start from other values of tensor {entry.name!r} than cell 0, but a server optimizer, "
+                "norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
+                "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
+                "model, then its own state"
+            )
+
+
+@torch.no_grad()
+def digest_of(model: nn.Module) -> list[int]:
+    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
+
+    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
+    """
+    reshard(model)
+    sums = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+            parts = torch.split(values, CHUNK) if len(values) else ()
+            sums.append(sum(_sum_of_bits(part, CHUNK * index) for index, part in enumerate(parts)))
+    return [int(one) for one in sums]
+
+
+def _sum_of_bits(values: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the sum over the elements of a row of what each one's bits and place come to, modulo 2^64."""
+    bits = values.contiguous().view(BITS[values.itemsize]).to(torch.int64, copy=True)
+    factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
+    bits.add_(PRIME).mul_(factors)
+    # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
+    return bits.bitwise_xor_(bits >> 31).sum()

@@ -1,24 +1,40 @@
-"""Where rounds take place, and which process groups they use."""
+"""Where rounds take place, the process groups that they use, and the messages on these: values and statuses."""
 
 from __future__ import annotations
 
+import math
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
-from typing import TypeAlias
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from xffl.costs import MOST_IN_FLIGHT
+from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
 from xffl.distributed.consistency import connect, control_device, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
-__all__ = ["Move", "Progress", "RoundGroups", "RoundScope", "make_scope", "select_groups", "start_moves"]
+__all__ = [
+    "MergeMode",
+    "Move",
+    "Progress",
+    "RoundGroups",
+    "RoundScope",
+    "RoundStatus",
+    "VotePhase",
+    "all_gather_status",
+    "make_scope",
+    "select_groups",
+    "start_moves",
+]
 
 
 Move: TypeAlias = tuple[torch.Tensor, int]
@@ -91,10 +107,9 @@ class RoundGroups:
 
 
 def make_scope(state: DistributedState, topology: Topology, first: int) -> RoundScope:
-    """Make the groups of a part of the world.
+    """Make the groups of a part of the world; collective over the world.
 
-    Collective over the world: all ranks make a place at the same time, each the one that it belongs to. Places of one
-    call have replicas of one size, so that every rank makes the same number of groups.
+    All parts that are made together have replicas of one size, so that every rank makes the same number of groups.
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
@@ -107,10 +122,7 @@ def make_scope(state: DistributedState, topology: Topology, first: int) -> Round
 def select_groups(
     scope: RoundScope, *, multi_rail: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()
 ) -> RoundGroups:
-    """Pick the groups of a round; groups of one rank are left out.
-
-    Collective over the world. Over NCCL each group is connected, by an all-reduce of 4 bytes.
-    """
+    """Pick the groups of a round, without those of one rank; collective over the world: NCCL connects each of them."""
     state, groups, world = scope.state, scope.groups, scope.world
     across: tuple[dist.ProcessGroup | None, ...] = ()
     replica = cell = None
@@ -145,10 +157,8 @@ def select_groups(
 def _holder_groups(
     create: Callable[[tuple[int, ...], str], dist.ProcessGroup], scope: RoundScope, holders: Collection[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
-
-    Sets without a common shard are made together, so that ranks make few placeholders.
-    """
+    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in."""
+    # Sets without a common shard are made together, so that ranks make few placeholders.
     together: list[list[tuple[int, ...]]] = []
     for shards in sorted(holders):
         free = next((sets for sets in together if not set(shards) & {shard for one in sets for shard in one}), None)
@@ -249,3 +259,110 @@ class Progress:
                 if time.monotonic() > noted + self._within_s:
                     raise RuntimeError(f"a rank did not answer within {self._within_s:g} s")
                 time.sleep(POLL_S)
+
+
+VOTE_TAG = 7_001
+"""Tells a vote's messages from those that a caller sends over the same group."""
+
+
+class VotePhase(IntEnum):
+    """The two votes of a round (two-phase commit)."""
+
+    PREPARE = 0  # whether the round takes place, and what each cell counts for
+    COMMIT = 1  # whether all ranks have the result
+
+
+class MergeMode(IntEnum):
+    """How a rank writes the result of a round into its model."""
+
+    REPLACE = 0  # it takes the place of the old values
+    BLEND = 1  # alpha * local + (1 - alpha) * result, of a round that went on behind local steps
+    KEEP_STEPS = 2  # result + (local - copy): the steps made meanwhile stay
+
+
+class RoundStatus(NamedTuple):
+    """What one rank says in one vote of a round; the fields are in the order of :data:`PACKED`."""
+
+    round: int  # number of the round that the rank believes to be in
+    aggregator: int = 0  # number of the aggregator whose round it is, see consensus.RoundCoordinator
+    attempt: int = 0  # the next number of masks that it can use in a secure sum
+    weight: float = 0.0  # its count; 1 where cells count alike
+    arithmetic: float = 0.0  # xffl.aggregation.mean.arithmetic_of, of this rank
+    alpha: float = 0.0  # the part of a local value that stays, with MergeMode.BLEND
+    norm: float = 0.0  # squared L2 norm of its part of the cell's update, where that is measured
+    steps: float = 0.0  # effective local steps of its cell since the last round
+    seconds: float = 0.0  # seconds of a local step here; 0 where nobody has measured
+    is_uniform: bool = False  # it gave no count
+    is_absent: bool = False  # it has nothing to contribute any more
+    is_finished: bool = False  # its cell has no more steps to make
+    is_nonfinite: bool = False  # it holds a value that is not finite
+    is_failed: bool = False  # it cannot go on; the reason is gathered afterwards
+    is_encoding: bool = False  # it knows the agreed state that lossy codecs start from
+    squares_fit_fp32: bool = False  # differences between its values and others like them stay in fp32
+    phase: VotePhase = VotePhase.PREPARE
+    merge: MergeMode = MergeMode.REPLACE
+
+    @property
+    def merge_text(self) -> str:
+        """How it writes the result, for messages."""
+        return {MergeMode.REPLACE: "aggregate", MergeMode.KEEP_STEPS: "no alpha"}.get(self.merge, f"alpha={self.alpha}")
+
+
+# The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
+_FIELDS = "<3q6d7?2B"
+PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
+"""A status as bytes: three integers, six numbers, seven flags, two enums."""
+
+
+def all_gather_status(
+    status: RoundStatus,
+    topology: Topology,
+    group: dist.ProcessGroup | None = None,
+    first: int = 0,
+    within_s: float = math.inf,
+    device: torch.device | None = None,
+) -> list[RoundStatus]:
+    """Give this rank's status and return everybody's, by rank.
+
+    Collective over ``group``, all ranks of the topology, whose first rank is ``first`` of the world: 128 bytes a rank
+    go up a binary tree inside each cell, from each cell's first rank to those of the others, and down again. The slow
+    link is crossed once, by all cells at the same time, where an all-gather over the world would cross it ring step by
+    ring step. Over NCCL it raises RuntimeError after ``within_s`` seconds; gloo has its own timeout. ``device`` is the
+    group's control device.
+    """
+    device, rank = control_device(group) if device is None else device, dist.get_rank() - first
+    start, stop = next(cell for cell in pairwise(topology.offsets) if rank < cell[1])
+    place = rank - start
+    children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
+    parent = first + start + (place - 1) // 2
+    table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
+    table[rank] = torch.tensor(list(PACKED.pack(*status)), dtype=torch.uint8, device=device)
+    own_cell = table[start:stop]
+    below = torch.zeros(len(children), *own_cell.shape, dtype=torch.uint8, device=device)
+    _swap({}, dict(zip(children, below, strict=True)), group)
+    own_cell += below.sum(0, dtype=torch.uint8)  # each row is zero in all tables but one
+    if rank == start:
+        firsts = {first + one: table[one:end] for one, end in pairwise(topology.offsets) if one != start}
+        _swap(dict.fromkeys(firsts, own_cell), firsts, group)
+    else:
+        _swap({parent: own_cell}, {}, group)
+        _swap({}, {parent: table}, group)
+    _swap(dict.fromkeys(children, table), {}, group)
+    if device.type == "cuda":
+        Progress(device, within_s).drain()
+    return [
+        RoundStatus._make([*fields, VotePhase(phase), MergeMode(merge)])
+        for *fields, phase, merge in PACKED.iter_unpack(table.cpu().numpy().tobytes())
+    ]
+
+
+def _swap(
+    send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Send to some ranks of the world and receive from some, at the same time."""
+    arriving, leaving = ([(values, rank) for rank, values in by_rank.items()] for by_rank in (receive, send))
+    try:
+        for work in start_moves(arriving, leaving, group, VOTE_TAG):
+            work.wait()
+    except RuntimeError as broken:
+        raise RuntimeError(f"{broken}, in a vote with ranks {sorted({*send, *receive})}") from broken

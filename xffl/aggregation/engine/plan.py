@@ -19,7 +19,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.compression.codecs import Codec
+from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
 from xffl.topology import Topology
@@ -42,18 +42,10 @@ __all__ = [
     "Part",
     "Piece",
     "RoundContext",
-    "SenderMap",
     "digest",
     "plan_groups",
     "plan_transfers",
 ]
-
-
-_Key = tuple[
-    tuple[int, tuple[bool, ...], tuple[int, ...], tuple[int, ...]],
-    tuple[str, str, bool, str, bool],
-]
-"""Who takes part in a group, and what it moves: see :class:`BucketGroup`."""
 
 
 class Cut(NamedTuple):
@@ -261,23 +253,16 @@ class BucketGroup:
 def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[BucketGroup, ...]:
     """List the groups that a rank sends or receives within its cell, in the order in which all ranks walk them."""
     at = topology.coordinates(rank)
-    groups: dict[_Key, list[Piece]] = {}
+    groups: dict[BucketGroup, list[Piece]] = {}  # without their pieces
     for item in items:
         mine = item.cuts[at.cell]
         start, end = mine.held(at.shard)
         held = tuple(cut.is_held_by_part for cut in item.cuts)
+        treatment = (item.dtype, item.rule, item.is_mean_in_cell, item.codec, item.is_stepped)
         for owners, piece in _refine(item, start, end):
-            key = (
-                (item.fragment, held, owners, mine.holders(piece.start)),
-                (item.dtype, item.rule, item.is_mean_in_cell, item.codec, item.is_stepped),
-            )
-            groups.setdefault(key, []).append(piece)
-    return tuple(
-        BucketGroup(fragment, held, owners, dtype, rule, is_mean, codec, is_stepped, tuple(pieces), holders)
-        for ((fragment, held, owners, holders), (dtype, rule, is_mean, codec, is_stepped)), pieces in sorted(
-            groups.items()
-        )
-    )
+            group = BucketGroup(item.fragment, held, owners, *treatment, (), mine.holders(piece.start))
+            groups.setdefault(group, []).append(piece)
+    return tuple(replace(group, pieces=tuple(groups[group])) for group in sorted(groups, key=lambda group: group.key))
 
 
 def digest(items: Sequence[Item], topology: Topology) -> str:
@@ -345,10 +330,11 @@ class GroupTransfer:
     reduce_scatter: bool  # whether each cell combines one part of what crosses, instead of all of it
     codec: Codec | None  # how values are written on the link between cells; None as they are
     round_groups: RoundGroups  # the process groups
-    is_part: bool  # whether a rank of the cell holds a part of it, and not all
-    depth: int = (
-        IN_FLIGHT  # buckets that are on the link between cells at a time, in each hop, of all replicas that take turns
-    )
+    rank: int  # this rank, as the topology counts
+    cell: int  # and its cell
+    senders: tuple[tuple[int, ...], ...]  # in turn, bucket by bucket: the sender in each cell
+    # buckets that are on the link between cells at a time, in each hop, of all replicas that take turns
+    depth: int = IN_FLIGHT
     # whether two cells swap all their values, and each rank combines them where they lie in the model, when the round
     # is written: so the values are passed over once less, and looked at when they are sent
     deferred_mean: bool = False
@@ -360,7 +346,15 @@ class GroupTransfer:
         """The ranks of this cell that get the result; ``None`` where nobody else does."""
         if self.group.holders:
             return self.round_groups.holders[self.group.holders]
-        return self.round_groups.replica if self.is_part else self.round_groups.cell
+        return self.round_groups.replica if self.group.held_by_part[self.cell] else self.round_groups.cell
+
+    def senders_of(self, bucket: Bucket) -> tuple[int, ...]:
+        """Return the sender of a bucket in each cell."""
+        return self.senders[bucket.number % len(self.senders)]
+
+    def is_sent_here(self, bucket: Bucket) -> bool:
+        """Tell whether this rank sends a bucket for its cell."""
+        return self.senders_of(bucket)[self.cell] == self.rank
 
     @property
     def ahead(self) -> int:
@@ -412,6 +406,8 @@ def plan_transfers(
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
     transfers = []
+    cell = topology.cell_of(rank)
+    senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for number, group in enumerate(groups):
         dtype = getattr(torch, group.dtype)
         assert isinstance(dtype, torch.dtype)
@@ -442,6 +438,11 @@ def plan_transfers(
         takes_turns = reduce_scatter and topology.cells == 2 and codec is None and not round_groups.multi_rail
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
         combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
+        # After so many buckets all cells' senders come round again. What is taken from one cell is taken from one rank.
+        period = math.lcm(*topology.replica_counts) if round_groups.multi_rail and group.rule == "average" else 1
+        keys = [(group.owners, turn) for turn in range(max(1, min(period, len(buckets))))]
+        for owners, turn in set(keys) - senders.keys():
+            senders[owners, turn] = tuple(topology.sender(at, owner, turn) for at, owner in enumerate(owners))
         transfers.append(
             GroupTransfer(
                 number,
@@ -451,7 +452,9 @@ def plan_transfers(
                 reduce_scatter,
                 codec,
                 round_groups,
-                group.held_by_part[topology.cell_of(rank)],
+                rank,
+                cell,
+                tuple(senders[key] for key in keys),
                 depth * turns,
                 deferred_mean,
                 combiners,
@@ -479,32 +482,3 @@ def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:
         small, large = sorted(bucket.stop - bucket.start for bucket in (one, other))
         combiners += (0, 1) if large <= MOST_UNLIKE * small else (None, None)
     return (*combiners, None) if len(buckets) % 2 else tuple(combiners)
-
-
-class SenderMap:
-    """The senders of buckets, as one rank asks for them; pure."""
-
-    def __init__(self, topology: Topology, rank: int, *, multi_rail: bool) -> None:
-        self._topology, self._rank = topology, rank
-        self._cell = topology.cell_of(rank)
-        # After so many buckets, every cell's senders come round again.
-        self._turns = math.lcm(*topology.replica_counts) if multi_rail else 1
-        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
-
-    def of(self, group: BucketGroup, bucket: Bucket) -> tuple[int, ...]:
-        """Return the sender of a bucket in each cell."""
-        # What is taken from one cell is taken from one rank.
-        turn = bucket.number % self._turns if group.rule == "average" else 0
-        senders = self._known.get((group.owners, turn))
-        if senders is None:
-            senders = tuple(self._topology.sender(c, owner, turn) for c, owner in enumerate(group.owners))
-            self._known[group.owners, turn] = senders
-        return senders
-
-    def in_own_cell(self, group: BucketGroup, bucket: Bucket) -> int:
-        """Return the sender of a bucket in this rank's cell."""
-        return self.of(group, bucket)[self._cell]
-
-    def is_here(self, group: BucketGroup, bucket: Bucket) -> bool:
-        """Tell whether this rank sends a bucket for its cell."""
-        return self.in_own_cell(group, bucket) == self._rank

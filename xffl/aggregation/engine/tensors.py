@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from xffl.aggregation.compression.codecs import Codec, codec_of
+from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
 from xffl.checks import shorten
 from xffl.distributed.sharding import reshard
@@ -252,10 +252,7 @@ def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
 def gather_axes(
     axes: Sequence[int], topology: Topology, group: dist.ProcessGroup | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Exchange along which axes the cells cut their tensors.
-
-    Collective over the topology's ranks; a rank sends a few bytes (runs of equal axes are folded).
-    """
+    """Exchange along which axes the cells cut their tensors; collective over the topology's ranks, a few bytes each."""
     runs = [(axis, len(list(equal))) for axis, equal in itertools.groupby(axes)]
     gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
     dist.all_gather_object(gathered, runs, group=group)
@@ -382,10 +379,7 @@ def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> Tensor
 
 
 def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) -> ReplicaTensors:
-    """Exchange what the shards of a replica hold, and put it together.
-
-    Collective over the ranks of each replica; a rank sends some hundred bytes for each of its tensors.
-    """
+    """Exchange what the shards of a replica hold, and put it together; collective over the ranks of each replica."""
     gathered: list[RankTensors] = [rank_tensors] * group.size()
     dist.all_gather_object(gathered, rank_tensors, group=group)
     if len({len(one.is_used) for one in gathered}) > 1:
@@ -579,10 +573,10 @@ class Manifest:
         self,
         topology: Topology,
         axes: Sequence[Sequence[int]],
+        replica_tensors: ReplicaTensors | None = None,
         *,
         least_bytes: int = 1,
         fragments: int = 1,
-        replica_tensors: ReplicaTensors | None = None,
     ) -> tuple[Item, ...]:
         """Return the moving tensors as the plan sees them."""
         items = []

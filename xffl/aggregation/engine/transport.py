@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.compression.error_feedback import ErrorFeedback
+from xffl.aggregation.compression import ErrorFeedback
 from xffl.aggregation.engine.buffers import Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext, SenderMap
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
-from xffl.aggregation.privacy.secure_sum import Masker
+from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
 from xffl.topology import Topology
 
-__all__ = ["CrossCellTransport", "GatheredRows", "Link", "add_distances"]
+__all__ = ["CrossCellTransport", "Link", "add_distances"]
 
 
 TAG = 7_100
@@ -41,26 +41,24 @@ class Link:
         progress: Progress,
         masker: Masker | None = None,
     ) -> None:
-        self.topology, self.rank = topology, rank
-        self.cell = topology.cell_of(rank)
-        self.others = [cell for cell in range(topology.cells) if cell != self.cell]
+        self.sizes, self.cells = topology.sizes, topology.cells
+        self.rank, self.cell = rank, topology.cell_of(rank)
+        self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
         self.combiner, self.masker, self.progress = combiner, masker, progress
-        self.gathered = GatheredRows(topology.cells, device)
-        self.senders = SenderMap(topology, rank, multi_rail=round_groups.multi_rail)
+        self._device = device
         self._needed: dict[tuple[int, ...], int] = {}
-        self._is_on_cpu = device.type == "cpu"
+        self._gathered: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         self.feedback = {
             transfer.number: ErrorFeedback(transfer.codec, transfer.group.numel, transfer.dtype, device)
             for transfer in transfers
-            if transfer.codec is not None
-            and any(self.senders.is_here(transfer.group, bucket) for bucket in transfer.buckets)
+            if transfer.codec is not None and any(map(transfer.is_sent_here, transfer.buckets))
         }
         # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
         widest = max((b.stop - b.start for t in transfers if t.codec is not None for b in t.buckets), default=0)
-        rows = topology.cells + 2 if widest else 0
+        rows = self.cells + 2 if widest else 0
         self.scratch = torch.empty(rows, widest, dtype=torch.float32, device=device)
 
     def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
@@ -81,10 +79,21 @@ class Link:
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
     def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
-        if transfer.deferred_mean or not self.senders.is_here(transfer.group, bucket):
+        if transfer.deferred_mean or not transfer.is_sent_here(bucket):
             return False
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
+
+    def reserve_rows(self, transfer: GroupTransfer, dtype: torch.dtype) -> None:
+        """Make a row for each cell's values of a group: as large as the cells' shards together; local."""
+        if (transfer.number, dtype) not in self._gathered:
+            with torch.inference_mode(False):
+                rows = torch.empty(self.cells, transfer.group.numel, dtype=dtype, device=self._device)
+            self._gathered[transfer.number, dtype] = rows
+
+    def rows_of(self, transfer: GroupTransfer, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Return a bucket's rows, ``[cells, elements]``."""
+        return self._gathered[transfer.number, dtype][:, bucket.start : bucket.stop]
 
     def pause(self, transfer: GroupTransfer) -> int:
         """Return for how many buckets :meth:`CrossCellTransport.exchange` pauses in all."""
@@ -92,13 +101,13 @@ class Link:
 
     def ahead(self, transfer: GroupTransfer) -> int:
         """Return how many buckets before it sends its own a rank is ready to receive; NCCL posts both together."""
-        return transfer.ahead if self._is_on_cpu else 0
+        return transfer.ahead if self._device.type == "cpu" else 0
 
     def _slot_bytes(self, transfer: GroupTransfer, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
         numel = max(part.stop - part.start for part in transfer.parts(bucket))
         arriving = len(self.others)
-        rows = arriving + (self.topology.cells if transfer.reduce_scatter else 1)
+        rows = arriving + (self.cells if transfer.reduce_scatter else 1)
         if self.is_masked(transfer):
             return aligned(numel * torch.int64.itemsize) * rows
         exact = aligned(numel * transfer.dtype.itemsize) * arriving
@@ -107,7 +116,7 @@ class Link:
     def seed_of(self, round_number: int, transfer: GroupTransfer, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
         rank = self.round_groups.first + self.rank
-        numbers = (round_number, transfer.number, bucket.number, part, rank, self.topology.sizes)
+        numbers = (round_number, transfer.number, bucket.number, part, rank, self.sizes)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def is_masked(self, transfer: GroupTransfer) -> bool:
@@ -137,11 +146,8 @@ class CrossCellTransport:
         self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor
     ) -> Iterator[int]:
         """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
-        kind = ExactValues
-        if self.is_encoded(transfer):
-            kind = EncodedSteps
-        elif self.link.is_masked(transfer):
-            kind = MaskedValues
+        masked = MaskedValues if self.link.is_masked(transfer) else ExactValues
+        kind = EncodedSteps if self.is_encoded(transfer) else masked
         return self._exchange(kind(self, transfer, bucket, values, out))
 
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
@@ -170,7 +176,7 @@ class CrossCellTransport:
     def combine_gathered(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
         """Combine what :meth:`gather` has kept of a bucket; local."""
         is_encoded = self.is_encoded(transfer)
-        rows = self.link.gathered.rows(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+        rows = self.link.rows_of(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
         values = [rows[cell] for cell in self.context.source_cells(transfer.group)]
         with self.profile.capture_failure("combine"):
             if is_encoded:
@@ -203,7 +209,7 @@ class CrossCellTransport:
         """Start sending to other cells' senders of a bucket, and receiving from them."""
         groups, first = self.link.round_groups.across, self.link.round_groups.first
         group = groups[bucket.number % len(groups)] if groups else None
-        senders = self.link.senders.of(transfer.group, bucket)
+        senders = transfer.senders_of(bucket)
         # What belongs together is matched by hop and order.
         arriving = [(values, first + senders[cell]) for cell, values in receive.items() if values.numel()]
         leaving = [(values, first + senders[cell]) for cell, values in send.items() if values.numel()]
@@ -294,7 +300,7 @@ class MaskedValues(ExactValues):
     """A bucket's values as fixed-point numbers under masks, of which the cells learn only the sum."""
 
     def _prepare(self) -> None:
-        transfer, cells = self.transfer, self.link.topology.cells
+        transfer, cells = self.transfer, self.link.cells
         parts = transfer.cut(self.bucket, self.values)
         self._parts = transfer.parts(self.bucket)
         self._results = parts if self.out is self.values else transfer.cut(self.bucket, self.out)
@@ -318,7 +324,7 @@ class MaskedValues(ExactValues):
         with self.transport.profile.capture_failure("encode"):
             for row in self._shares.values():
                 row.zero_()  # what is sent if masking fails
-            ranks = enumerate(link.senders.of(transfer.group, self.bucket))
+            ranks = enumerate(transfer.senders_of(self.bucket))
             senders = {cell: rank for cell, rank in ranks if cell in context.cells}
             for cell, row in self._shares.items():
                 place = (transfer.group.key, self.bucket.number, cell if transfer.reduce_scatter else -1)
@@ -341,7 +347,7 @@ class EncodedSteps(ExactValues):
         self._parts = transfer.parts(self.bucket)
         assert transfer.codec is not None
         sizes = [transfer.codec.nbytes(part.stop - part.start) for part in self._parts]
-        addressees = range(self.link.topology.cells) if transfer.reduce_scatter else [here]
+        addressees = range(self.link.cells) if transfer.reduce_scatter else [here]
         self.slot = self.link.slots.acquire()
         rows = self.link.slots.rows(self.slot, torch.uint8, len(self.others) + len(addressees))
         own = {cell: row[: sizes[cell]] for cell, row in zip(addressees, rows[len(self.others) :], strict=True)}
@@ -407,7 +413,7 @@ class GatheredValues(ExactValues):
     """A bucket's values, of which those of all cells are kept."""
 
     def _prepare(self) -> None:
-        rows = self.link.gathered.rows(self.transfer, self.bucket, self.transfer.dtype)
+        rows = self.link.rows_of(self.transfer, self.bucket, self.transfer.dtype)
         with self.transport.profile.capture_failure("pack"):
             rows[self.here].copy_(self.values)
         self.send = dict.fromkeys(self.others, rows[self.here]) if self.is_source else {}
@@ -422,7 +428,7 @@ class GatheredSteps(EncodedSteps):
 
     def combine(self) -> None:
         """Keep what the codes say."""
-        rows = self.link.gathered.rows(self.transfer, self.bucket, torch.float32)
+        rows = self.link.rows_of(self.transfer, self.bucket, torch.float32)
         with self.transport.profile.capture_failure("combine"):
             for cell in self.sources:
                 self._feedback.decode(self._codes[cell], rows[cell])
@@ -430,27 +436,6 @@ class GatheredSteps(EncodedSteps):
     def finish(self) -> None:
         """Give the buffers back; what was kept is combined later."""
         self._release()
-
-
-class GatheredRows:
-    """One row for each cell of each group that this rank sends; as large as the cells' shards together."""
-
-    def __init__(self, cells: int, device: torch.device) -> None:
-        self._cells = cells
-        self._device = device
-        self._rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def reserve(self, transfer: GroupTransfer, dtype: torch.dtype) -> None:
-        """Make a group's rows; local."""
-        if (transfer.number, dtype) not in self._rows:
-            with torch.inference_mode(False):
-                self._rows[transfer.number, dtype] = torch.empty(
-                    self._cells, transfer.group.numel, dtype=dtype, device=self._device
-                )
-
-    def rows(self, transfer: GroupTransfer, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return a bucket's rows, ``[cells, elements]``."""
-        return self._rows[transfer.number, dtype][:, bucket.start : bucket.stop]
 
 
 @torch.no_grad()
