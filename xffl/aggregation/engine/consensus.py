@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, FiniteReport, RoundRun
@@ -31,7 +30,7 @@ from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.consistency import check_consistent, control_device
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import ConfigError, RoundError, XfflError
 from xffl.topology import Topology
 
@@ -521,7 +520,7 @@ def digest_of(model: nn.Module) -> list[int]:
     sums = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            values = local_tensor(parameter).detach()
             values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
             parts = torch.split(values, CHUNK) if len(values) else ()
             sums.append(sum(_sum_of_bits(part, CHUNK * index) for index, part in enumerate(parts)))
