@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
@@ -26,6 +25,7 @@ from xffl.checks import integer_fields, number
 from xffl.cluster.hardware import describe_host
 from xffl.distributed.consistency import barrier, ranks_text, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.parallel.spread import shard
 from xffl.topology import Topology
@@ -235,8 +235,7 @@ def _drift(model: nn.Module, factor: float) -> Callable[[], None]:
     def step() -> None:
         scale = next(factors)
         for parameter in model.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.mul_(scale)
+            local_tensor(parameter).mul_(scale)
 
     return step
 

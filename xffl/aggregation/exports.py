@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
@@ -32,6 +31,7 @@ from xffl.cluster.environment import read_over_files
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import CheckpointError, ConfigError, StateError
 
 __all__ = [
@@ -370,7 +370,7 @@ class _MovingTensors:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for entry in self._entries:
-                target, source = _local(entry.tensor()), _local(state[entry.name])
+                target, source = local_tensor(entry.tensor()), local_tensor(state[entry.name])
                 if target.data_ptr() != source.data_ptr():  # else the checkpoint was read in place
                     target.copy_(source)
 
@@ -384,7 +384,7 @@ def _cell_mean(buffer: torch.Tensor) -> torch.Tensor:
     """Return the mean of a buffer over the ranks, each counted alike, as in a round; collective over the world."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return buffer
-    own = bytes_of(_local(buffer)).cpu()
+    own = bytes_of(local_tensor(buffer)).cpu()
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, own)
     real = buffer.dtype.to_real() if buffer.is_complex() else buffer.dtype
@@ -392,7 +392,3 @@ def _cell_mean(buffer: torch.Tensor) -> torch.Tensor:
     mean = torch.empty_like(values[0])
     weighted_mean(values, [1.0] * len(values), mean)
     return from_bytes(bytes_of(mean), buffer.dtype, buffer.shape)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.distributed.sharding import Plain, sharded_parameters, tensors_named, to_plain
+from xffl.distributed.sharding import Plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -142,7 +142,7 @@ def modules_with_extra_state(name: str, model: nn.Module) -> Iterator[tuple[str,
 
 def is_overlapping(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is expanded, so that torch does not write to it."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True))
 
 
@@ -153,7 +153,7 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
     """
     seen: set[tuple[type, torch.dtype]] = set()
     for name, tensor in tensors.items():
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = local_tensor(tensor).detach()
         kind = (type(local), local.dtype)
         if kind in seen or (kind[0] is torch.Tensor and not local.is_quantized):
             continue
@@ -235,7 +235,7 @@ def _ties(state: Mapping[str, Any]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     ties = {}
     for key, value in state.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = local_tensor(value)
         if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.is_meta or not local.numel():
             continue
         try:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.distributed.parallel_dims import JOINED, ParallelDims
 from xffl.distributed.parameters import AXES
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 
 __all__ = ["alike", "bytes_of", "from_bytes", "norms_of", "own_values", "total_norm", "values_of"]
@@ -92,7 +93,7 @@ def alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return this rank's numbers of a gradient; of a sparse one those that are not 0, each once."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = local_tensor(gradient)
     return local.coalesce().values() if local.is_sparse else local
 
 

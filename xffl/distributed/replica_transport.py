@@ -30,6 +30,7 @@ from xffl.distributed.collectives import bytes_of
 from xffl.distributed.sharding import (
     from_plain,
     load_optimizer,
+    local_tensor,
     reshard,
     sharded_parameters,
     spread_as,
@@ -316,7 +317,7 @@ def local(value: Any) -> Any:
     """Return this rank's part of a tensor, without gradient; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+    return local_tensor(value).detach()
 
 
 def _cut(value: Any) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "Plain",
     "from_plain",
     "load_optimizer",
+    "local_tensor",
     "reshard",
     "sharded_parameters",
     "spread_as",
@@ -37,6 +38,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a tensor, spread or not, in the same memory."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:

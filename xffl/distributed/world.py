@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, parallel
+from torch.distributed.tensor import parallel
 
 from xffl.checks import one_of
 from xffl.cluster.cells import Federation, check_federation
@@ -35,6 +35,7 @@ from xffl.distributed.process_group import (
     setup_distributed_process_group,
     waits_when_destroyed,
 )
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -559,7 +560,7 @@ class DistributedWorld:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
         for parameter in parameters:
             if parameter.grad is not None:
-                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                local = local_tensor(parameter.grad)
                 local.mul_(factor.to(local.device))
         return norm
 

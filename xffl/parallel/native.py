@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from xffl.distributed.collectives import alike, norms_of, values_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import sharded_parameters
+from xffl.distributed.sharding import local_tensor, sharded_parameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
 from xffl.parallel.pipeline import PipelineModel
@@ -290,7 +289,7 @@ class LossScale:
             raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
         scaled = [parameter for parameter in parameters if id(parameter) not in self._unscaled]
         gradients = [parameter.grad for parameter in scaled if parameter.grad is not None]
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+        local = [local_tensor(gradient) for gradient in gradients]
         for same in alike(gradient for gradient in local if not gradient.is_sparse):
             torch._foreach_div_(same, self.scale)
         for gradient in local:

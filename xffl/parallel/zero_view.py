@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError, StateError
 
 __all__ = [
@@ -194,7 +195,7 @@ class Masters:
         Collective over the cell with stages 1 and 2: an all-reduce of each parameter in fp32.
         """
         for name, shard in self._shard.items():
-            self._collect(name, self._rows, _local(shard))
+            self._collect(name, self._rows, local_tensor(shard).detach())
         self._steps = self._engine.global_steps
 
     def read_again(self) -> None:
@@ -212,11 +213,11 @@ class Masters:
             self._engine.optimizer.empty_partition_cache()
         for name, shard in self._shard.items():
             parameter = self._parameter[name]
-            whole = self._spread(name, _local(shard), self._rows)
+            local = local_tensor(shard).detach()
+            whole = self._spread(name, local, self._rows)
             if whole is not None:
                 parameter.data.copy_(whole.view_as(parameter))
             else:
-                local = _local(shard)
                 parameter.ds_tensor.data[: len(local)].copy_(local)  # type: ignore[attr-defined]
 
     # The optimizer's state --------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class Masters:
             for key, value in states[fragment.row].items():
                 if _is_row(value, self._rows[fragment.row]):
                     shard = self._empty(name, value.dtype).data
-                    self._collect(name, [state.get(key, value) for state in states], _local(shard))
+                    self._collect(name, [state.get(key, value) for state in states], local_tensor(shard).detach())
                     cut[name][key] = shard
         others = [
             {key: value for key, value in state.items() if not _is_row(value, row)}
@@ -252,7 +253,7 @@ class Masters:
         for name, fragment in self._fragment.items():
             own = inner.state[self._rows[fragment.row]]
             for key, value in state["rows"][name].items():
-                self._spread(name, _local(value), [inner.state[row].get(key, own[key]) for row in self._rows])
+                self._spread(name, local_tensor(value), [inner.state[row].get(key, own[key]) for row in self._rows])
             for key, value in state["others"][name].items():
                 own[key] = value.clone() if isinstance(value, torch.Tensor) else value
         for group, options in zip(inner.param_groups, state["options"], strict=True):
@@ -317,12 +318,6 @@ def find_masters(model: nn.Module) -> Masters | None:
                 "xffl.parallel.DeepSpeedStrategy"
             )
     return None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements, in the same memory."""
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
 
 
 def _is_row(value: object, row: torch.Tensor) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.checks import number
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.parallel.zero_view import find_masters
 
@@ -123,7 +123,7 @@ def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, A
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a tensor, sharded or not, as they lie in memory; call it without gradients."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor).detach()
 
 
 def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: float = 1.0) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, Item, Piece
 from xffl.aggregation.engine.tensors import ModelTensor, canonical_axis
 from xffl.aggregation.mean import piece_length, wide_type
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
@@ -207,7 +208,7 @@ class Layout:
 def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
     """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
     is_any_sharded = any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors] if is_any_sharded else tensors
+    local = list(map(local_tensor, tensors)) if is_any_sharded else tensors
     # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where there
     # can be thousands: tuples would set off Python's garbage collector.
     look_at = (torch.Tensor.data_ptr, torch.Tensor.numel, operator.attrgetter("dtype"))

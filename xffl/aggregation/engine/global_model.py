@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,7 +16,7 @@ from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
 
@@ -312,7 +311,7 @@ def digest_of(model: nn.Module) -> list[int]:
     sums = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            values = local_tensor(parameter).detach()
             values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
             parts = torch.split(values, CHUNK) if len(values) else ()
             sums.append(sum(_sum_of_bits(part, CHUNK * index) for index, part in enumerate(parts)))

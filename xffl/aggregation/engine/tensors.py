@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
 from xffl.checks import shorten
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
@@ -109,9 +109,8 @@ class ModelTensor(TensorInfo):
 
     def elements(self, axis: int) -> torch.Tensor:
         """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
-        tensor = self.tensor()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
+        local = local_tensor(self.tensor()).detach()
+        local = torch.view_as_real(local) if local.is_complex() else local
         return local.movedim(axis, 0) if axis > 0 else local
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.tensors import tensors_of
-from xffl.distributed.sharding import reshard, spread_as
+from xffl.distributed.sharding import local_tensor, reshard, spread_as
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     :param tensor: A tensor, spread or not.
     :return: A plain tensor without gradient.
     """
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+    return local_tensor(tensor).detach()
 
 
 def copies_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

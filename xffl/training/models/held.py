@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from xffl.aggregation.engine.tensors import tensors_of, ties_of
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.parallel.pipeline import PipelineModel
 
@@ -92,7 +93,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     :param tensor: A plain tensor or a DTensor.
     :return: A plain tensor without gradient.
     """
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 def places_held(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
