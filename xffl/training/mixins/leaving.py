@@ -9,9 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from xffl.checkpoint.manager import CheckpointManager
-from xffl.training.callbacks.checkpointing import CheckpointCallback
-from xffl.training.callbacks.progress import ProgressCallback
-from xffl.training.callbacks.status import Ending, ending_line
+from xffl.training.callbacks.checkpoint import CheckpointCallback
+from xffl.training.callbacks.progress import ProgressCallback, ending_line
 from xffl.training.mixins.state import StateMixin
 from xffl.training.mixins.validation import ValidationMixin
 from xffl.training.preemption import Preemption
@@ -93,16 +92,14 @@ class LeavingMixin(StateMixin, ValidationMixin):
             return
         experiment = self.config.experiment
         line = ending_line(
-            Ending(
-                name=experiment.name,
-                how=how,
-                cells=self.state.topology.cells,
-                validations=[values for one, values, _ in told if one == scope and values],
-                rounds=self.rounds if has_rounds else None,
-                bytes_sent=sum(sent for *_, sent in told),
-                seconds=time.monotonic() - self._began_s,
-                folder=str(experiment.output_dir),
-            )
+            name=experiment.name,
+            how=how,
+            cells=self.state.topology.cells,
+            validations=[values for one, values, _ in told if one == scope and values],
+            rounds=self.rounds if has_rounds else None,
+            bytes_sent=sum(sent for *_, sent in told),
+            seconds=time.monotonic() - self._began_s,
+            folder=str(experiment.output_dir),
         )
         LOG.info("%s", line)
         for callback in self.callbacks:
