@@ -335,7 +335,7 @@ def save_and_resume(rank: int, world_size: int, folder: Path) -> Any:
         "steps": (ema.steps, again.steps),
         "latest": None if latest is None else latest.name,
         "saved": sorted(path.name for path in (folder / "straight" / "checkpoints").glob("*")),
-        "best": (save.watched.best if save.watched else None, straight.recorded("val/loss")),
+        "best": (save.monitored.best if save.monitored else None, straight.recorded("val/loss")),
     }
 
 
@@ -502,7 +502,7 @@ def stop_together(rank: int, world_size: int, folder: Path) -> Any:
         save = CheckpointCallback(save_frequency=3, every_rounds=5, keep_last_n=9)
         trainer = run(rank, world_size, config, Planted(list(values[rank])), stopping, save, samples=48)
         saved = sorted(path.name for path in (folder / over / "checkpoints").iterdir())
-        told[over] = (trainer.global_step, trainer.stop_reason, stopping.watched.best, saved)
+        told[over] = (trainer.global_step, trainer.stop_reason, stopping.monitored.best, saved)
     return told
 
 

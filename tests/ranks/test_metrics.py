@@ -29,7 +29,7 @@ from xffl.training.metric_states import compute_metrics, prepare_metrics
 from xffl.training.metrics import WeightedSums, counted_place, reduce_mean, reduce_sums
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.mixins.metrics import EvalMetricMixin, MetricsConfig
-from xffl.training.run_folder import RunFolder
+from xffl.training.run_directory import RunDirectory
 
 CPU = torch.device("cpu")
 SAMPLES, CLASSES, TOKENS = 41, 4, 6
@@ -137,9 +137,9 @@ def oracle(data: SimpleNamespace, chosen: torch.Tensor) -> dict[str, float]:
 class Trainer(EvalMetricMixin, LoggerMixin):
     """What the mixins need of a trainer."""
 
-    def __init__(self, state: DistributedState, folder: RunFolder | None = None, **sections: Any) -> None:
+    def __init__(self, state: DistributedState, folder: RunDirectory | None = None, **sections: Any) -> None:
         self.strategy: Any = SimpleNamespace(state=state, device=CPU)
-        self.run_folder = folder
+        self.run_directory = folder
         self.config = SimpleNamespace(**sections)
         self.global_step = self.current_epoch = self.samples = 0
 
@@ -409,7 +409,7 @@ def curve(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def recorder(state: DistributedState, path: Path, is_resumed: bool = False) -> LoggerMixin:
     config = BaseTrainerConfig(experiment=ExperimentConfig(name="demo", output_dir=str(path)))
-    folder = RunFolder.open(path, state, config, origins={"experiment.name": "command line"}, is_resumed=is_resumed)
+    folder = RunDirectory.open(path, state, config, origins={"experiment.name": "command line"}, is_resumed=is_resumed)
     trainer = Trainer(state, folder)
     trainer.config = config
     trainer.configure_metrics = None  # type: ignore[assignment]
@@ -419,7 +419,7 @@ def recorder(state: DistributedState, path: Path, is_resumed: bool = False) -> L
 
 def train(trainer: Any, first: int, last: int, saved_at: int = -1) -> dict[str, Any] | None:
     """Log as a loop does: cells step at their own pace, ranks weigh differently; tell what a checkpoint keeps."""
-    rank, cell = trainer.state.rank, trainer.run_folder.cell
+    rank, cell = trainer.state.rank, trainer.run_directory.cell
     saved = None
     for step in range(first, last + 1):
         for _ in range(1 + rank):  # micro-batches
@@ -542,9 +542,7 @@ def folders(rank: int, world_size: int, path: str) -> None:
     mine = Path(path) / f"host_{rank}"
     mine.mkdir()
     link = Path(path) / "run"
-    if rank == 0:
-        RunFolder._look_before = RunFolder._look  # type: ignore[attr-defined]
-    shared = RunFolder.open(link, state, {"a": 1})
+    shared = RunDirectory.open(link, state, {"a": 1})
     logging.getLogger("xffl").info("rank %d is here", rank)
     warnings.warn(f"careful, rank {rank}", stacklevel=1)
     shared.close()
@@ -553,20 +551,20 @@ def folders(rank: int, world_size: int, path: str) -> None:
     hosts = json.loads((link / "environment.json").read_text())["hosts"]
     assert len(hosts) == 1  # both ranks are of one node
     # Each rank looks where only it has files, as with a disk of the node's own.
-    look = RunFolder._look
+    look = RunDirectory._check_visible
     if rank == 1:
-        RunFolder._look = lambda self, token: look(RunFolder(mine, state), token)  # type: ignore[method-assign]
+        RunDirectory._check_visible = lambda self, token: look(RunDirectory(mine, state), token)  # type: ignore[method-assign]
     with pytest.raises(
         ConfigError, match=r"is not there; give a folder on a file system that all ranks share \(rank 1"
     ):
-        RunFolder.open(Path(path) / "other", state, {"a": 1})
-    RunFolder._look = look  # type: ignore[method-assign]
+        RunDirectory.open(Path(path) / "other", state, {"a": 1})
+    RunDirectory._check_visible = look  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="different output_dir"):
-        RunFolder.open(Path(path) / f"run_{rank}", state, {"a": 1})
+        RunDirectory.open(Path(path) / f"run_{rank}", state, {"a": 1})
     if rank == 0:
         (link / "metrics/cell_1.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="holds the records of another run"):
-        RunFolder.open(link, state, {"a": 1})
+        RunDirectory.open(link, state, {"a": 1})
     state.unset_federated_scaling()
 
 

@@ -35,7 +35,7 @@ from xffl.distributed import consistency as backends
 from xffl.distributed.process_group import setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
-from xffl.training.callbacks.spread import copies_of, local, spread_like
+from xffl.training.callbacks.param_norms import copies_of, local, spread_like
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None and shutil.which("g++") is None, reason="needs g++: torch for CPUs has no device guard"

@@ -24,7 +24,7 @@ from xffl.aggregation.algorithms.clients import FedProx
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
 from xffl.parallel import FSDPStrategy
-from xffl.training.callbacks.spread import trained_parameters
+from xffl.training.callbacks.param_norms import trained_parameters
 
 
 def net(seed: int = 0) -> nn.Module:

@@ -345,7 +345,7 @@ def stopped(rank: int, world_size: int, folder: str, limit: int | None) -> Any:
     states = trainer.state_dict()
     other = TaskTrainer(config)
     other.strategy.setup(joined(rank, world_size))
-    other.run_folder = trainer.run_folder
+    other.run_directory = trainer.run_directory
     other.configure()
     other.setup()
     other.load_state_dict(states)

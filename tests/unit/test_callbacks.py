@@ -40,10 +40,10 @@ from xffl.training.callbacks import (
     UpdateNormCallback,
 )
 from xffl.training.callbacks.base import STAGES
-from xffl.training.callbacks.pauses import TrainingClock
-from xffl.training.callbacks.status import Ending, ending_line
+from xffl.training.callbacks.early_stopping import MonitoredMetric
+from xffl.training.callbacks.monitors import TrainingClock
+from xffl.training.callbacks.progress import ending_line
 from xffl.training.callbacks.summary import summarize
-from xffl.training.callbacks.watching import WatchedMetric
 from xffl.training.config.typed import to_plain
 
 SHIPPED = sorted(set(shipped.__all__) - {"Callback", "CallbackCollection"})
@@ -118,7 +118,7 @@ def test_callbacks_are_made_of_yaml(name: str, tmp_path: Path) -> None:
     assert type(made) is getattr(shipped, name)
     assert isinstance(made.state_dict(), dict)
     if arguments:
-        assert (made.watched.name, made.watched.mode) == ("val/accuracy", "max")
+        assert (made.monitored.name, made.monitored.mode) == ("val/accuracy", "max")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -252,8 +252,8 @@ def test_a_run_that_had_stopped_goes_on_where_it_is_asked_for_something_else(cap
         again, trainer = EarlyStoppingCallback(**options), stand_in()  # type: ignore[arg-type]
         again.load_state_dict(state)
         again.pre_train(trainer)
-        assert not trainer.reasons and (again.watched.best, again.waited) == (best, waited)
-    assert len(caplog.records) == 2 and "best value of val/x (min); that of val/y (min) is looked for" in caplog.text
+        assert not trainer.reasons and (again.monitored.best, again.waited) == (best, waited)
+    assert len(caplog.records) == 2 and "best value of val/x (min); that of val/y (min) is determined" in caplog.text
     older = {name: value for name, value in state.items() if name != "asked"}
     del older["metric"]["of"]
     again = EarlyStoppingCallback(metric="val/x", patience=1)
@@ -274,9 +274,9 @@ def test_cells_decide_at_rounds() -> None:
     theirs = iter([(1.0, 1.0), (0.0, 0.0), (9.0, 1.0)])  # sums and counts of the other cell
     trainer.world.all_reduce = lambda tensor, op, mesh: tensor + torch.tensor(next(theirs), dtype=torch.float64)
     callback.post_validation(trainer, {"val/loss": 3.0})
-    assert callback.watched.best is None
+    assert callback.monitored.best is None
     callback.post_round(trainer, report)
-    assert callback.watched.best == 2.0 and not trainer.reasons
+    assert callback.monitored.best == 2.0 and not trainer.reasons
     callback.post_round(trainer, report)  # no cell has validated since
     assert callback.waited == 0
     callback.post_validation(trainer, {"val/loss": 1.0})
@@ -289,8 +289,8 @@ def test_cells_decide_at_rounds() -> None:
 
 
 def test_the_best_of_a_metric() -> None:
-    metric = WatchedMetric("x", "max")
-    found = [metric.judge(value) for value in (math.nan, -1.0, -1.0, 2.0, math.nan, 1.0, math.inf)]
+    metric = MonitoredMetric("x", "max")
+    found = [metric.is_better(value) for value in (math.nan, -1.0, -1.0, 2.0, math.nan, 1.0, math.inf)]
     assert found == [False, True, False, True, False, False, True]
 
 
@@ -301,11 +301,17 @@ def test_a_clock_that_is_stopped_twice_runs_on_at_the_second() -> None:
     now = Clock()
     clock = TrainingClock(now)
     began = clock.read()
-    for action, seconds in ((None, 1.0), (clock.stop, 2.0), (clock.stop, 4.0), (clock.go_on, 8.0), (clock.go_on, 16.0)):
+    for action, seconds in (
+        (None, 1.0),
+        (clock.stop, 2.0),
+        (clock.stop, 4.0),
+        (clock.resume, 8.0),
+        (clock.resume, 16.0),
+    ):
         if action is not None:
             action()
         now.now += seconds
-    clock.go_on()  # of nothing
+    clock.resume()  # of nothing
     now.now += 32.0
     assert clock.read() - began == 1.0 + 16.0 + 32.0
 
@@ -580,7 +586,7 @@ def test_progress_shows_validations_checkpoints_and_rounds() -> None:
 )
 def test_the_last_line_is_the_federations(given: dict[str, Any], told: str) -> None:
     common = {"name": "demo", "how": "finished", "cells": 1, "validations": [], "rounds": None, "bytes_sent": 0}
-    line = ending_line(Ending(**{**common, "seconds": 1.0, "folder": "runs/demo", **given}))
+    line = ending_line(**{**common, "seconds": 1.0, "folder": "runs/demo", **given})
     assert told in line
     callback = ShownProgress(is_terminal=True)
     callback.show_ending(line)
@@ -687,8 +693,8 @@ def test_states_go_through_a_collection() -> None:
     again = CallbackCollection([EarlyStoppingCallback(), CheckpointCallback(best="val/loss", save_frequency=2)])
     again.load_state_dict(json.loads(json.dumps(saved)))
     _, checkpoint = again
-    assert isinstance(checkpoint, CheckpointCallback) and checkpoint.watched is not None
-    assert checkpoint.watched.best == 0.5
+    assert isinstance(checkpoint, CheckpointCallback) and checkpoint.monitored is not None
+    assert checkpoint.monitored.best == 0.5
     assert [step for step in range(8, 13) if checkpoint._is_due(step=step)] == [10, 11, 12]
 
 

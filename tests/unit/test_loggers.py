@@ -28,8 +28,8 @@ from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
-from xffl.training.loggers.images import tiled
-from xffl.training.loggers.lines import LineFile, cut_lines
+from xffl.training.loggers.base import tiled
+from xffl.training.loggers.files import LineFile, cut_lines
 from xffl.training.metrics import WeightedSums
 from xffl.training.mixins import logging as mixin
 from xffl.training.mixins.logging import (
@@ -42,7 +42,7 @@ from xffl.training.mixins.logging import (
     WandBLoggerConfigMixin,
     WandBLoggerMixin,
 )
-from xffl.training.run_folder import RunFolder
+from xffl.training.run_directory import RunDirectory
 
 VALUES = {"train/loss": 0.1 + 0.2, "val/a, b": -1e-300, "odd": math.nan, "up": math.inf, "down": -math.inf}
 
@@ -117,7 +117,7 @@ def test_lines_are_cut_aside(tmp_path: Path) -> None:
     cut_lines(path, lambda place, line: True)
     assert path.stat().st_ino == before and [one.name for one in tmp_path.iterdir()] == ["file"]
     path.write_bytes(b"0\n\0\0\n2\n")
-    with pytest.raises(ConfigError, match="line 2 is no record"):
+    with pytest.raises(ConfigError, match="line 2 is not a record"):
         cut_lines(path, lambda place, line: int(line) >= 0)
     assert path.read_bytes() == b"0\n\0\0\n2\n"
 
@@ -139,7 +139,7 @@ def test_texts_and_pictures(run: Path) -> None:
     assert tiled(np.eye(2, dtype=bool)).tolist() == [[[255] * 3, [0] * 3], [[0] * 3, [255] * 3]]
     assert tiled(torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16)).shape == (1, 2, 3)
     for wrong in (torch.zeros(2), torch.zeros(1, 2, 4, 4), torch.full((2, 2), 1.5), torch.ones(2, 2, dtype=torch.long)):
-        with pytest.raises(ConfigError, match="give"):
+        with pytest.raises(ConfigError, match="give|must have shape"):
             tiled(wrong)
     with pytest.raises(ConfigError, match="nan"):
         tiled(torch.tensor([[math.nan]]))
@@ -241,7 +241,7 @@ class Trainer(TensorBoardLoggerMixin, MLflowLoggerMixin, WandBLoggerMixin):
         state.set_global("gloo", "cpu", None, None, 0, 1)
         self.strategy: Any = SimpleNamespace(state=state, device=torch.device("cpu"))
         self.config = Config(experiment=ExperimentConfig(name="demo", output_dir=str(path)), **sections)
-        self.run_folder = RunFolder.open(path, self.state, self.config)
+        self.run_directory = RunDirectory.open(path, self.state, self.config)
         self.global_step, self.current_epoch, self.samples = 4, 1, 64
 
     def configure_loggers(self, scope: str) -> list[Logger]:

@@ -79,14 +79,9 @@ class CheckpointManager:
         :raises ConfigError: if the step is invalid, or the ranks were given different ones.
         :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
         """
-        path = run_collectively(
-            "step",
-            lambda: self.output_dir / f"step_{integer('step', step, 0)}",
-            self.output_dir,
-            "give all ranks the same step",
-            str,
-        )
-        self._save(strategy, path, kwargs)
+        advice = "give all ranks the same step"
+        path = run_collectively("step", lambda: self.path_of(step), self.output_dir, advice, str)
+        self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
     def save_final(self, strategy: Saver, **kwargs: Any) -> None:
         r"""Save the checkpoint ``final``, which is never deleted; otherwise as :meth:`save`.
@@ -95,10 +90,18 @@ class CheckpointManager:
         :param \**kwargs: Passed on to the strategy; give it the ``step`` among its values.
         :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
         """
-        self._save(strategy, self.output_dir / FINAL, kwargs)
+        path = self.path_of(FINAL)
+        self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
-    def _save(self, strategy: Saver, path: Path, kwargs: dict[str, Any]) -> None:
-        saved = strategy.save_checkpoint(path, **kwargs)
+    def path_of(self, step: int | str) -> Path:
+        """Return where the checkpoint of a step lies, or that called ``final``; local."""
+        return self.output_dir / (FINAL if step == FINAL else f"step_{integer('step', step, 0)}")
+
+    def rotate(self, path: Path, saved: object = None) -> None:
+        """Point to a checkpoint that was saved and delete the oldest, at once or when a :class:`PendingSave` is whole.
+
+        Collective over the world, where it is initialized.
+        """
         if isinstance(saved, PendingSave):
             saved.then(lambda world: self._rotate(path, world))
         else:

@@ -26,10 +26,9 @@ from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.config.dataclasses import BaseTrainerConfig
 from xffl.training.counting import find_loss
 from xffl.training.data.sampler import CellBatchSampler
-from xffl.training.mixins.leaving import LeavingMixin
 from xffl.training.mixins.logging import LoggerMixin
-from xffl.training.preemption import PreemptedExit, Preemption
-from xffl.training.run_folder import RunFolder, plain_config
+from xffl.training.preemption import PreemptedExit, Preemption, PreemptionMixin
+from xffl.training.run_directory import RunDirectory, plain_config
 from xffl.training.signals import SignalInbox, check_signals
 
 __all__ = ["BaseTrainer"]
@@ -37,7 +36,7 @@ __all__ = ["BaseTrainer"]
 LOG = logging.getLogger(__name__)
 
 
-class BaseTrainer(LeavingMixin, LoggerMixin):
+class BaseTrainer(PreemptionMixin, LoggerMixin):
     """Train models for some epochs, in all cells, with rounds, validation, records and checkpoints.
 
     A trainer is a class of this one and of mixins; it says what its models, optimizers and data are, and what a step
@@ -230,7 +229,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
         experiment = self.config.experiment
         self._began_s, self._bytes_across, self.last_validation = time.monotonic(), 0, None
         is_resumed = experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None
-        self.run_folder = RunFolder.open(
+        self.run_directory = RunDirectory.open(
             experiment.output_dir,
             self.state,
             self.config,
@@ -248,7 +247,7 @@ class BaseTrainer(LeavingMixin, LoggerMixin):
         self.callbacks.post_setup(self)
         with self.training_rounds():
             if experiment.resume and auto_resume(self.config, self):
-                self.run_folder.confirm()
+                self.run_directory.confirm()
             self.take_global()
             others = {name: part for name, part in self._others().items() if part is not self.world.ft_manager}
             others["configuration"] = _Same(

@@ -1,14 +1,13 @@
-"""Callbacks of a trainer: what is called at the stages of a run, and those that come with xffl."""
+"""Callbacks of a trainer: the interface for the stages of a run, and those that come with xffl."""
 
 from xffl.training.callbacks.base import Callback, CallbackCollection
-from xffl.training.callbacks.checkpointing import CheckpointCallback
-from xffl.training.callbacks.drift import DriftCallback
+from xffl.training.callbacks.checkpoint import CheckpointCallback
+from xffl.training.callbacks.early_stopping import EarlyStoppingCallback
 from xffl.training.callbacks.ema import EMACallback
 from xffl.training.callbacks.monitors import LearningRateMonitor, MemoryCallback, ThroughputCallback
-from xffl.training.callbacks.norms import GradientNormCallback, UpdateNormCallback
+from xffl.training.callbacks.param_norms import DriftCallback, GradientNormCallback, UpdateNormCallback
 from xffl.training.callbacks.profiler import ProfilerCallback
 from xffl.training.callbacks.progress import ProgressCallback
-from xffl.training.callbacks.stopping import EarlyStoppingCallback
 from xffl.training.callbacks.summary import ModelSummaryCallback
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Callbacks: what is called at the stages of a run, under either of two names for each stage."""
+"""Callback interface: methods for the stages of a run, each under two names, and the collection that calls them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ STAGES: dict[str, str] = {
     "preemption": "on_preemption",
     "exception": "on_exception",
 }
-"""Stages in the order of a run, each with its second name. The two are called with the same arguments, the first name
-first."""
+"""Stages in the order of a run, each with its second name; both get the same arguments, the first one first."""
 
 
 class Callback:
-    """Something that is called at the stages of a run.
+    """Base class of callbacks: methods that are called at the stages of a run.
 
     Every stage has two names (:data:`STAGES`); overload either, or both. All ranks call their callbacks in the order in
     which they were given, so a callback may communicate inside its cell (:attr:`trainer.world`), and over the world
@@ -69,10 +68,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        :param state: The saved state.
-        """
+        """Take over what :meth:`state_dict` returned."""
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -100,30 +96,6 @@ class Callback:
     def post_train(self, trainer: BaseTrainer) -> None:
         """Stage: after this cell's last epoch; other cells may go on."""
 
-    def on_fit_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_fit`."""
-
-    def on_fit_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_fit`."""
-
-    def on_configure_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_configure`."""
-
-    def on_configure_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_configure`."""
-
-    def on_setup_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_setup`."""
-
-    def on_setup_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_setup`."""
-
-    def on_train_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_train`."""
-
-    def on_train_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_train`."""
-
     # Epochs and batches -----------------------------------------------------------------------------------------------
 
     def pre_train_epoch(self, trainer: BaseTrainer) -> None:
@@ -147,31 +119,10 @@ class Callback:
         Nothing of the batch is open any more: in a single cell a checkpoint may be written here.
         """
 
-    def on_train_epoch_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_train_epoch`."""
-
-    def on_train_epoch_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_train_epoch`."""
-
-    def on_train_batch_start(self, trainer: BaseTrainer, batch: Any, batch_idx: int) -> None:
-        """Stage: as :meth:`pre_train_batch`."""
-
-    def on_train_batch_end(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
-        """Stage: as :meth:`post_train_batch`."""
-
-    def on_optimizer_step_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_optimizer_step`."""
-
-    def on_optimizer_step_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_optimizer_step`."""
-
     # Rounds -----------------------------------------------------------------------------------------------------------
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
         """Stage: a round has written the new weights; all ranks of all cells are here together."""
-
-    def on_round_end(self, trainer: BaseTrainer, report: RoundReport) -> None:
-        """Stage: as :meth:`post_round`."""
 
     # Validation -------------------------------------------------------------------------------------------------------
 
@@ -193,24 +144,6 @@ class Callback:
     def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
         """Stage: models are back in training mode."""
 
-    def on_validation_start(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`pre_val_epoch`."""
-
-    def on_validation_batch_start(self, trainer: BaseTrainer, batch: Any, batch_idx: int) -> None:
-        """Stage: as :meth:`pre_val_batch`."""
-
-    def on_validation_batch_end(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
-        """Stage: as :meth:`post_val_batch`."""
-
-    def on_val_epoch_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Stage: as :meth:`val_metrics`."""
-
-    def on_validation_epoch_end(self, trainer: BaseTrainer) -> None:
-        """Stage: as :meth:`post_val_epoch`."""
-
-    def on_validation_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Stage: as :meth:`post_validation`."""
-
     # Checkpoints and failures -----------------------------------------------------------------------------------------
 
     def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
@@ -223,29 +156,42 @@ class Callback:
         """Stage: after a checkpoint was loaded."""
 
     def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
-        """Stage: the run leaves, and goes on when it is started again; all ranks are here together.
+        """Stage: the run stops early and resumes when it is started again; all ranks are here together.
 
-        :param trainer: The trainer.
-        :param path: The checkpoint that was written; ``None`` where no step was made since the last start.
+        ``path`` is the checkpoint that was written; ``None`` where no step was made since the last start.
         """
 
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         """Stage: this rank fails; others may not know yet."""
 
-    def on_save_checkpoint_start(self, trainer: BaseTrainer, path: str) -> None:
-        """Stage: as :meth:`pre_save_checkpoint`."""
+    # The second names, by which the same may be overloaded ------------------------------------------------------------
 
-    def on_save_checkpoint_end(self, trainer: BaseTrainer, path: str) -> None:
-        """Stage: as :meth:`post_save_checkpoint`."""
-
-    def on_load_checkpoint_end(self, trainer: BaseTrainer, path: str) -> None:
-        """Stage: as :meth:`post_load_checkpoint`."""
-
-    def on_preemption(self, trainer: BaseTrainer, path: str | None) -> None:
-        """Stage: as :meth:`preemption`."""
-
-    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
-        """Stage: as :meth:`exception`."""
+    on_fit_start = pre_fit
+    on_fit_end = post_fit
+    on_configure_start = pre_configure
+    on_configure_end = post_configure
+    on_setup_start = pre_setup
+    on_setup_end = post_setup
+    on_train_start = pre_train
+    on_train_end = post_train
+    on_train_epoch_start = pre_train_epoch
+    on_train_epoch_end = post_train_epoch
+    on_train_batch_start = pre_train_batch
+    on_train_batch_end = post_train_batch
+    on_optimizer_step_start = pre_optimizer_step
+    on_optimizer_step_end = post_optimizer_step
+    on_round_end = post_round
+    on_validation_start = pre_val_epoch
+    on_validation_epoch_end = post_val_epoch
+    on_validation_batch_start = pre_val_batch
+    on_validation_batch_end = post_val_batch
+    on_val_epoch_end = val_metrics
+    on_validation_end = post_validation
+    on_save_checkpoint_start = pre_save_checkpoint
+    on_save_checkpoint_end = post_save_checkpoint
+    on_load_checkpoint_end = post_load_checkpoint
+    on_preemption = preemption
+    on_exception = exception
 
 
 class CallbackCollection:
@@ -256,7 +202,7 @@ class CallbackCollection:
     that ends the run is another one.
 
     :param callbacks: The callbacks, in order.
-    :raises ConfigError: if something is no callback, or two have the same name for their state.
+    :raises ConfigError: if one is not a callback, or two have the same name for their state.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -264,7 +210,7 @@ class CallbackCollection:
         names: list[str] = []
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
-                raise ConfigError(f"{callback!r} is no callback; derive its class from xffl.training.Callback")
+                raise ConfigError(f"{callback!r} is not a callback; derive its class from xffl.training.Callback")
             if callback.state_name in names:
                 raise ConfigError(
                     f"two callbacks are called {callback.state_name!r} in checkpoints; give one another state_name"
@@ -294,21 +240,14 @@ class CallbackCollection:
         return {callback.state_name: state for callback in self._callbacks if (state := callback.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the callbacks their states back.
-
-        A callback that was not there when the state was saved begins anew; a saved state of one that is not here now is
-        an error.
-
-        :param state: What :meth:`state_dict` returned.
-        :raises CheckpointError: if a state is of no callback here.
-        """
+        """Give the callbacks their states back; one that has none in the checkpoint starts from its beginning."""
         by_name = {callback.state_name: callback for callback in self._callbacks}
         for name, saved in state.items():
             if name in by_name:
                 by_name[name].load_state_dict(saved)
             else:
                 raise CheckpointError(
-                    f"the checkpoint has the state of a callback {name!r}, which this run has not; give it, too"
+                    f"the checkpoint has the state of a callback {name!r}, which this run does not have; add it"
                 )
 
     def _listeners(self, first: str, second: str) -> list[Callable[..., None]]:
@@ -335,6 +274,6 @@ def _failure_caller(listeners: list[Callable[..., None]]) -> Callable[..., None]
             try:
                 listener(*arguments)
             except Exception:
-                LOG.exception("a callback failed when it was told of a failure")
+                LOG.exception("a callback failed while it handled the failure of the run")
 
     return call

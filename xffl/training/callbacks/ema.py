@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, spread as the weights are."""
+"""Exponential moving average of the weights, sharded as the weights are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from xffl.checks import integer
+from xffl.checks import integer, number
 from xffl.distributed.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.spread import check_own_weights, local, spread_like, trained_parameters
+from xffl.training.callbacks.param_norms import check_own_weights, local, spread_like, trained_parameters
 
 if TYPE_CHECKING:
     from xffl.training.trainer import BaseTrainer
@@ -42,13 +42,11 @@ class EMACallback(Callback):
     :param start: Optimizer steps after which averaging begins, with the weights of then. Until then validations use the
         weights.
     :param validates: Whether validations use the averages.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(self, *, decay: float = 0.999, every: int = 1, start: int = 0, validates: bool = True) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ConfigError(f"decay {decay!r} is not between 0 and 1; give such as 0.999")
-        self.decay = float(decay)
+        self.decay = number("decay", decay, above=0.0, below=1.0, hint="give such as 0.999")
         self.every = integer("every", every)
         self.start = integer("start", start, 0)
         self.validates = validates
@@ -68,12 +66,7 @@ class EMACallback(Callback):
         return {"steps": self.steps, "averages": dict(self._averages)} if self._averages else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over averages; local.
-
-        :param state: The saved state; its tensors are spread like the parameters here, or whole.
-        :raises StateError: before the models are made.
-        :raises CheckpointError: if it is of another model.
-        """
+        """Take over averages; local."""
         if not state:
             return
         if not self._averages:
@@ -92,11 +85,7 @@ class EMACallback(Callback):
         self.steps = int(state["steps"])
 
     def post_setup(self, trainer: BaseTrainer) -> None:
-        """Make the averages: a checkpoint is read into them.
-
-        :param trainer: The trainer.
-        :raises ConfigError: with a pipeline or DeepSpeed.
-        """
+        """Make the averages: a checkpoint is read into them."""
         check_own_weights(trainer, "EMACallback")
         if trainer.world.pp_enabled:
             raise ConfigError(
@@ -112,20 +101,12 @@ class EMACallback(Callback):
             self._averages[name] = spread_like(values.to(wide, copy=True), parameter)
 
     def pre_train(self, trainer: BaseTrainer) -> None:
-        """Begin with the weights as they are, unless averages were loaded.
-
-        :param trainer: The trainer.
-        """
-        del trainer
+        """Begin with the weights as they are, unless averages were loaded."""
         if self.steps <= self.start:
             self._update(0.0)
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
-        """Average, where it is due.
-
-        :param trainer: The trainer.
-        """
-        del trainer
+        """Average, where it is due."""
         self.steps += 1
         since = self.steps - self.start
         if since == 0:
@@ -134,37 +115,21 @@ class EMACallback(Callback):
             self._update(self.decay)
 
     def pre_val_epoch(self, trainer: BaseTrainer) -> None:
-        """Put the averages into the models.
-
-        :param trainer: The trainer.
-        """
-        del trainer
+        """Put the averages into the models."""
         if self.validates and self.steps > self.start:
             self.swap_in()
 
     def post_val_epoch(self, trainer: BaseTrainer) -> None:
-        """Put the weights back.
-
-        :param trainer: The trainer.
-        """
-        del trainer
+        """Put the weights back."""
         self.swap_out()
 
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
-        """Put the weights back.
-
-        :param trainer: The trainer.
-        :param error: What went wrong.
-        """
-        del trainer, error
+        """Put the weights back."""
         self.swap_out()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the models have the averages in the block; local.
-
-        :yield: Nothing.
-        """
+        """Let the models have the averages in the block; local."""
         self.swap_in()
         try:
             yield
@@ -173,10 +138,7 @@ class EMACallback(Callback):
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the averages into the models and keep the weights aside; local, on all ranks of a cell.
-
-        :raises StateError: if they are there already.
-        """
+        """Put the averages into the models and keep the weights aside; local, on all ranks of a cell."""
         if self._kept is not None:
             raise StateError("the averages stand in the models already; call swap_out() first")
         self._kept = {}

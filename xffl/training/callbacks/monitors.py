@@ -1,22 +1,21 @@
-"""What a run does while it trains: learning rates, throughput, memory."""
+"""Learning rates, throughput and memory of a run while it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xffl.checks import integer
+from xffl.checks import integer, integer_fields
 from xffl.cluster.hardware import resident_bytes
-from xffl.training.callbacks.arguments import find_count
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.pauses import TrainingClock
 
 if TYPE_CHECKING:
     from xffl.training.trainer import BaseTrainer
 
-__all__ = ["LearningRateMonitor", "MemoryCallback", "ThroughputCallback"]
+__all__ = ["LearningRateMonitor", "MemoryCallback", "ThroughputCallback", "TrainingClock"]
 
 
 class LearningRateMonitor(Callback):
@@ -26,39 +25,58 @@ class LearningRateMonitor(Callback):
     ``.../group_1`` and so on; the first group has no number.
 
     :param every: Optimizer steps between two records; ``None`` for ``training.log_every``.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
-        self.every = find_count("every", every)
-        self._told: int | None = None
+        self.every = every
+        integer_fields(self, "every", may_be_none=True)
+        self._logged: int | None = None
 
     def pre_train(self, trainer: BaseTrainer) -> None:
-        """Begin.
-
-        :param trainer: The trainer.
-        """
-        del trainer
-        self._told = None
+        """Begin."""
+        self._logged = None
 
     def pre_optimizer_step(self, trainer: BaseTrainer) -> None:
-        """Log the rates that the step takes, where it is due.
-
-        :param trainer: The trainer.
-        """
+        """Log the rates that the step takes, where it is due."""
         step = trainer.global_step
-        if step % (self.every or trainer.config.training.log_every) or self._told == step:
+        if step % (self.every or trainer.config.training.log_every) or self._logged == step:
             return
-        self._told = step  # where a step has several optimizers, the first one tells of all
+        self._logged = step  # where a step has several optimizers, the first one logs all
         optimizers = trainer.named_optimizers()
         rates: dict[str, float] = {}
         for name, optimizer in optimizers.items():
-            home = f"train/learning_rate/{name}" if len(optimizers) > 1 else "train/learning_rate"
-            for place, group in enumerate(optimizer.param_groups):
+            key = f"train/learning_rate/{name}" if len(optimizers) > 1 else "train/learning_rate"
+            for index, group in enumerate(optimizer.param_groups):
                 rate = float(group["lr"])
-                if place == 0 or rate != rates[home]:
-                    rates[f"{home}/group_{place}" if place else home] = rate
+                if index == 0 or rate != rates[key]:
+                    rates[f"{key}/group_{index}" if index else key] = rate
         trainer.log_metrics(rates)
+
+
+class TrainingClock:
+    """A clock in seconds that can be stopped, for as long as any of those that have stopped it has not resumed it."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._paused_s = self._stopped_at = 0.0
+        self._depth = 0
+
+    def read(self) -> float:
+        """Return the seconds that have passed while it was not stopped, from any beginning."""
+        return (self._stopped_at if self._depth else self._now()) - self._paused_s
+
+    def stop(self) -> None:
+        """Stop it until as many calls of :meth:`resume`."""
+        if self._depth == 0:
+            self._stopped_at = self._now()
+        self._depth += 1
+
+    def resume(self) -> None:
+        """Let it run on; nothing happens where it was not stopped."""
+        if self._depth == 1:
+            self._paused_s += self._now() - self._stopped_at
+        self._depth = max(0, self._depth - 1)
 
 
 class ThroughputCallback(Callback):
@@ -72,7 +90,7 @@ class ThroughputCallback(Callback):
     :param skip: Optimizer steps at the start that do not count.
     :param tokens: Key of a tensor in batches that are mappings: its elements are tokens; ``None`` where there are none.
         Batches without it give no ``tokens_per_s``.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(self, *, window: int = 50, skip: int = 1, tokens: str | None = "input_ids") -> None:
@@ -80,41 +98,28 @@ class ThroughputCallback(Callback):
         self.skip = integer("skip", skip, 0)
         self.tokens = tokens
         self._clock = self.make_clock()
-        self._left = 0
-        self._steps = 0
-        self._tokens = 0
-        self._from = (0.0, 0)
+        self._left = self._steps = self._tokens = 0
+        self._start = (0.0, 0)
+        """Time and samples at the start of the window"""
 
     def make_clock(self) -> TrainingClock:
         """Return the clock; overload it for another one."""
         return TrainingClock()
 
     def pre_train(self, trainer: BaseTrainer) -> None:
-        """Begin.
-
-        :param trainer: The trainer.
-        """
+        """Begin."""
         self._left = self.skip
         self._begin(trainer)
 
     def pre_train_batch(self, trainer: BaseTrainer, batch: Any, batch_idx: int) -> None:
-        """Count tokens.
-
-        :param trainer: The trainer.
-        :param batch: The batch.
-        :param batch_idx: Its number.
-        """
-        del trainer, batch_idx
+        """Count tokens."""
         if self.tokens is not None and isinstance(batch, Mapping):
-            found = batch.get(self.tokens)
-            if isinstance(found, torch.Tensor):
-                self._tokens += found.numel()
+            tokens = batch.get(self.tokens)
+            if isinstance(tokens, torch.Tensor):
+                self._tokens += tokens.numel()
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
-        """Count the step, and log at the end of a window.
-
-        :param trainer: The trainer.
-        """
+        """Count the step, and log at the end of a window."""
         if self._left:
             self._left -= 1
             if self._left == 0:
@@ -125,13 +130,13 @@ class ThroughputCallback(Callback):
             return
         if trainer.device.type == "cuda":
             torch.cuda.current_stream(trainer.device).synchronize()  # not that of a delayed round
-        since, samples = self._from
+        since, samples = self._start
         world = trainer.world
         own = torch.tensor([self._clock.read() - since, self._tokens], dtype=torch.float64, device=trainer.device)
-        told = world.all_gather(own, "cell")
-        seconds = told[:, 0].max().item()
+        of_ranks = world.all_gather(own, "cell")
+        seconds = of_ranks[:, 0].max().item()
         # Ranks that share their data have each counted it.
-        tokens = told[:, 1].sum().item() * world.dp_size / len(told)
+        tokens = of_ranks[:, 1].sum().item() * world.dp_size / len(of_ranks)
         rates = {
             "samples": (trainer.samples - samples) / seconds,
             "steps": self._steps / seconds,
@@ -141,43 +146,24 @@ class ThroughputCallback(Callback):
         self._begin(trainer)
 
     def pre_val_epoch(self, trainer: BaseTrainer) -> None:
-        """Stop the clock.
-
-        :param trainer: The trainer.
-        """
-        del trainer
+        """Stop the clock."""
         self._clock.stop()
 
     def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Let the clock run on.
-
-        :param trainer: The trainer.
-        :param metrics: What was measured.
-        """
-        del trainer, metrics
-        self._clock.go_on()
+        """Let the clock run on."""
+        self._clock.resume()
 
     def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Stop the clock.
-
-        :param trainer: The trainer.
-        :param path: The checkpoint.
-        """
-        del trainer, path
+        """Stop the clock."""
         self._clock.stop()
 
     def post_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Let the clock run on.
-
-        :param trainer: The trainer.
-        :param path: The checkpoint.
-        """
-        del trainer, path
-        self._clock.go_on()
+        """Let the clock run on."""
+        self._clock.resume()
 
     def _begin(self, trainer: BaseTrainer) -> None:
         self._steps = self._tokens = 0
-        self._from = (self._clock.read(), trainer.samples)
+        self._start = (self._clock.read(), trainer.samples)
 
 
 class MemoryCallback(Callback):
@@ -187,18 +173,15 @@ class MemoryCallback(Callback):
     device since the last record; it is not logged on a CPU. Each record is one all-reduce of two numbers over the cell.
 
     :param every: Optimizer steps between two records; ``None`` for ``training.log_every``.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
-        self.every = find_count("every", every)
+        self.every = every
+        integer_fields(self, "every", may_be_none=True)
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
-        """Log, where it is due.
-
-        :param trainer: The trainer.
-        :raises ConfigError: if this system does not tell the resident memory.
-        """
+        """Log, where it is due."""
         if trainer.global_step % (self.every or trainer.config.training.log_every):
             return
         device, is_cuda = trainer.device, trainer.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""torch's profiler over some batches of a run."""
+"""Profiler of torch over some batches of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from xffl.checks import integer
+from xffl.checks import integer_fields
 from xffl.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ProfilerCallback(Callback):
     :param with_memory: Whether to note what is allocated and freed.
     :param with_shapes: Whether to note the shapes of inputs.
     :param with_stack: Whether to note where in the code an operation was called.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(
@@ -48,19 +48,15 @@ class ProfilerCallback(Callback):
         with_shapes: bool = False,
         with_stack: bool = False,
     ) -> None:
-        self.wait = integer("wait", wait, 0)
-        self.warmup = integer("warmup", warmup, 0)
-        self.active = integer("active", active)
-        self.repeat = integer("repeat", repeat, 0)
+        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
+        integer_fields(self, "wait", "warmup", "repeat", minimum=0)
+        integer_fields(self, "active")
         self.with_memory, self.with_shapes, self.with_stack = with_memory, with_shapes, with_stack
         self._profile: profile | None = None
         self._cycles = 0
 
     def pre_train(self, trainer: BaseTrainer) -> None:
-        """Start.
-
-        :param trainer: The trainer.
-        """
+        """Start."""
         folder = Path(trainer.config.experiment.output_dir) / FOLDER
         rank = trainer.world.rank
         self._cycles = 0
@@ -85,14 +81,7 @@ class ProfilerCallback(Callback):
         self._profile.start()
 
     def post_train_batch(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
-        """Go on to the next batch.
-
-        :param trainer: The trainer.
-        :param output: What the training step returned.
-        :param batch: The batch.
-        :param batch_idx: Its number.
-        """
-        del output, batch, batch_idx
+        """Go on to the next batch."""
         if self._profile is None:
             return
         if trainer.device.type == "cuda":
@@ -104,29 +93,15 @@ class ProfilerCallback(Callback):
             self._stop()
 
     def post_train(self, trainer: BaseTrainer) -> None:
-        """Write what there is.
-
-        :param trainer: The trainer.
-        """
-        del trainer
+        """Write what there is."""
         self._stop()
 
     def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
-        """Write what there is.
-
-        :param trainer: The trainer.
-        :param path: The checkpoint that the run goes on from.
-        """
-        del trainer, path
+        """Write what there is."""
         self._stop()
 
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
-        """Write what there is.
-
-        :param trainer: The trainer.
-        :param error: What went wrong.
-        """
-        del trainer, error
+        """Write what there is."""
         self._stop()
 
     def _stop(self) -> None:

@@ -1,51 +1,81 @@
-"""How far a run is, shown while it goes."""
+"""Progress of a run, shown while it goes: a live display on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 from torch.distributed.tensor import DTensor
 
-from xffl.training.callbacks.arguments import check_seconds
+from xffl.checks import number
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.status import Status, live_display, status_line
 from xffl.training.counting import find_loss
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-
     from xffl.aggregation import RoundReport
     from xffl.training.trainer import BaseTrainer
 
-__all__ = ["ProgressCallback"]
+__all__ = ["ProgressCallback", "ending_line"]
 
 REFRESHES_PER_S = 2.0
 RATE_WINDOW_S = 30.0
 """How far back rates look, at most"""
+SHOWN_VALUES = 4
+"""Metrics in a run's last line"""
+
+
+class _LiveDisplay(Progress):
+    """What a terminal shows: name, bar and counts in one line, and the other facts below it."""
+
+    _facts = ""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description} ", style="bold", markup=False),
+            BarColumn(bar_width=30),
+            TextColumn(" {task.fields[counts]}", markup=False),
+        )
+        # rich's own thread would draw without any news.
+        super().__init__(*columns, console=console, auto_refresh=False)
+        self._bar = self.add_task("", total=None, counts="")
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self._facts, style="dim", overflow="ellipsis", no_wrap=True)
+
+    def show(self, run: _Run, step: int, counts: list[str], facts: list[str]) -> None:
+        """Draw where a run stands."""
+        self._facts = "  ".join(facts)
+        self.update(self._bar, description=run.name, total=run.steps, completed=step, counts="  ".join(counts))
+        self.refresh()
 
 
 @dataclass
 class _Run:
-    """What is shown of a run, and what it was shown from."""
+    """What is shown of a run, and since when."""
 
     name: str
     console: Console
     steps: int | None
     """Of the whole run"""
-    began: tuple[float, int]
-    """When, and at which step"""
+    start: tuple[float, int]
+    """Time, and step"""
     seen: deque[tuple[float, int, int]]
     """Times in seconds, with samples and tokens"""
     interval_s: float
     next_s: float
-    live: Live | None = None
+    display: _LiveDisplay | None = None
     paused_at: float | None = None
     batches: int | None = None
     """Of a validation"""
@@ -53,8 +83,9 @@ class _Run:
     tokens: int = 0
     sent: int = 0
     doing: str | None = None
-    resting: str | None = None
-    """What it does for good"""
+    """What goes on instead of training, such as ``validation 3 of 10``"""
+    ending: str | None = None
+    """How it has ended"""
 
 
 class ProgressCallback(Callback):
@@ -72,11 +103,11 @@ class ProgressCallback(Callback):
     :param every_s: Seconds between two lines where there is no live display.
     :param is_live: Whether to draw live on a terminal; False for lines everywhere.
     :param tokens: Key of a tensor in batches that are mappings: its elements are tokens; ``None`` where there are none.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(self, *, every_s: float = 5.0, is_live: bool = True, tokens: str | None = "input_ids") -> None:
-        self.every_s = check_seconds("every_s", every_s)
+        self.every_s = number("every_s", every_s, above=0.0)
         self.is_live = is_live
         self.tokens = tokens
         self._now = self.make_clock()
@@ -84,8 +115,6 @@ class ProgressCallback(Callback):
 
     def make_console(self) -> Console:
         """Return where to show it; overload it for another place."""
-        from rich.console import Console
-
         return Console()
 
     def make_clock(self) -> Callable[[], float]:
@@ -93,10 +122,7 @@ class ProgressCallback(Callback):
         return time.monotonic
 
     def pre_train(self, trainer: BaseTrainer) -> None:
-        """Begin to show.
-
-        :param trainer: The trainer.
-        """
+        """Begin to show."""
         topology, rank = trainer.state.topology, trainer.world.rank
         if rank not in topology.offsets[:-1]:
             return
@@ -105,146 +131,86 @@ class ProgressCallback(Callback):
             name=f"cell {topology.cell_of(rank)}" if topology.cells > 1 else trainer.config.experiment.name,
             console=console,
             steps=_steps_of(trainer),
-            began=(now, trainer.global_step),
+            start=(now, trainer.global_step),
             seen=deque([(now, trainer.samples, 0)]),
             interval_s=self.every_s,
             next_s=now + self.every_s,
         )
         if self.is_live and console.is_terminal and not console.is_dumb_terminal and rank == 0:
-            from rich.live import Live
-
             run.interval_s = 1.0 / REFRESHES_PER_S
-            # rich's own thread would draw without any news.
-            run.live = Live(live_display(self._status(trainer, run)), console=console, auto_refresh=False)
-            run.live.start(refresh=True)
             run.next_s = now + run.interval_s
+            run.display = _LiveDisplay(console)
+            self._draw(trainer, run)
+            run.display.start()
 
     def post_train_batch(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
-        """Count tokens, keep the loss, and show where it is time.
-
-        :param trainer: The trainer.
-        :param output: What the training step returned.
-        :param batch: The batch.
-        :param batch_idx: Its number.
-        """
-        del batch_idx
+        """Count tokens, keep the loss, and show where it is time."""
         run = self._run
         if run is None:
             return
         if self.tokens is not None and isinstance(batch, Mapping):
-            found = batch.get(self.tokens)
-            if isinstance(found, torch.Tensor):
-                run.tokens += found.numel()
+            tokens = batch.get(self.tokens)
+            if isinstance(tokens, torch.Tensor):
+                run.tokens += tokens.numel()
         loss = find_loss(output)
         run.loss = loss if loss is None else loss.detach()  # not the graph, which would stay in memory
         self._show(trainer)
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
-        """Count what was sent.
-
-        :param trainer: The trainer.
-        :param report: What the round did.
-        """
+        """Count what was sent."""
         if self._run is not None:
             self._run.sent += report.bytes_across
             self._show(trainer)
 
     def pre_val_epoch(self, trainer: BaseTrainer) -> None:
-        """Show that a validation begins.
-
-        :param trainer: The trainer.
-        """
+        """Show that a validation begins."""
         if self._run is not None:
             self._run.batches = _length(trainer.val_dataloader)
             self._pause(trainer, "validation")
 
     def post_val_batch(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
-        """Show how far a validation is.
-
-        :param trainer: The trainer.
-        :param output: What the validation step returned.
-        :param batch: The batch.
-        :param batch_idx: Its number.
-        """
-        del output, batch
+        """Show how far a validation is."""
         if self._run is not None:
             of = "" if self._run.batches is None else f" of {self._run.batches}"
             self._run.doing = f"validation {batch_idx + 1}{of}"
             self._show(trainer)
 
     def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Go on with training.
-
-        :param trainer: The trainer.
-        :param metrics: What was measured.
-        """
-        del trainer, metrics
-        self._go_on()
+        """Go on with training."""
+        self._resume()
 
     def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Show that a checkpoint is written.
-
-        :param trainer: The trainer.
-        :param path: The checkpoint.
-        """
-        del path
+        """Show that a checkpoint is written."""
         self._pause(trainer, "saving")
 
     def post_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Go on with training.
-
-        :param trainer: The trainer.
-        :param path: The checkpoint.
-        """
-        del trainer, path
-        self._go_on()
+        """Go on with training."""
+        self._resume()
 
     def post_train(self, trainer: BaseTrainer) -> None:
-        """Show that this cell has finished; rounds of others may follow.
-
-        :param trainer: The trainer.
-        """
+        """Show that this cell has finished; rounds of others may follow."""
         if self._run is not None:
             others = "" if trainer.state.topology.cells == 1 else ", answering other cells"
-            self._run.doing = self._run.resting = _finished(trainer) + others
+            self._run.doing = self._run.ending = _finished(trainer) + others
             self._show(trainer)
 
     def post_fit(self, trainer: BaseTrainer) -> None:
-        """Show the end.
-
-        :param trainer: The trainer.
-        """
-        if self._run is not None:
-            self._run.resting = _finished(trainer)
-            self._close(trainer, self._run)
+        """Show the end."""
+        self._close(trainer, _finished(trainer))
 
     def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
-        """Show that the run leaves.
-
-        :param trainer: The trainer.
-        :param path: The checkpoint that it goes on from.
-        """
-        if self._run is not None:
-            self._run.resting = "stopped early" if path is None else f"stopped early, saved as {Path(path).name}"
-            self._close(trainer, self._run)
+        """Show that the run stops early."""
+        self._close(trainer, "stopped early" if path is None else f"stopped early, saved as {Path(path).name}")
 
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
-        """Give the terminal back.
-
-        :param trainer: The trainer.
-        :param error: What went wrong.
-        """
+        """Give the terminal back."""
         if self._run is not None:
-            self._run.resting = f"failed: {type(error).__name__}"
             self._run.loss = None  # a device that failed is not to be asked
-            self._close(trainer, self._run)
+        self._close(trainer, f"failed: {type(error).__name__}")
 
     def show_ending(self, line: str) -> None:
-        """Show what the run has come to, below everything else; the trainer calls it on rank 0.
-
-        :param line: The line.
-        """
-        self.make_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        """Show the run's last line, below everything else; the trainer calls it on rank 0."""
+        _print(self.make_console(), line)
 
     def _pause(self, trainer: BaseTrainer, doing: str) -> None:
         if self._run is not None:
@@ -252,11 +218,11 @@ class ProgressCallback(Callback):
             self._run.doing = doing
             self._show(trainer)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         run = self._run
         if run is None:
             return
-        run.doing = run.resting
+        run.doing = run.ending
         if run.paused_at is not None:  # rates are those of training
             pause = self._now() - run.paused_at
             run.paused_at = None
@@ -265,74 +231,109 @@ class ProgressCallback(Callback):
     def _show(self, trainer: BaseTrainer) -> None:
         """Draw or print, if it is time; local."""
         run, now = self._run, self._now()
-        if run is None or now < run.next_s:
-            return
-        run.next_s = now + run.interval_s
-        status = self._status(trainer, run)
-        if run.live is not None:
-            run.live.update(live_display(status), refresh=True)
-        else:
-            _print(run, status)
+        if run is not None and now >= run.next_s:
+            run.next_s = now + run.interval_s
+            self._draw(trainer, run)
 
-    def _close(self, trainer: BaseTrainer, run: _Run) -> None:
-        self._run = None
-        run.doing = run.resting
-        status = self._status(trainer, run)
-        if run.live is not None:
-            run.live.update(live_display(status))
-            run.live.stop()  # draws it a last time
-        else:
-            _print(run, status)
+    def _close(self, trainer: BaseTrainer, ending: str) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.doing = run.ending = ending
+            self._draw(trainer, run)
+            if run.display is not None:
+                run.display.stop()
 
-    def _status(self, trainer: BaseTrainer, run: _Run) -> Status:
-        """Return where the run stands now; waits for the device to tell the loss."""
-        now = self._now()
-        began, first = run.began
-        made = trainer.global_step - first
-        left = None
-        if run.steps is not None and made and run.resting is None:
-            left = (now - began) / made * max(0, run.steps - trainer.global_step)
-        samples, tokens = _rates(run, now, trainer)
+    def _draw(self, trainer: BaseTrainer, run: _Run) -> None:
+        """Draw or print where the run stands; waits for the device to tell the loss."""
+        training, step = trainer.config.training, trainer.global_step
+        counts = [
+            f"epoch {min(trainer.current_epoch + 1, training.epochs)}/{training.epochs}",
+            f"step {step}" if run.steps is None else f"step {step}/{run.steps}",
+        ]
+        facts = [] if run.doing is None else [run.doing]
+        if (loss := _number(run.loss)) is not None:
+            facts.append(f"loss {loss:.4g}")
+        facts += _rate(run, self._now(), trainer)
         federation: Any = getattr(trainer.config, "federation", None)
-        has_rounds = federation is not None and federation.has_rounds
-        every = federation.every if has_rounds and run.resting is None else None
-        return Status(
-            name=run.name,
-            epoch=trainer.current_epoch,
-            epochs=trainer.config.training.epochs,
-            step=trainer.global_step,
-            steps=run.steps,
-            loss=_number(run.loss),
-            samples_per_s=samples,
-            tokens_per_s=tokens,
-            rounds=trainer.rounds if has_rounds else None,
-            steps_to_round=max(0, every - trainer.steps_since_round) if isinstance(every, int) else None,
-            bytes_sent=run.sent,
-            left_s=left,
-            doing=run.doing,
-        )
+        if federation is not None and federation.has_rounds:
+            following = ""
+            if isinstance(federation.every, int) and run.ending is None:
+                following = f", next in {max(0, federation.every - trainer.steps_since_round)} steps"
+            facts += [f"round {trainer.rounds}{following}", f"sent {decimal(run.sent)}"]
+        began, first = run.start
+        if run.steps is not None and step > first and run.ending is None:
+            left_s = (self._now() - began) / (step - first) * max(0, run.steps - step)
+            facts.append(f"{_duration(left_s)} left")
+        if run.display is not None:
+            run.display.show(run, step, counts, facts)
+        else:
+            _print(run.console, "  ".join([run.name, *counts, *facts]))
 
 
-def _rates(run: _Run, now: float, trainer: BaseTrainer) -> tuple[float | None, float | None]:
-    """Return samples and tokens per second of the cell, since some seconds ago."""
-    if run.paused_at is None and run.resting is None:
+def ending_line(
+    *,
+    name: str,
+    how: str,
+    cells: int,
+    validations: Sequence[Mapping[str, float]],
+    rounds: int | None,
+    bytes_sent: int,
+    seconds: float,
+    folder: str,
+) -> str:
+    """Return the last line of a run, over all cells.
+
+    ``how`` is such as ``finished``. ``validations`` are the last values of the federation, or else of each cell that is
+    known of. ``rounds`` is ``None`` where none were asked for. ``bytes_sent`` between cells and ``seconds`` are those
+    since this start.
+    """
+    facts = [name, how]
+    if cells > 1:
+        facts.append(f"{cells} cells")
+    metrics = list(dict.fromkeys(metric for values in validations for metric in values))
+    for metric in metrics[:SHOWN_VALUES]:
+        shown = {f"{values[metric]:.4g}": values[metric] for values in validations if metric in values}
+        low, high = (pick(sorted(shown.items()), key=lambda item: item[1])[0] for pick in (min, max))
+        facts.append(f"{metric} {low}" if low == high else f"{metric} {low} to {high}")
+    if len(metrics) > SHOWN_VALUES:
+        facts.append(f"{len(metrics) - SHOWN_VALUES} more values")
+    if rounds is not None:
+        facts.append(f"{rounds} round{'' if rounds == 1 else 's'}")
+        if cells > 1:
+            facts.append(f"sent {decimal(bytes_sent)} between cells")
+    folder = shlex.quote(folder)
+    facts += [f"took {_duration(seconds)}", f"records in {folder}; xffl report {folder} makes a page of them"]
+    return "  ".join(facts)
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _rate(run: _Run, now: float, trainer: BaseTrainer) -> list[str]:
+    """Return tokens or samples per second of the cell, since some seconds ago; nothing where none were trained on."""
+    if run.paused_at is None and run.ending is None:
         run.seen.append((now, trainer.samples, run.tokens))
     while len(run.seen) > 2 and run.seen[1][0] < run.seen[-1][0] - RATE_WINDOW_S:
         run.seen.popleft()
-    (then, samples, tokens), (last, samples_now, tokens_now) = run.seen[0], run.seen[-1]
-    seconds = last - then
+    (first, samples, tokens), (last, samples_now, tokens_now) = run.seen[0], run.seen[-1]
+    seconds = last - first
     if seconds <= 0 or samples_now == samples:
-        return None, None
-    per_token = (tokens_now - tokens) * trainer.world.dp_size / seconds
-    return (samples_now - samples) / seconds, per_token or None
+        return []
+    unit, per_s = "samples", (samples_now - samples) / seconds
+    if tokens_now != tokens:
+        unit, per_s = "tokens", (tokens_now - tokens) * trainer.world.dp_size / seconds
+    return [f"{per_s:.3g} {unit}/s" if per_s < 100 else f"{per_s:,.0f} {unit}/s"]
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as ``0:12:34``, or with days as ``2 d 0:12:34``."""
+    days, rest = divmod(round(seconds), 86400)
+    return f"{days} d {timedelta(seconds=rest)}" if days else str(timedelta(seconds=rest))
 
 
 def _finished(trainer: BaseTrainer) -> str:
     return "finished" if trainer.stop_reason is None else f"finished, as {trainer.stop_reason}"
-
-
-def _print(run: _Run, status: Status) -> None:
-    run.console.print(status_line(status), markup=False, highlight=False, soft_wrap=True)
 
 
 def _number(loss: torch.Tensor | None) -> float | None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.spread import local
+from xffl.training.callbacks.param_norms import local
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +78,7 @@ class ModelSummaryCallback(Callback):
 
     :param depth: How many components of names are told apart.
     :param shows: Whether to print the table; it is always written to the folder.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(self, *, depth: int = 2, shows: bool = True) -> None:
@@ -92,10 +92,7 @@ class ModelSummaryCallback(Callback):
         return Console()
 
     def post_setup(self, trainer: BaseTrainer) -> None:
-        """Show the table; collective over the pipeline, where there is one.
-
-        :param trainer: The trainer.
-        """
+        """Show the table; collective over the pipeline, where there is one."""
         tables = []
         for name, model in trainer.named_models().items():
             rows = summarize(model, self.depth)

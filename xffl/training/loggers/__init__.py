@@ -1,11 +1,10 @@
-"""Where the values of a run are written to: JSON lines and CSV always, other places as extras.
+"""Loggers, which write the values of a run: JSON lines and CSV always, others as extras.
 
 :class:`xffl.training.loggers.base.Logger` is the interface; one process of each cell has the cell's loggers.
 """
 
 from xffl.training.loggers.base import Logger
-from xffl.training.loggers.csv import CSVLogger
-from xffl.training.loggers.jsonl import JSONLinesLogger
+from xffl.training.loggers.files import CSVLogger, JSONLinesLogger
 from xffl.training.loggers.mlflow import MLflowLogger
 from xffl.training.loggers.tensorboard import TensorBoardLogger
 from xffl.training.loggers.wandb import WandBLogger

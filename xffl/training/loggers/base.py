@@ -1,13 +1,17 @@
-"""Loggers: where the values of a run are written to, behind one interface."""
+"""Interface of loggers, which write the values of a run, and pictures as arrays of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from xffl.errors import ConfigError
 
-__all__ = ["Logger", "check_value_name"]
+__all__ = ["Logger", "check_value_name", "tiled"]
 
 
 class Logger:
@@ -32,7 +36,7 @@ class Logger:
         """Keep pictures, where the logger can.
 
         :param name: Their name.
-        :param images: A picture, or some, as :func:`xffl.training.loggers.images.tiled` takes them.
+        :param images: A picture, or some, as :func:`xffl.training.loggers.base.tiled` takes them.
         :param step: Optimizer steps so far.
         """
 
@@ -61,10 +65,39 @@ class Logger:
 
 
 def check_value_name(name: object) -> None:
-    """Refuse what is no name of a value.
-
-    :param name: The name.
-    :raises ConfigError: if it is no text, empty, or has characters that do not print.
-    """
+    """Refuse what is not a name of a value: a text that prints."""
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise ConfigError(f"{name!r} is no name of a value; give a text such as 'train/loss'")
+        raise ConfigError(f"the name of a value must be a text such as 'train/loss', got {name!r}")
+
+
+def tiled(images: Any) -> npt.NDArray[np.uint8]:
+    """Return a picture, or several side by side, as bytes of shape (height, width, 3).
+
+    :param images: A tensor or array (height, width), (channels, height, width) or (pictures, channels, height, width)
+        of bytes, of truth values, or of fractions from 0 to 1; with 1 or 3 channels.
+    :return: The bytes.
+    :raises ConfigError: if it is none of these.
+    """
+    given: npt.NDArray[Any]
+    if isinstance(images, torch.Tensor):
+        values = images.detach().cpu()
+        given = (values.float() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
+    else:
+        given = np.asarray(images)
+    given = given[(None,) * (4 - given.ndim)] if 2 <= given.ndim < 4 else given
+    if given.ndim != 4 or given.shape[1] not in (1, 3) or not given.size:
+        raise ConfigError(
+            "a picture must have shape (height, width), (channels, height, width) or (pictures, channels, height, "
+            f"width) with 1 or 3 channels, got {given.shape}"
+        )
+    if np.issubdtype(given.dtype, np.floating):
+        low, high = float(given.min()), float(given.max())
+        if not (low >= 0 and high <= 1):
+            raise ConfigError(f"a picture has values from {low:g} to {high:g}; give fractions from 0 to 1, or bytes")
+        given = np.round(given * 255).astype(np.uint8)
+    elif given.dtype == np.bool_:
+        given = given.astype(np.uint8) * 255
+    elif given.dtype != np.uint8:
+        raise ConfigError(f"a picture is of {given.dtype}; give uint8 from 0 to 255, or fractions from 0 to 1")
+    row = np.concatenate(list(given), axis=2)  # (channels, height, pictures * width)
+    return np.ascontiguousarray(np.broadcast_to(row, (3, *row.shape[1:])).transpose(1, 2, 0))

@@ -42,9 +42,9 @@ class MLflowLogger(Logger):
         home = (folder / "mlflow").absolute()
         home.mkdir(exist_ok=True)
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{home / scope}.db")
-        told = home / f"{scope}.id"
-        if told.exists():
-            self._id = told.read_text(encoding="utf-8")
+        file = home / f"{scope}.id"
+        if file.exists():
+            self._id = file.read_text(encoding="utf-8")
             return
         title = experiment or name
         found = self._client.get_experiment_by_name(title)
@@ -58,14 +58,14 @@ class MLflowLogger(Logger):
         if found is not None:
             number = found.experiment_id
         self._id = self._client.create_run(number, run_name=f"{name}-{scope}").info.run_id
-        told.write_text(self._id, encoding="utf-8")
+        file.write_text(self._id, encoding="utf-8")
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
         """Log a metric for each value; names keep to the characters that MLflow has."""
         moment = int(time_s * 1000)
-        told = {**values, "epoch": epoch, "samples": samples}
+        metrics = {**values, "epoch": epoch, "samples": samples}
         self._client.log_batch(
-            self._id, metrics=[self._metric(name, float(value), moment, step) for name, value in told.items()]
+            self._id, metrics=[self._metric(name, float(value), moment, step) for name, value in metrics.items()]
         )
 
     def log_text(self, name: str, text: str, *, step: int) -> None:

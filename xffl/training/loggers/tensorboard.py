@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xffl.extras import optional_import
-from xffl.training.loggers.base import Logger
-from xffl.training.loggers.images import tiled
+from xffl.training.loggers.base import Logger, tiled
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xffl.extras import optional_import
-from xffl.training.loggers.base import Logger
-from xffl.training.loggers.images import tiled
+from xffl.training.loggers.base import Logger, tiled
 
 __all__ = ["WandBLogger"]
 
@@ -46,14 +45,14 @@ class WandBLogger(Logger):
         self._image = wandb.Image
         home = folder / "wandb"
         home.mkdir(exist_ok=True)
-        told = home / f"{scope}.id"
-        if not told.exists():
-            told.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        file = home / f"{scope}.id"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
         self._run = wandb.init(
             project=project,
             entity=entity,
             dir=str(folder),
-            id=told.read_text(encoding="utf-8"),
+            id=file.read_text(encoding="utf-8"),
             name=f"{name}-{scope}",
             group=name,
             tags=list(tags),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from xffl.parallel.strategy import DistributedStrategy
     from xffl.training.callbacks.base import CallbackCollection
     from xffl.training.preemption import Rounds
-    from xffl.training.run_folder import RunFolder
+    from xffl.training.run_directory import RunDirectory
 
 __all__ = ["TrainerMixin"]
 
@@ -38,7 +38,7 @@ class TrainerMixin:
         config: Any
         strategy: DistributedStrategy
         callbacks: CallbackCollection
-        run_folder: RunFolder
+        run_directory: RunDirectory
         global_step: int
         current_epoch: int
         local_batches: int

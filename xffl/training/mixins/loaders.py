@@ -80,7 +80,7 @@ class DataLoaderSetupMixin(TrainerMixin):
             classes = np.unique(np.asarray(labels))
             counts, lone = part.table(labels).tolist(), self.lone_cell()
             # Of a cell that is a job of its own the run's folder tells its own row.
-            self.run_folder.write_partition(classes.tolist(), counts if lone is None else [counts[lone[0]]])
+            self.run_directory.write_partition(classes.tolist(), counts if lone is None else [counts[lone[0]]])
         return CellLoader(dataset, topology, rank, part=part, **options)
 
     def _data_place(self) -> tuple[Topology, int]:

@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 
 from xffl.checks import one_of
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
 from xffl.training.loggers.base import check_value_name
-from xffl.training.loggers.jsonl import plain_values
-from xffl.training.loggers.lines import LineFile
+from xffl.training.loggers.files import LineFile, plain_values
 from xffl.training.metrics import SCOPES, WeightedSums, metric_group, reduce_sums
 from xffl.training.mixins.base import TrainerMixin
-from xffl.training.run_folder import flattened, plain_config
+from xffl.training.run_directory import flattened, on_all_ranks, plain_config
 
 if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
@@ -115,9 +114,9 @@ class LoggerMixin(TrainerMixin):
         :return: The loggers; add yours to those of ``super()``.
         """
         loggers = self._file_loggers(scope)
-        asked: LoggingConfig = getattr(self.config, "logging", None) or LoggingConfig()
+        asked = self.section("logging", LoggingConfig)
         if asked.tensorboard:
-            loggers.append(TensorBoardLogger(self.run_folder.path, scope))
+            loggers.append(TensorBoardLogger(self.run_directory.path, scope))
         if asked.mlflow:
             loggers.append(self._mlflow_logger(scope))
         return loggers
@@ -127,22 +126,19 @@ class LoggerMixin(TrainerMixin):
         self._scalars = WeightedSums(self.device)
         self._loggers: dict[str, list[Logger]] = {}
         self._rounds_file: LineFile | None = None
-        error: XfflError | None = None
-        try:
+
+        def convert(wrong: Exception) -> XfflError:
+            return ConfigError(f"loggers could not be made: {type(wrong).__name__}: {wrong}; see configure_loggers")
+
+        with run_on_all_ranks("loggers", convert=convert):
             self._open_loggers()
-        except XfflError as wrong:
-            error = wrong
-        except Exception as wrong:  # noqa: BLE001 - whatever a package raises, the other ranks must hear of it
-            error = ConfigError(f"loggers could not be made: {type(wrong).__name__}: {wrong}; see configure_loggers")
-            error.__cause__ = wrong
-        check_consistent("loggers", "made", error=error)
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
         """Write what is left, and close the run's folder, whatever one of the loggers raises."""
         closing = [logger.close for loggers in getattr(self, "_loggers", {}).values() for logger in loggers]
         self._loggers = {}
-        for holder in (getattr(self, "_rounds_file", None), getattr(self, "run_folder", None)):
+        for holder in (getattr(self, "_rounds_file", None), getattr(self, "run_directory", None)):
             if holder is not None:
                 closing.append(holder.close)  # the folder last: its log tells what the others raise
         failed: Exception | None = None
@@ -167,7 +163,7 @@ class LoggerMixin(TrainerMixin):
         :param name: Its name, such as ``train/loss``.
         :param value: A number, or a tensor of one element; ``None``, such as a norm that was not measured, is left out.
         :param weight: What it counts for in the mean (samples, tokens).
-        :raises ConfigError: if one of them cannot be meant.
+        :raises ConfigError: if one of them is invalid.
         """
         try:
             scalars = self._scalars
@@ -193,10 +189,9 @@ class LoggerMixin(TrainerMixin):
 
         :param values: Numbers by name; without any there is no record.
         :param over: Whether they are of the ``cell`` or of the ``federation``.
-        :raises ConfigError: if a name or ``over`` cannot be meant.
+        :raises ConfigError: if a name or ``over`` is invalid.
         """
-        if over not in SCOPES:
-            raise ConfigError(f"over {over!r} is neither 'cell' nor 'federation'; give one of them")
+        one_of("over", over, SCOPES)
         for name in values:
             check_value_name(name)
         numbers = {name: float(value) for name, value in values.items()}
@@ -222,7 +217,7 @@ class LoggerMixin(TrainerMixin):
 
         :param name: Its name.
         :param text: The text.
-        :raises ConfigError: if the name cannot be meant.
+        :raises ConfigError: if the name is invalid.
         """
         check_value_name(name)
         for logger in self._loggers_of("cell"):
@@ -265,25 +260,19 @@ class LoggerMixin(TrainerMixin):
                 logger.cut_after(self.global_step)
         if self._rounds_file is not None:
             self._rounds_file.close()
-        error: XfflError | None = None
-        try:
-            self.run_folder.cut_after(self.global_step, lines)
-        except XfflError as wrong:
-            error = wrong
-        except OSError as wrong:
-            error = ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
-        check_consistent("records of a run that is resumed", "cut", error=error)
+        with on_all_ranks("records of a run that is resumed"):
+            self.run_directory.cut_after(self.global_step, lines)
         super().on_resumed()
 
     # What the parts share ---------------------------------------------------------------------------------------------
 
     def _file_loggers(self, scope: str) -> list[Logger]:
-        return [JSONLinesLogger(self.run_folder.path, scope), CSVLogger(self.run_folder.path, scope)]
+        return [JSONLinesLogger(self.run_directory.path, scope), CSVLogger(self.run_directory.path, scope)]
 
     def _mlflow_logger(self, scope: str) -> Logger:
-        asked: LoggingConfig = getattr(self.config, "logging", None) or LoggingConfig()
+        asked = self.section("logging", LoggingConfig)
         return MLflowLogger(
-            self.run_folder.path,
+            self.run_directory.path,
             scope,
             name=self.config.experiment.name,
             uri=asked.mlflow_uri,
@@ -291,7 +280,7 @@ class LoggerMixin(TrainerMixin):
         )
 
     def _open_loggers(self) -> None:
-        folder = self.run_folder
+        folder = self.run_directory
         if not folder.is_cell_writer:
             return
         self._rounds_file = LineFile(folder.path / "rounds" / f"{folder.scope}.jsonl")
@@ -301,10 +290,10 @@ class LoggerMixin(TrainerMixin):
             self._loggers[FEDERATION] = (
                 self._file_loggers(FEDERATION) if is_alone else self.configure_loggers(FEDERATION)
             )
-        told = flattened(plain_config(self.config))
+        values = flattened(plain_config(self.config))
         for loggers in self._loggers.values():
             for logger in loggers:
-                logger.log_config(told)
+                logger.log_config(values)
 
     def _loggers_of(self, over: str) -> list[Logger]:
         try:
@@ -332,7 +321,7 @@ class TensorBoardLoggerMixin(LoggerMixin):
         """Add TensorBoard's, once."""
         loggers = super().configure_loggers(scope)
         if not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-            loggers.append(TensorBoardLogger(self.run_folder.path, scope))
+            loggers.append(TensorBoardLogger(self.run_directory.path, scope))
         return loggers
 
 
@@ -352,9 +341,9 @@ class WandBLoggerMixin(LoggerMixin):
 
     def configure_loggers(self, scope: str) -> list[Logger]:
         """Add that of Weights & Biases."""
-        asked: WandBConfig = getattr(self.config, "wandb", None) or WandBConfig()
+        asked = self.section("wandb", WandBConfig)
         logger = WandBLogger(
-            self.run_folder.path,
+            self.run_directory.path,
             scope,
             name=self.config.experiment.name,
             project=asked.project,
@@ -373,7 +362,7 @@ class _Records:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        root = trainer.run_folder.path
+        root = trainer.run_directory.path
         files = [] if trainer._rounds_file is None else [trainer._rounds_file]
         for loggers in trainer._loggers.values():
             for logger in loggers:

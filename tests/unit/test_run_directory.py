@@ -23,10 +23,10 @@ import yaml
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
+from xffl.training import run_directory
 from xffl.training.loggers import CSVLogger, JSONLinesLogger
-from xffl.training.loggers.lines import LineFile
-from xffl.training.run_folder import RunFolder, flattened, plain_config
-from xffl.training.run_lock import RunLock
+from xffl.training.loggers.files import LineFile
+from xffl.training.run_directory import RunDirectory, flattened, plain_config
 
 
 class Color(enum.Enum):
@@ -103,7 +103,7 @@ def test_a_configuration_becomes_plain_values() -> None:
 def test_what_a_new_folder_holds(tmp_path: Path, state: DistributedState) -> None:
     path = tmp_path / "runs" / "demo"
     with_origins = {"leaf.rate": "command line", "things.0.init_args.size": "file config.yaml"}
-    folder = RunFolder.open(path, state, Config(), origins=with_origins)
+    folder = RunDirectory.open(path, state, Config(), origins=with_origins)
     folder.close()
     assert {one.name for one in path.iterdir()} == {
         *("config.yaml", "origins.json", "environment.json", "topology.json", ".lock"),
@@ -123,7 +123,7 @@ def test_what_a_new_folder_holds(tmp_path: Path, state: DistributedState) -> Non
         "cell_shape": None,
         "federated": False,
     }
-    again = RunFolder.open(path, state, Config(), is_resumed=True)
+    again = RunDirectory.open(path, state, Config(), is_resumed=True)
     again.confirm()
     again.close()
     later = json.loads((path / "environment.json").read_text())
@@ -141,7 +141,7 @@ def test_the_log_of_a_rank_and_what_is_left_of_it(tmp_path: Path, state: Distrib
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         shown = warnings.showwarning
-        folder = RunFolder.open(tmp_path, state, Config())
+        folder = RunDirectory.open(tmp_path, state, Config())
         logger.info("a round took %d s", 3)
         logging.getLogger("xffl.part").warning("slow")
         warnings.warn("careful", stacklevel=1)
@@ -153,7 +153,7 @@ def test_the_log_of_a_rank_and_what_is_left_of_it(tmp_path: Path, state: Distrib
     assert [str(one.message) for one in seen] == ["careful", "not kept"]
     first, second, third = (tmp_path / "logs/rank_0.log").read_text().splitlines()
     assert first.endswith("INFO xffl: a round took 3 s") and second.endswith("WARNING xffl.part: slow")
-    assert third.endswith("UserWarning: careful") and "test_run_folder.py" in third
+    assert third.endswith("UserWarning: careful") and "test_run_directory.py" in third
     folder.close()
 
 
@@ -163,42 +163,42 @@ def test_another_run_is_not_written_over(tmp_path: Path, state: DistributedState
         logger.log({"x": 1.0}, step=step, epoch=0, samples=0, time_s=0.0)
         logger.close()
 
-    RunFolder.open(tmp_path, state, Config()).close()
-    RunFolder.open(tmp_path, state, Config(nothing=1)).close()  # nothing was recorded yet
+    RunDirectory.open(tmp_path, state, Config()).close()
+    RunDirectory.open(tmp_path, state, Config(nothing=1)).close()  # nothing was recorded yet
     put(1)
     kept = (tmp_path / "metrics/cell_0.jsonl").read_bytes()
     for options in ({}, {"may_restart": True}):
         with pytest.raises(ConfigError, match="experiment.output_dir .* experiment.resume=true"):
-            RunFolder.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
+            RunDirectory.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
     assert (tmp_path / "metrics/cell_0.jsonl").read_bytes() == kept
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["nothing"] == 1
-    resumed = RunFolder.open(tmp_path, state, Config(), is_resumed=True)
+    resumed = RunDirectory.open(tmp_path, state, Config(), is_resumed=True)
     assert (tmp_path / "metrics/cell_0.jsonl").read_bytes() == kept
     resumed.confirm()
     resumed.close()
-    RunFolder.open(tmp_path, state, Config(), may_restart=True).close()  # the same configuration
+    RunDirectory.open(tmp_path, state, Config(), may_restart=True).close()  # the same configuration
     assert not (tmp_path / "metrics/cell_0.jsonl").exists()
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
-        RunFolder.open(file, state, Config())
+    with pytest.raises(ConfigError, match="is not a folder"):
+        RunDirectory.open(file, state, Config())
     with pytest.raises(ConfigError, match="cannot be written"):
-        RunFolder.open(file / "below", state, Config())
+        RunDirectory.open(file / "below", state, Config())
     with pytest.raises(ConfigError, match="dataclass"):
-        RunFolder.open(tmp_path / "other", state, 3)
+        RunDirectory.open(tmp_path / "other", state, 3)
     assert not (tmp_path / "other").exists()
 
 
 def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
     tmp_path: Path, state: DistributedState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RunFolder.open(tmp_path, state, Config()).close()
+    RunDirectory.open(tmp_path, state, Config()).close()
     about = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "origins.json", "environment.json")}
     asked = Config(nothing=1, things=[])
-    refused = RunFolder.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
+    refused = RunDirectory.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
     refused.close()  # its checkpoint did not fit
     assert {name: (tmp_path / name).read_bytes() for name in about} == about and not caplog.records
-    resumed = RunFolder.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
+    resumed = RunDirectory.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
     resumed.confirm()
     resumed.close()
     assert "goes on with other values: nothing None -> 1, things; options" in caplog.text
@@ -206,7 +206,7 @@ def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
     assert json.loads((tmp_path / "origins.json").read_text())["nothing"] == "command line"
     assert len(json.loads((tmp_path / "environment.json").read_text())["resumed_at"]) == 1
     caplog.clear()
-    resumed = RunFolder.open(tmp_path, state, asked, is_resumed=True)
+    resumed = RunDirectory.open(tmp_path, state, asked, is_resumed=True)
     resumed.confirm()
     resumed.close()
     assert not caplog.records
@@ -214,7 +214,7 @@ def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
 
 def test_each_start_is_noted(tmp_path: Path, state: DistributedState) -> None:
     def start(*, is_resumed: bool) -> Any:
-        folder = RunFolder.open(tmp_path, state, Config(), is_resumed=is_resumed)
+        folder = RunDirectory.open(tmp_path, state, Config(), is_resumed=is_resumed)
         if is_resumed:
             folder.confirm()
         folder.close()
@@ -237,7 +237,7 @@ def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
     layout: Any = SimpleNamespace(
         topology=Topology(8, (4, 4), 2, shape), rank=0, is_federated_scaling_setup=lambda: True
     )
-    RunFolder(tmp_path, layout)._write_about(None)
+    RunDirectory(tmp_path, layout)._write_about(None)
     told = json.loads((tmp_path / "topology.json").read_text())
     assert (told["replica_size"], told["cell_shape"], told["federated"]) == (2, shape, True)
 
@@ -245,7 +245,7 @@ def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from xffl.training.run_lock import RunLock
+from xffl.training.run_directory import RunLock
 
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
@@ -257,15 +257,15 @@ sys.stdin.read()
 def test_one_job_at_a_time_writes_into_a_folder(
     tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
+    monkeypatch.setattr(run_directory, "LOCK_WAIT_S", 0.3)
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*; wait until that has ended"):
-            RunFolder.open(tmp_path, state, Config())
+            RunDirectory.open(tmp_path, state, Config())
         assert {one.name for one in tmp_path.iterdir()} == {".lock"}
         holder.kill()
-    folder = RunFolder.open(tmp_path, state, Config())  # it went with its process
+    folder = RunDirectory.open(tmp_path, state, Config())  # it went with its process
     taken = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert taken.returncode == 1 and f"is in use by process {os.getpid()} on" in taken.stderr
     folder.close()
@@ -283,17 +283,17 @@ def test_where_a_file_system_has_no_locks_nothing_is_locked(
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        RunFolder.open(tmp_path / str(number), state, Config()).close()
+        RunDirectory.open(tmp_path / str(number), state, Config()).close()
         assert (tmp_path / str(number) / "config.yaml").exists()
         assert (tmp_path / str(number) / ".lock").read_text() == ""
         assert f"{tmp_path / str(number)} has no locks: nothing keeps another job out" in caplog.text
     number = errno.EIO  # no answer about locks at all
     with pytest.raises(ConfigError, match="cannot be written: .*Input/output error"):
-        RunFolder.open(tmp_path / "broken", state, Config())
+        RunDirectory.open(tmp_path / "broken", state, Config())
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path: Path, state: DistributedState) -> None:
-    RunFolder.open(tmp_path, state, Config()).close()
+    RunDirectory.open(tmp_path, state, Config()).close()
     records = tmp_path / "metrics/cell_0.jsonl"
     records.write_text('{"step": 1}\n')
     damaged = tmp_path / "checkpoints/step_7"
@@ -301,15 +301,15 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path: Path, sta
     (damaged / "checkpoint.json").write_text("{")
     for options in ({"is_resumed": True}, {"may_restart": True}):
         with pytest.raises(CheckpointError, match=r"cannot be read.*move .*/step_7 away, and the run begins anew"):
-            RunFolder.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
+            RunDirectory.open(tmp_path, state, Config(), **options)  # type: ignore[arg-type]
     assert records.exists()
     damaged.rename(tmp_path / "elsewhere")
-    RunFolder.open(tmp_path, state, Config(), may_restart=True).close()
+    RunDirectory.open(tmp_path, state, Config(), may_restart=True).close()
     assert not records.exists()
 
 
 def test_records_of_later_steps_are_cut(tmp_path: Path, state: DistributedState) -> None:
-    folder = RunFolder.open(tmp_path, state, Config())
+    folder = RunDirectory.open(tmp_path, state, Config())
     for scope in ("cell_0", "federation", "cell_7"):  # the last one of a run with more cells
         for logger in (JSONLinesLogger(tmp_path, scope), CSVLogger(tmp_path, scope)):
             for step in (1, 2, 2, 3):

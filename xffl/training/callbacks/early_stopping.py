@@ -1,23 +1,87 @@
-"""Early stopping."""
+"""Early stopping, and the monitored metric that decides on it and on the best checkpoint."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from xffl.checks import integer
+import torch
+
+from xffl.checks import integer, number, one_of
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
     from xffl.training.trainer import BaseTrainer
 
-__all__ = ["EarlyStoppingCallback"]
+__all__ = ["EarlyStoppingCallback", "MonitoredMetric"]
 
-OVER = ("federation", "cell")
+LOG = logging.getLogger(__name__)
+
+
+class MonitoredMetric:
+    """The newest and the best value of a metric, of which the smallest (``min``) or largest (``max``) is the best.
+
+    A value that is not a number is never better; others are where they differ from the best by more than ``min_delta``.
+    """
+
+    def __init__(self, name: str, mode: str = "min", min_delta: float = 0.0) -> None:
+        one_of("mode", mode, ("min", "max"))
+        self.name, self.mode, self.min_delta = name, mode, number("min_delta", min_delta, 0.0)
+        self.newest: float | None = None
+        self.best: float | None = None
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Take the value out of what a validation has measured; local."""
+        if self.name not in metrics:
+            raise ConfigError(
+                f"the validation has no metric {self.name!r}, but {', '.join(sorted(metrics)) or 'none'}; give one of "
+                "them"
+            )
+        self.newest = float(metrics[self.name])
+
+    def take(self) -> float | None:
+        """Return the value of the validation since the last call, if there was one; local."""
+        newest, self.newest = self.newest, None
+        return newest
+
+    def take_mean(self, trainer: BaseTrainer) -> float | None:
+        """Return the mean of what the cells have measured since the last call; the same on all ranks.
+
+        Collective over the world: one all-reduce of two numbers. Each cell that has validated since counts by its
+        ranks; ``None`` where none has.
+        """
+        newest = self.take()
+        own = torch.tensor([0.0, 0.0] if newest is None else [newest, 1.0], dtype=torch.float64, device=trainer.device)
+        total, count = trainer.world.all_reduce(own, "sum", "world").tolist()
+        return total / count if count else None
+
+    def is_better(self, value: float) -> bool:
+        """Compare a value with the best, whose place it takes where it is better; local."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        if math.isnan(value) or (self.best is not None and not sign * (self.best - value) > self.min_delta):
+            return False
+        self.best = value
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest and the best value, and of what."""
+        return {"newest": self.newest, "best": self.best, "of": [self.name, self.mode]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over a saved state and return True, unless it is of another metric, whose values mean nothing here."""
+        asked = [self.name, self.mode]
+        saved = list(state.get("of", asked))  # older states do not say
+        if saved != asked:
+            LOG.warning(
+                "the checkpoint has the best value of %s (%s); that of %s (%s) is determined anew", *saved, *asked
+            )
+            return False
+        self.newest, self.best = state["newest"], state["best"]
+        return True
 
 
 class EarlyStoppingCallback(Callback):
@@ -41,7 +105,7 @@ class EarlyStoppingCallback(Callback):
     :param min_delta: How much better a value must be to count.
     :param over: ``federation`` or ``cell``.
     :param stops_at_nonfinite: Whether a value that is infinite or not a number stops training.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(
@@ -54,10 +118,9 @@ class EarlyStoppingCallback(Callback):
         over: str = "federation",
         stops_at_nonfinite: bool = True,
     ) -> None:
-        if over not in OVER:
-            raise ConfigError(f"over {over!r} is none of {', '.join(OVER)}")
+        one_of("over", over, ("federation", "cell"))
         self.metric, self.mode, self.min_delta = metric, mode, min_delta
-        self.watched = WatchedMetric(metric, mode, min_delta)
+        self.monitored = MonitoredMetric(metric, mode, min_delta)
         self.patience = integer("patience", patience)
         self.over = over
         self.stops_at_nonfinite = stops_at_nonfinite
@@ -67,25 +130,18 @@ class EarlyStoppingCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the decisions since."""
         asked = [self.patience, self.min_delta]
-        return {"metric": self.watched.state_dict(), "waited": self.waited, "reason": self.reason, "asked": asked}
+        return {"metric": self.monitored.state_dict(), "waited": self.waited, "reason": self.reason, "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state.
-
-        :param state: The state.
-        """
-        if not self.watched.load_state_dict(state["metric"]):
+        """Take over a saved state."""
+        if not self.monitored.load_state_dict(state["metric"]):
             return
         self.waited = int(state["waited"])
         asked = [self.patience, self.min_delta]
         self.reason = state["reason"] if list(state.get("asked", asked)) == asked else None
 
     def pre_fit(self, trainer: BaseTrainer) -> None:
-        """See that cells can decide together.
-
-        :param trainer: The trainer.
-        :raises ConfigError: where cells have no rounds at which to decide.
-        """
+        """See that cells can decide together."""
         asked = getattr(trainer.config, "federation", None)
         if self._is_common(trainer) and (asked is None or not asked.has_rounds):
             raise ConfigError(
@@ -93,32 +149,20 @@ class EarlyStoppingCallback(Callback):
             )
 
     def pre_train(self, trainer: BaseTrainer) -> None:
-        """Do not go on where the run that was resumed had stopped.
-
-        :param trainer: The trainer.
-        """
+        """Do not go on where the run that was resumed had stopped."""
         if self.reason is not None:
             trainer.stop(self.reason)
 
     def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Note the value, and decide where this cell does so alone.
-
-        :param trainer: The trainer.
-        :param metrics: What was measured.
-        :raises ConfigError: if there is no such metric.
-        """
-        self.watched.note(metrics)
+        """Note the value, and decide where this cell does so alone."""
+        self.monitored.update(metrics)
         if not self._is_common(trainer):
-            self._decide(trainer, self.watched.take())
+            self._decide(trainer, self.monitored.take())
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
-        """Decide with the other cells; collective over the world.
-
-        :param trainer: The trainer.
-        :param report: What the round did.
-        """
+        """Decide with the other cells; collective over the world."""
         if self._is_common(trainer) and not report.is_last:
-            self._decide(trainer, self.watched.agree(trainer))
+            self._decide(trainer, self.monitored.take_mean(trainer))
 
     def _is_common(self, trainer: BaseTrainer) -> bool:
         return self.over == "federation" and trainer.state.topology.cells > 1
@@ -129,12 +173,12 @@ class EarlyStoppingCallback(Callback):
         if self.stops_at_nonfinite and not math.isfinite(value):
             self._stop(trainer, f"{self.metric} is {value}")
             return
-        if self.watched.judge(value):
+        if self.monitored.is_better(value):
             self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience:
-            best = "no finite value" if self.watched.best is None else f"{self.watched.best:.6g}"
+            best = "no finite value" if self.monitored.best is None else f"{self.monitored.best:.6g}"
             self._stop(trainer, f"{self.metric} was not better than {best} {self.waited} times")
 
     def _stop(self, trainer: BaseTrainer, reason: str) -> None:

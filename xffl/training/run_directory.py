@@ -1,4 +1,4 @@
-"""The folder of a run: what it was asked for, where it ran, and what it has measured.
+"""Folder of a run: what it was asked for, where it ran, and what it has measured.
 
 .. code-block:: text
 
@@ -12,34 +12,43 @@
      rounds/cell_0.jsonl    what each round did
      logs/rank_0.log        what a rank logs
      traces/  checkpoints/  pictures/
-     .lock                  who writes here now, see :mod:`xffl.training.run_lock`
+     .lock                  who writes here now
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import socket
+import sys
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 
+from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
-from xffl.distributed.consistency import check_consistent
+from xffl.cluster.hardware import describe_host
+from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.config.typed import to_plain
 from xffl.training.config.yaml_text import load_text, write_yaml
-from xffl.training.loggers.lines import cut_lines
-from xffl.training.rank_log import RankLog
-from xffl.training.run_environment import describe_environment, describe_hosts
-from xffl.training.run_lock import RunLock
+from xffl.training.loggers.files import cut_lines
 
-__all__ = ["RunFolder", "flattened", "plain_config"]
+__all__ = ["RankLog", "RunDirectory", "RunLock", "flattened", "on_all_ranks", "plain_config"]
 
 LOG = logging.getLogger(__name__)
 
@@ -48,13 +57,22 @@ RECORDS = ("metrics", "rounds", "texts")
 """Folders whose files grow line by line, and are cut on resume."""
 DEFAULT_ORIGIN = "default"
 
+LOCK_WAIT_S = 10.0
+"""How long a job that has just been told to end may still hold the folder."""
+LOCK_POLL_S = 0.1
+HELD = (errno.EACCES, errno.EAGAIN)
+UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems without locks answer."""
 
-class RunFolder:
-    """A run's folder as one rank sees it; made by :meth:`open`.
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+PACKAGES = (
+    *("numpy", "torchmetrics", "transformers", "datasets", "peft", "safetensors", "deepspeed", "tensorboard", "wandb"),
+    *("mlflow-skinny", "matplotlib", "rich", "jsonargparse"),
+)
 
-    :param path: The folder.
-    :param state: The state of the world.
-    """
+
+class RunDirectory:
+    """A run's folder as one rank sees it; :meth:`open` makes it."""
 
     def __init__(self, path: Path, state: DistributedState) -> None:
         self.path = path
@@ -67,6 +85,7 @@ class RunFolder:
         self.log = RankLog(path / "logs" / f"rank_{self.rank}.log")
         self._lock = RunLock(path)
         self._about: tuple[dict[str, Any], Mapping[str, str], list[dict[str, Any]]] = ({}, {}, [])
+        """Configuration, origins, hosts"""
 
     @classmethod
     def open(
@@ -78,13 +97,12 @@ class RunFolder:
         is_resumed: bool = False,
         *,
         may_restart: bool = False,
-    ) -> RunFolder:
+    ) -> RunDirectory:
         """Make a run's folder, or go on with it.
 
         Collective over the world: rank 0 writes it, all see that it is there (a few small messages), and each begins to
-        write its log, until :meth:`close`. Until then no other job can open it.
-
-        What a run is asked for that goes on from a checkpoint is written by :meth:`confirm`.
+        write its log, until :meth:`close`. Until then no other job can open it. What a run is asked for that goes on
+        from a checkpoint is written by :meth:`confirm`.
 
         :param path: The folder, on a file system that all ranks share.
         :param state: The state of the world.
@@ -100,31 +118,28 @@ class RunFolder:
             be read.
         """
         folder = cls(Path(os.path.abspath(path)), state)
-        token = ""
-
-        def make() -> None:
-            nonlocal token
-            if folder.rank == 0:
-                plain = plain_config(config)
-                folder._lock_up()
-                if is_resumed or may_restart:
-                    check_checkpoints(folder.path)
-                folder._check_free(write_yaml(plain), is_resumed, may_restart)
-                token = folder._prepare()
-
-        def write() -> None:
-            if folder.rank == 0:
-                if not is_resumed:
-                    folder._write_about(None)
-                folder._token.unlink()
-            folder.log.open()
-
+        token = [""]
         try:
-            _together("output_dir", make, f"{folder.path}, is_resumed={is_resumed}")
-            token = _from_first(token)
-            _together("sight of the run's folder", lambda: folder._look(token), "seen")
-            folder._about = (plain_config(config), origins or {}, describe_hosts(state))
-            _together("run folder", write, "written")
+            with on_all_ranks("output_dir") as share:
+                plain = plain_config(config)
+                if folder.rank == 0:
+                    folder._lock_up()
+                    if is_resumed or may_restart:
+                        check_checkpoints(folder.path)
+                    folder._check_free(write_yaml(plain), is_resumed, may_restart)
+                    token = [folder._prepare()]
+                share(f"{folder.path}, is_resumed={is_resumed}")
+            if dist.is_initialized():
+                dist.broadcast_object_list(token, src=0)
+            with on_all_ranks("sight of the run's folder"):
+                folder._check_visible(token[0])
+            folder._about = (plain, origins or {}, _describe_hosts(state))
+            with on_all_ranks("run folder"):
+                if folder.rank == 0:
+                    if not is_resumed:
+                        folder._write_about(None)
+                    folder._token.unlink()
+                folder.log.open()
         except XfflError:
             folder.close()
             raise
@@ -133,15 +148,14 @@ class RunFolder:
     def close(self) -> None:
         """End this rank's log, and let other jobs use the folder; local."""
         self.log.close()
-        self._lock.give()
+        self._lock.release()
 
     def confirm(self) -> None:
         """Say what a run is asked for that has gone on from its checkpoint, and tell what has changed.
 
         Collective over the world (a small message); rank 0 writes. What was refused before has changed nothing.
         """
-
-        def write() -> None:
+        with on_all_ranks("what the run is asked for"):
             if self.rank != 0:
                 return
             if changed := self._changes():
@@ -153,20 +167,13 @@ class RunFolder:
                 )
             self._write_about(_read_json(self.path / "environment.json"))
 
-        _together("what the run is asked for", write, "written")
-
     @property
     def scope(self) -> str:
         """Name of this cell's files."""
         return f"cell_{self.cell}"
 
     def write_partition(self, labels: Sequence[object], counts: Sequence[Sequence[int]]) -> None:
-        """Say how the data are dealt out; local, every rank may call it and rank 0 writes.
-
-        :param labels: The labels.
-        :param counts: For each cell its samples of each label.
-        :raises ConfigError: if the counts are not of all cells and labels.
-        """
+        """Write each cell's samples of each label; local, every rank may call it and rank 0 writes."""
         table = [[int(count) for count in row] for row in counts]
         if len(table) != self._topology.cells or any(len(row) != len(labels) for row in table):
             raise ConfigError(
@@ -180,12 +187,9 @@ class RunFolder:
         """Leave records of later steps out of this cell's files, as a run that is resumed there asks for.
 
         Local: each cell's first rank cuts the cell's files, rank 0 also the federation's and those of cells that are no
-        more. Nobody may have them open.
-
-        :param step: The last step whose records stay; ``None`` where none do.
-        :param lines: Lines of files, by their path in the folder, that were there when the checkpoint was written; what
-            came after them goes, too, although it is of the same step.
-        :raises ConfigError: if a file has a line that is no record.
+        more. Nobody may have them open. ``step`` is the last one whose records stay, ``None`` where none do. ``lines``
+        counts those of files, by their path in the folder, that were there when the checkpoint was written: what came
+        after them goes, too, although it is of the same step.
         """
         if not self.is_cell_writer:
             return
@@ -205,7 +209,7 @@ class RunFolder:
     def _lock_up(self) -> None:
         """Make the folder, and keep other jobs out of it."""
         if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"experiment.output_dir {self.path} is no folder; give another one")
+            raise ConfigError(f"experiment.output_dir {self.path} is not a folder; give another one")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.take()
 
@@ -233,7 +237,7 @@ class RunFolder:
         self._token.write_text(token, encoding="utf-8")
         return token
 
-    def _look(self, token: str) -> None:
+    def _check_visible(self, token: str) -> None:
         """Raise if this rank does not see what rank 0 has made."""
         try:
             seen = self._token.read_text(encoding="utf-8")
@@ -248,10 +252,10 @@ class RunFolder:
     def _changes(self) -> list[str]:
         """Tell what the run is asked for now and was not asked for when it was started before."""
         try:
-            told = load_text((self.path / "config.yaml").read_text(encoding="utf-8"))
+            saved = load_text((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError):  # of a run that was killed before it was written
             return []
-        before, now = flattened(told or {}), flattened(self._about[0])
+        before, now = flattened(saved or {}), flattened(self._about[0])
         changed = []
         for name in sorted(before.keys() | now.keys()):
             values = before.get(name), now.get(name)
@@ -267,9 +271,9 @@ class RunFolder:
         above = {
             ".".join(words[:deep]) for words in (name.split(".") for name in origins) for deep in range(len(words))
         }
-        told = {name: DEFAULT_ORIGIN for name in flattened(plain) if name not in above}
-        _write_json(self.path / "origins.json", told | dict(origins))
-        _write_json(self.path / "environment.json", describe_environment(hosts, before))
+        defaults = {name: DEFAULT_ORIGIN for name in flattened(plain) if name not in above}
+        _write_json(self.path / "origins.json", defaults | dict(origins))
+        _write_json(self.path / "environment.json", _describe_environment(hosts, before))
         topology = self._topology
         shape = None if topology.cell_shape is None else dict(topology.cell_shape)
         _write_json(
@@ -285,12 +289,7 @@ class RunFolder:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Return a configuration as plain values; local.
-
-    :param config: A dataclass, or a mapping of plain values.
-    :return: Mappings, lists, texts and numbers, by name.
-    :raises ConfigError: if it is neither.
-    """
+    """Return a configuration (a dataclass, or a mapping) as mappings, lists, texts and numbers; local."""
     if not isinstance(config, Mapping) and (isinstance(config, type) or not is_dataclass(config)):
         raise ConfigError(f"the configuration is a {type(config).__name__}; give a dataclass, or a mapping")
     plain: dict[str, Any] = to_plain(config)
@@ -298,19 +297,14 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted names; local.
-
-    :param plain: What :func:`plain_config` gave.
-    :param prefix: What the names begin with.
-    :return: Values; an empty mapping is one.
-    """
-    found: dict[str, Any] = {}
+    """Return the values of nested mappings by their dotted names, of which an empty mapping is one; local."""
+    values: dict[str, Any] = {}
     for name, value in plain.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{prefix}{name}.")
+            values |= flattened(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            values[f"{prefix}{name}"] = value
+    return values
 
 
 def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, str], bool]:
@@ -326,25 +320,17 @@ def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, st
     return is_kept
 
 
-def _together(what: str, act: Callable[[], None], value: str) -> None:
-    """Do something that may fail on some ranks, and fail on all of them then; collective over the world."""
-    error: XfflError | None = None
-    try:
-        act()
-    except XfflError as wrong:
-        error = wrong
-    except OSError as wrong:
-        error = ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
-    check_consistent(what, value, error=error)
+@contextmanager
+def on_all_ranks(what: str) -> Iterator[Callable[[object], None]]:
+    """Run a block that writes into the folder, and fail on all ranks where it fails on one; collective."""
 
+    def convert(wrong: Exception) -> XfflError:
+        if not isinstance(wrong, OSError):
+            raise wrong
+        return ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
 
-def _from_first(value: str) -> str:
-    """Return rank 0's value; collective over the world."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    with run_on_all_ranks(what, convert=convert) as share:
+        yield share
 
 
 def _write(path: Path, text: str) -> None:
@@ -360,7 +346,157 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # of a run that was killed before it was written
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
+
+
+# Where a run takes place ----------------------------------------------------------------------------------------------
+
+
+def _describe_environment(hosts: list[dict[str, Any]], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Describe this process's environment; ``before`` is what was written when the run began, where it goes on."""
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    now = datetime.now(timezone.utc).isoformat()
+    environment = {
+        "xffl": __version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "packages": packages,
+        "hosts": hosts,
+        "command": [sys.executable, *sys.argv],
+        "started_at": now,
+    }
+    if before is not None:
+        environment["started_at"] = before.get("started_at", now)
+        environment["resumed_at"] = [*before.get("resumed_at", []), now]
+    return environment
+
+
+def _describe_hosts(state: DistributedState) -> list[dict[str, Any]]:
+    """Describe each node once; collective over the world."""
+    mine = None if state.node_local_rank else (state.node_rank, describe_host())
+    of_ranks: list[tuple[int | None, dict[str, Any]] | None] = [mine]
+    if dist.is_initialized():
+        of_ranks *= dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+    return list({(node, host["host"]): host for node, host in filter(None, of_ranks)}.values())
+
+
+# Who writes -----------------------------------------------------------------------------------------------------------
+
+
+class RunLock:
+    """The lock on a run's folder that the process of rank 0 holds while the run lasts; local.
+
+    A record lock: hosts that share the file system see it, processes that make batches do not inherit it, and it goes
+    with its process. Where a file system has no locks, nothing is locked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: TextIO | None = None
+
+    def take(self) -> None:
+        """Take the lock, or raise where another process still holds it after some seconds."""
+        file = (self._folder / ".lock").open("a+", encoding="utf-8")
+        try:
+            _lock(file, time.monotonic() + LOCK_WAIT_S)
+        except OSError as error:
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "another job"
+            if error.errno in HELD:
+                raise ConfigError(
+                    f"experiment.output_dir {self._folder} is in use by {holder}; wait until that has ended, or give "
+                    "another experiment.output_dir"
+                ) from error
+            if error.errno not in UNKNOWN:
+                raise
+            LOG.info("%s has no locks: nothing keeps another job out", self._folder)
+            return
+        file.truncate(0)
+        job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lock(file: TextIO, deadline: float) -> None:
+    """Lock a file, or raise what kept it from that, until the deadline only where another process holds it."""
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in HELD or time.monotonic() > deadline:
+                raise
+        time.sleep(LOCK_POLL_S)
+
+
+class RankLog:
+    """The file that takes what the logger ``xffl`` is told from level INFO on, and all warnings; local.
+
+    Warnings and errors still appear where they appeared before. What the file holds already stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handlers: list[logging.Handler] = []
+        self._level = logging.NOTSET
+        self._show = warnings.showwarning
+
+    def open(self) -> None:
+        """Begin to write."""
+        logger = logging.getLogger("xffl")
+        file = logging.FileHandler(self.path, encoding="utf-8")
+        file.setFormatter(logging.Formatter(LOG_FORMAT))
+        self._handlers = [file]
+        if not logger.hasHandlers() and logging.lastResort is not None:
+            self._handlers.append(logging.lastResort)  # which a handler of its own would silence
+        self._level = logger.level
+        if not logger.isEnabledFor(logging.INFO):
+            logger.setLevel(logging.INFO)
+        for handler in self._handlers:
+            logger.addHandler(handler)
+        self._show = warnings.showwarning
+        warnings.showwarning = self._show_and_keep
+
+    def close(self) -> None:
+        """End writing, and leave logging as it was."""
+        if not self._handlers:
+            return
+        logger = logging.getLogger("xffl")
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+        logger.setLevel(self._level)
+        self._handlers[0].close()
+        self._handlers = []
+        if warnings.showwarning == self._show_and_keep:
+            warnings.showwarning = self._show
+
+    def _show_and_keep(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        self._show(message, category, filename, lineno, file, line)
+        if self._handlers and file is None:
+            text = f"{filename}:{lineno}: {category.__name__}: {message}"
+            self._handlers[0].handle(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))

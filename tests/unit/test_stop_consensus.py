@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from xffl.errors import ConfigError, LaunchError
-from xffl.training import listener
+from xffl.training import preemption
 from xffl.training.config.dataclasses import ExperimentConfig
-from xffl.training.listener import Goal, Listener
+from xffl.training.preemption import StopConsensus, StopPoint
 from xffl.training.signals import SignalInbox, check_signals
 
 
@@ -42,21 +42,21 @@ class Told(SignalInbox):
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "INTERVAL_S", 0.005)
-    monkeypatch.setattr(listener, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(listener, "MARGIN_S", 0.2)
+    monkeypatch.setattr(preemption, "INTERVAL_S", 0.005)
+    monkeypatch.setattr(preemption, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(preemption, "MARGIN_S", 0.2)
 
 
-def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[Goal | None], list[tuple[int, int]]]:
+def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[StopPoint | None], list[tuple[int, int]]]:
     """Let ranks make steps, each at its pace; the rank ``asked`` hears a signal. Return the goals and last steps."""
     store = HashStore()
-    goals: list[Goal | None] = [None] * ranks
+    goals: list[StopPoint | None] = [None] * ranks
     steps = [(0, 0)] * ranks
 
     def run(rank: int) -> None:
         draw = random.Random(1000 * seed + rank)
         with Told() as inbox:
-            mine = Listener(inbox, store, rank, ranks, rank % cells)
+            mine = StopConsensus(inbox, store, rank, ranks, rank % cells)
             step = 0
             while (goal := mine.proceed(step + 1, step // 50)) is None:
                 step += 1
@@ -64,7 +64,7 @@ def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[Goal | No
                     inbox.ask()  # type: ignore[attr-defined]
                 threading.Event().wait(draw.random() / 200)
             goals[rank], steps[rank] = goal, (rank % cells, step)
-            mine.stop()
+            mine.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -78,7 +78,7 @@ def march(ranks: int, cells: int, asked: int, seed: int) -> tuple[list[Goal | No
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("ranks", "cells"), [(1, 1), (7, 3), (24, 2)])
 def test_all_ranks_get_one_goal_that_none_has_passed(ranks: int, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PATIENCE_S", 15.0)
+    monkeypatch.setattr(preemption, "PATIENCE_S", 15.0)
     for seed in range(2):
         goals, steps = march(ranks, cells, random.Random(seed).randrange(ranks), seed)
         assert goals[0] is not None and all(goal == goals[0] for goal in goals)
@@ -90,30 +90,30 @@ def test_all_ranks_get_one_goal_that_none_has_passed(ranks: int, cells: int, mon
 def test_without_an_answer_of_all_the_signal_does_what_it_did() -> None:
     store = HashStore()
     with Told() as inbox, Told() as other:
-        first, second = Listener(inbox, store, 0, 3, 0), Listener(other, store, 1, 3, 0)
+        first, second = StopConsensus(inbox, store, 0, 3, 0), StopConsensus(other, store, 1, 3, 0)
         other.ask()  # type: ignore[attr-defined]
         first._thread.join(0.5)
         assert first.proceed(1, 0) is None, "nobody waits for ever"
         assert second.proceed(1, 0) is None
-        first.stop()
-        second.stop()
+        first.close()
+        second.close()
         assert (inbox.given_up, other.given_up) == ([], [signal.SIGUSR2])  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("short")
 def test_a_rank_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(preemption, "PATIENCE_S", 60.0)
     store = HashStore()
     with Told() as inbox, Told() as other:
-        first, second = Listener(inbox, store, 0, 2, 0), Listener(other, store, 1, 2, 0)
-        second.stop(has_failed=True)
+        first, second = StopConsensus(inbox, store, 0, 2, 0), StopConsensus(other, store, 1, 2, 0)
+        second.close(has_failed=True)
         inbox.ask()  # type: ignore[attr-defined]
         for _ in range(1000):
             if inbox.given_up:  # type: ignore[attr-defined]
                 break
             threading.Event().wait(0.01)
         assert inbox.given_up == [signal.SIGUSR2]  # type: ignore[attr-defined]
-        first.stop()
+        first.close()
 
 
 def test_names_of_signals() -> None:
@@ -213,14 +213,14 @@ def test_the_end_and_a_goal_are_one_decision(is_last: bool) -> None:
     """Rank 0 has seen that all have ended; a signal that rank 1 hears before its next look asks for nothing."""
     store = HashStore()
     with Told() as inbox, Told() as other:
-        store.set("goal", listener.ENDED)
+        store.set("decision", preemption.ALL_ENDED)
         store.add("ended", 2 if is_last else 1)
-        first, second = Listener(inbox, store, 0, 2, 0), Listener(other, store, 1, 2, 1)
+        first, second = StopConsensus(inbox, store, 0, 2, 0), StopConsensus(other, store, 1, 2, 1)
         other.ask()  # type: ignore[attr-defined]
         assert second.await_all() is None
         assert first.await_all() is None
-        first.stop()
-        second.stop()
+        first.close()
+        second.close()
         assert (inbox.given_up, other.given_up) == ([], [])  # type: ignore[attr-defined]
 
 
@@ -228,7 +228,7 @@ def test_the_end_and_a_goal_are_one_decision(is_last: bool) -> None:
 def test_who_waits_in_vain_gives_up_for_all() -> None:
     store = HashStore()
     with Told() as inbox, Told() as other:
-        second = Listener(other, store, 1, 2, 0)
+        second = StopConsensus(other, store, 1, 2, 0)
         other.ask()  # type: ignore[attr-defined]
         second._thread.join(0.1)
         for _ in range(500):
@@ -236,19 +236,19 @@ def test_who_waits_in_vain_gives_up_for_all() -> None:
                 break
             threading.Event().wait(0.01)
         assert second.proceed(1, 0) is None
-        first = Listener(inbox, store, 0, 2, 0)  # it was only slow
+        first = StopConsensus(inbox, store, 0, 2, 0)  # it was only slow
         threading.Event().wait(0.2)
         assert first.proceed(1, 0) is None
-        first.stop()
-        second.stop()
+        first.close()
+        second.close()
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("has_arrived", [False, True])
 def test_a_terminate_after_a_goal_that_nobody_can_reach(has_arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(preemption, "PATIENCE_S", 0.2)
     with Told() as inbox:
-        mine = Listener(inbox, HashStore(), 0, 1, 0)
+        mine = StopConsensus(inbox, HashStore(), 0, 1, 0)
         inbox.ask()  # type: ignore[attr-defined]
         while mine.proceed(1, 0) is None:
             threading.Event().wait(0.001)
@@ -259,7 +259,7 @@ def test_a_terminate_after_a_goal_that_nobody_can_reach(has_arrived: bool, monke
         ends = time.monotonic() + (0.5 if has_arrived else 20.0)
         while not inbox.given_up and time.monotonic() < ends:  # type: ignore[attr-defined]
             threading.Event().wait(0.01)
-        mine.stop()
+        mine.close()
         assert inbox.given_up == ([] if has_arrived else [signal.SIGTERM])  # type: ignore[attr-defined]
 
 
@@ -277,9 +277,9 @@ class OutOfReach:
 @pytest.mark.parametrize("store", [InPython(), OutOfReach()], ids=lambda store: type(store).__name__)
 def test_only_a_store_that_has_no_clone_is_shared(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
-    monkeypatch.setattr(listener, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
+    monkeypatch.setattr(preemption, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
     if isinstance(store, InPython):
-        assert listener._client() is store
+        assert preemption._clone_store() is store
     else:
         with pytest.raises(LaunchError, match=r"no second connection .*connect\(\) timed out.*preempt_signals"):
-            listener._client()
+            preemption._clone_store()

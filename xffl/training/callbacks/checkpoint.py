@@ -1,4 +1,4 @@
-"""When a run is saved, which checkpoints stay, and which one is the best."""
+"""Checkpoints of a run: when it is saved, which ones are kept, and which one is the best."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from xffl.checkpoint.async_save import AsyncSaver
 from xffl.checkpoint.manager import CheckpointManager
-from xffl.checks import integer
+from xffl.checks import integer, integer_fields
 from xffl.errors import ConfigError
-from xffl.training.callbacks.arguments import find_count
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.watching import WatchedMetric
+from xffl.training.callbacks.early_stopping import MonitoredMetric
 
 if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
@@ -48,7 +47,7 @@ class CheckpointCallback(Callback):
     :param best: Name of a validation metric: whenever it is better than ever, the run is saved as ``best``. With
         several cells it is the mean of what they have measured since the round before.
     :param mode: Whether its smallest (``min``) or largest (``max``) value is the best.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(
@@ -65,13 +64,11 @@ class CheckpointCallback(Callback):
         mode: str = "min",
     ) -> None:
         self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self.save_frequency = find_count("save_frequency", save_frequency)
-        self.every_epochs = find_count("every_epochs", every_epochs)
-        self.every_rounds = find_count("every_rounds", every_rounds)
-        self.save_final = save_final
-        self.is_async = is_async
+        self.save_frequency, self.every_epochs, self.every_rounds = save_frequency, every_epochs, every_rounds
+        integer_fields(self, "save_frequency", "every_epochs", "every_rounds", may_be_none=True)
+        self.save_final, self.is_async = save_final, is_async
         self.keep_last_n, self.best, self.mode = integer("keep_last_n", keep_last_n), best, mode
-        self.watched = None if best is None else WatchedMetric(best, mode)
+        self.monitored = None if best is None else MonitoredMetric(best, mode)
         self._manager = CheckpointManager("", keep_last=self.keep_last_n)
         self._saver: AsyncSaver | None = None
         self._saved = {"step": 0, "epoch": 0, "round": 0}
@@ -83,23 +80,16 @@ class CheckpointCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return when it was saved last, and the best value."""
-        return {"saved": dict(self._saved), "best": None if self.watched is None else self.watched.state_dict()}
+        return {"saved": dict(self._saved), "best": None if self.monitored is None else self.monitored.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state.
-
-        :param state: The state.
-        """
+        """Take over a saved state."""
         self._saved = dict(state["saved"])
-        if self.watched is not None and state["best"] is not None:
-            self.watched.load_state_dict(state["best"])
+        if self.monitored is not None and state["best"] is not None:
+            self.monitored.load_state_dict(state["best"])
 
     def pre_fit(self, trainer: BaseTrainer) -> None:
-        """See that it comes last and can save when it shall.
-
-        :param trainer: The trainer.
-        :raises ConfigError: if it does not, or cannot.
-        """
+        """Check that it comes last, and that there are rounds where it is to save at them."""
         is_after = False
         for callback in trainer.callbacks:
             if is_after and type(callback).state_dict is not Callback.state_dict:
@@ -117,16 +107,12 @@ class CheckpointCallback(Callback):
         if wants_rounds and not has_rounds:
             raise ConfigError("checkpoints at rounds were asked for, and there are none; give federation.every")
         if self.checkpoint_dir is None:
-            folder = Path(trainer.config.experiment.output_dir)
-            self._manager = CheckpointManager(folder, keep_last=self._manager.keep_last)
+            self._manager = CheckpointManager(trainer.config.experiment.output_dir, keep_last=self.keep_last_n)
         else:
             self._manager.output_dir = self.checkpoint_dir
 
     def post_setup(self, trainer: BaseTrainer) -> None:
-        """Make what saves in the background; collective over the world.
-
-        :param trainer: The trainer.
-        """
+        """Make what saves in the background; collective over the world."""
         if self.is_async:
             self._saver = AsyncSaver(trainer.state)
 
@@ -134,112 +120,79 @@ class CheckpointCallback(Callback):
         """Save where it is due, in one cell.
 
         Cells with equal numbers of steps and of batches could save here as well, between two rounds.
-
-        :param trainer: The trainer.
         """
         if _is_alone(trainer) and self._is_due(step=trainer.global_step):
             self._save(trainer, step=trainer.global_step)
 
     def post_train_epoch(self, trainer: BaseTrainer) -> None:
-        """Save where it is due, in one cell.
-
-        :param trainer: The trainer.
-        """
+        """Save where it is due, in one cell."""
         if _is_alone(trainer) and self._is_due(epoch=trainer.current_epoch + 1):
             self._save(trainer, step=trainer.global_step, epoch=trainer.current_epoch + 1)
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
-        """Save where it is due; collective over the world.
-
-        :param trainer: The trainer.
-        :param report: What the round did.
-        """
-        del report
+        """Save where it is due; collective over the world."""
         place = {"round": trainer.rounds}
         if not _is_alone(trainer) and (self.save_frequency is not None or self.every_epochs is not None):
-            place |= _furthest(trainer)
+            place["step"], place["epoch"] = trainer.furthest(trainer.global_step, trainer.current_epoch)
         if self._is_due(**place):
             self._save(trainer, **({"step": trainer.agreed_step()} | place))
         if not _is_alone(trainer):
             self._save_best(trainer)
 
     def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Note the metric, and save the best in one cell.
-
-        :param trainer: The trainer.
-        :param metrics: What was measured.
-        :raises ConfigError: if there is no such metric.
-        """
-        if self.watched is not None:
-            self.watched.note(metrics)
+        """Note the metric, and save the best in one cell."""
+        if self.monitored is not None:
+            self.monitored.update(metrics)
             if _is_alone(trainer):
                 self._save_best(trainer)
 
     def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Wait for what is being written; collective over the world.
-
-        :param trainer: The trainer.
-        :param path: The next checkpoint.
-        """
-        del trainer, path
+        """Wait for what is being written; collective over the world."""
         if self._saver is not None:
             self._saver.wait()
 
     def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
-        """Wait for what is being written; collective over the world. The trainer has saved by itself.
-
-        :param trainer: The trainer.
-        :param path: What it has saved.
-        """
-        del trainer, path
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
+        """Wait for what is being written; collective over the world. The trainer has saved by itself."""
+        self._close_saver()
 
     def post_fit(self, trainer: BaseTrainer) -> None:
-        """Save the end; collective over the world.
-
-        :param trainer: The trainer.
-        """
+        """Save the end; collective over the world."""
         if not _is_alone(trainer):
             self._save_best(trainer)
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
+        self._close_saver()
         if self.save_final or trainer.lone_cell() is not None:  # the next round's job goes on from there
-            self._manager.save_final(trainer)
+            self._write(trainer, self._manager.path_of("final"))
 
     def _is_due(self, **now: int) -> bool:
         """Tell whether one of the counts has come to or passed a multiple of what was asked for."""
         asked = {"step": self.save_frequency, "epoch": self.every_epochs, "round": self.every_rounds}
         return any(
-            every is not None and count // every > self._saved[name] // every
+            (every := asked[name]) is not None and count // every > self._saved[name] // every
             for name, count in now.items()
-            for every in (asked[name],)
         )
 
     def _save(self, trainer: BaseTrainer, *, step: int, **place: int) -> None:
         self._saved |= {"step": step, **place}
-        self._manager.save(trainer, step, **self._saver_options())
+        self._write(trainer, self._manager.path_of(step))
 
     def _save_best(self, trainer: BaseTrainer) -> None:
         """Save, where the metric is better than ever; collective over the world."""
-        if self.watched is None:
+        if self.monitored is None:
             return
-        value = self.watched.take() if _is_alone(trainer) else self.watched.agree(trainer)
-        if value is not None and self.watched.judge(value):
-            trainer.save_checkpoint(self.folder / BEST, **self._saver_options())
+        value = self.monitored.take() if _is_alone(trainer) else self.monitored.take_mean(trainer)
+        if value is not None and self.monitored.is_better(value):
+            trainer.save_checkpoint(self.folder / BEST, saver=None if self._saver is None else self._saver.save)
 
-    def _saver_options(self) -> dict[str, Any]:
-        """Let a save go through the saver that writes in the background, where there is one."""
-        return {} if self._saver is None else {"saver": self._saver.save}
+    def _write(self, trainer: BaseTrainer, path: Path) -> None:
+        """Write a checkpoint, in the background where that is asked for, and delete the oldest when it is whole."""
+        saver = None if self._saver is None else self._saver.save
+        self._manager.rotate(path, trainer.save_checkpoint(path, saver=saver))
+
+    def _close_saver(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
 
 
 def _is_alone(trainer: BaseTrainer) -> bool:
     return trainer.state.topology.cells == 1
-
-
-def _furthest(trainer: BaseTrainer) -> dict[str, int]:
-    """Return the steps and epochs of the cell that has made most; collective over the world."""
-    step, epoch = trainer.furthest(trainer.global_step, trainer.current_epoch)
-    return {"step": step, "epoch": epoch}
