@@ -25,8 +25,8 @@ from xffl.planning import (
     codec_ratio,
     forecast_data_parallel,
     forecast_round,
-    utilization_figure,
 )
+from xffl.planning.figures import INK, colour_of, new_figure, plain_axes, save
 from xffl.planning.forecast import ASSUMPTIONS, BUCKET_BYTES
 from xffl.topology import Topology
 
@@ -139,6 +139,37 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "xffl": xffl.__version__}
 
 
+def draw_utilization(records: list[dict[str, Any]], file: Path) -> None:
+    """Draw the share of time spent on training over the rate of the link, one panel for each model."""
+    panels = list(dict.fromkeys(record["panel"] for record in records))
+    names = list(dict.fromkeys(record["run"] for record in records))
+    width, height = 4.6 * len(panels) + 0.4, 4.4
+    figure = new_figure(width, height)
+    all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    lines: dict[str, Any] = {}
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for index, name in enumerate(names):
+            rows = [record for record in records if (record["panel"], record["run"]) == (panel, name)]
+            (lines[name],) = axes.plot(
+                [row["gbps"] for row in rows],
+                [100 * row["utilization"] for row in rows],
+                color=colour_of(index),
+                linestyle=("-", "--", "-.", ":")[index % 4],
+                linewidth=1.9,
+            )
+        axes.set_xscale("log")
+        axes.set_ylim(0, 102)
+        axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
+        axes.set_title(panel, fontsize=11, fontweight="bold", color=INK, loc="left")
+        axes.set_xlabel("link between cells (Gbit/s)", color=INK)
+        plain_axes(axes, grid="both")
+    all_axes[0].set_ylabel("time spent on local steps (%)", color=INK)
+    figure.legend([lines[name] for name in names], names, loc="lower center", ncols=3, frameon=False, fontsize=9)
+    bottom = (0.72 + 0.21 * -(-len(names) // 3)) / height
+    figure.subplots_adjust(left=0.7 / width, right=0.985, top=0.91, bottom=bottom, wspace=0.08)
+    save(figure, file)
+
+
 def draw(options: argparse.Namespace) -> None:
     """Write the figure as PNG and SVG, and its numbers as JSON."""
     latency_s = options.latency_ms / 1e3
@@ -153,7 +184,7 @@ def draw(options: argparse.Namespace) -> None:
             title = panel
         print(f"  {run:48s} {'more than ' + format(HIGH, 'g') if rate is None else format(rate, '.3g')}")
     for suffix in (".png", ".svg"):
-        utilization_figure(records, options.out / f"scale{suffix}")
+        draw_utilization(records, options.out / f"scale{suffix}")
     told = {
         "benchmark": "scale",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

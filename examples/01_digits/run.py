@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from curves import curves_figure
 from rich.console import Console
 from rich.table import Table
 
-from xffl.planning import curves_figure, topology_figure, topology_text
+from xffl.planning import topology_figure, topology_text
 from xffl.topology import Topology
 
 HERE = Path(__file__).resolve().parent

@@ -19,14 +19,13 @@ from typing import Any
 
 import garbage
 import noniid
+from figure import Result, algorithms_figure, sum_up_seeds
 from jobs import read_records, start
 from methods import Trial, chosen_trials
 from rich.console import Console
 from rich.table import Table
 
-from xffl.planning.algorithms_figure import Standing, algorithms_figure, standings
-from xffl.planning.partition_figure import partition_figure
-from xffl.planning.partition_table import partition_table
+from xffl.planning import partition_figure, partition_table
 
 TARGET = 0.9
 POINTS = 0.02
@@ -46,7 +45,7 @@ def show_partition(seed: int, out: Path) -> None:
 # Algorithms -----------------------------------------------------------------------------------------------------------
 
 
-def sum_up(records: list[dict[str, Any]], found: list[Standing], trials: list[Trial]) -> list[dict[str, Any]]:
+def sum_up(records: list[dict[str, Any]], found: list[Result], trials: list[Trial]) -> list[dict[str, Any]]:
     """Return a summary of each algorithm, as numbers only."""
     rows = []
     for one in found:
@@ -206,7 +205,7 @@ def main() -> None:
         start("train.py", cells, "--seeds", *options.seeds, "--rounds", options.rounds, "--out", metrics)
     records = read_records(metrics)
     trials = chosen_trials()
-    rows = sum_up(records, standings(records, TARGET), trials)
+    rows = sum_up(records, sum_up_seeds(records, TARGET), trials)
     summary: dict[str, Any] = {"target": TARGET, "rounds": options.rounds, "algorithms": rows}
     algorithms_figure(
         records, out / "algorithms.png", target=TARGET, title="Digits in four cells that lack most classes"

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import require
-from xffl.run_report.report import write_report
+from xffl.run_report import write_report
 
 DEADLINE_S = 60.0
 START = 1.79e9

@@ -24,8 +24,8 @@ from tests.ranks.test_session import be_rank
 from tests.worlds import run_script, run_world
 from xffl.cli import execute
 from xffl.cli.main import main
-from xffl.run_report.reading import read_run
-from xffl.run_report.summary import totals
+from xffl.run_report.reader import read_run
+from xffl.run_report.summary import sum_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -283,7 +283,8 @@ def test_the_project_of_init_trains(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in (one, second.splitlines()[-1])] == ["cell 0", "cell 1"]
     assert last.startswith("demo  finished  2 cells  ") and f"val/accuracy {accuracies[-1]:.4g}  " in last
     report = read_run(run)
-    assert f"{totals(report).rounds} rounds  sent {decimal(int(totals(report).bytes_across))} between cells" in last
+    totals = sum_up(report)
+    assert f"{totals.rounds} rounds  sent {decimal(int(totals.bytes_across))} between cells" in last
     assert last.endswith("records in runs/demo; xffl report runs/demo makes a page of them")
     origins = json.loads((run / "origins.json").read_text())
     assert origins["federation.every"] == "file config.yaml" and origins["training.max_steps"] == "default"

@@ -14,8 +14,7 @@ from tests.decoder import VOCABULARY, Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, joined
 from tests.worlds import run_world
 from xffl.parallel import DDPConfig, DistributedStrategy
-from xffl.planning.cell_traffic import step_traffic
-from xffl.planning.memory import ModelSize, TrainingSize, rank_memory
+from xffl.planning import ModelSize, TrainingSize, rank_memory, step_traffic
 
 WIDTH, LAYERS, BATCH, SEQUENCE = 32, 4, 8, 16
 Case = tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]

@@ -17,8 +17,6 @@ from torch import nn
 
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
-from xffl.errors import ConfigError
-from xffl.planning.algorithms_figure import algorithms_figure, standings
 from xffl.topology import Topology
 from xffl.training.data.sampler import CellBatchSampler
 
@@ -246,8 +244,8 @@ RECORDS = [
 ]
 
 
-def test_standings_are_those_counted_by_hand() -> None:
-    fast, slow, hopeless = standings(RECORDS)
+def test_sums_are_those_counted_by_hand() -> None:
+    fast, slow, hopeless = run.sum_up_seeds(RECORDS)
     assert (fast.run, fast.seeds) == ("fast", 2)
     assert fast.curve[1] == (2, pytest.approx(0.8), 0.7, 0.9)
     assert fast.finals == (0.95, 0.93)
@@ -257,30 +255,20 @@ def test_standings_are_those_counted_by_hand() -> None:
     assert fast.typical_round == 2.5
     assert slow.reached == (None, 4)
     assert slow.typical_round == hopeless.typical_round == float("inf")
-    assert [one.reached for one in standings(RECORDS, target=0.99)] == [(None, None)] * 3
-    assert standings(reversed(RECORDS))[0].run == "hopeless"
-
-
-@pytest.mark.parametrize(
-    "records, told",
-    [([], "no records"), ([{"run": "a", "seed": 0, "round": 1}], "lacks accuracy"), (RECORDS[:-1], "hopeless")],
-)
-def test_standings_refuse_what_cannot_be_compared(records: list[dict[str, Any]], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        standings(records)
+    assert [one.reached for one in run.sum_up_seeds(RECORDS, target=0.99)] == [(None, None)] * 3
+    assert run.sum_up_seeds(reversed(RECORDS))[0].run == "hopeless"
 
 
 def test_the_picture_names_all_and_says_never(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    algorithms_figure(RECORDS, tmp_path / "a.svg", title="Who is fast")
+    run.algorithms_figure(RECORDS, tmp_path / "a.svg", title="Who is fast")
     drawn = (tmp_path / "a.svg").read_text()
     for text in ("Who is fast", "fast", "slow", "hopeless", "never", "94.0 % ± 1.4", "mean of 2 seeds"):
         assert text in drawn
-    algorithms_figure([one for one in RECORDS if one["run"] == "fast"], tmp_path / "b.svg")
+    run.algorithms_figure([one for one in RECORDS if one["run"] == "fast"], tmp_path / "b.svg")
     assert "never" not in (tmp_path / "b.svg").read_text()
-    many = [{**one, "run": f"{one['run']} {copy}"} for one in RECORDS for copy in range(3)]
-    with pytest.raises(ConfigError, match="9 algorithms"):
-        algorithms_figure(many, tmp_path / "c.svg")
+    with pytest.raises(ValueError, match="hopeless were measured after different rounds"):
+        run.sum_up_seeds(RECORDS[:-1])
 
 
 def test_garbage_is_compared_with_the_clean_run_of_its_seed() -> None:

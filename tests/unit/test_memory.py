@@ -192,16 +192,16 @@ def test_activations_shrink_with_the_part_of_the_sequence() -> None:
 
 
 WRONG: list[tuple[type, dict[str, Any], str]] = [
-    (ModelSize, {"parameters": 0}, "parameters 0"),
-    (ModelSize, {"parameters": float("nan")}, "parameters nan"),
-    (ModelSize, {"parameters": True}, "parameters True"),
+    (ModelSize, {"parameters": 0}, "parameters must be a number > 0, got 0"),
+    (ModelSize, {"parameters": float("nan")}, "parameters must be a number > 0, got nan"),
+    (ModelSize, {"parameters": True}, "parameters must be a number > 0, got True"),
     (ModelSize, {"parameters": 1e9, "layers": 0}, "layers must be a positive integer, got 0"),
     (ModelSize, {"parameters": 1e9, "width": 1.5}, "width must be a positive integer, got 1.5"),
     (ModelSize, {"parameters": 1e9, "vocabulary": 100}, "give the width, too"),
     (ModelSize, {"parameters": 1e6, "vocabulary": 1000, "width": 1000}, "have more than the model's"),
-    (TrainingSize, {"dtype": "float8"}, "dtype 'float8' is none of float32"),
-    (TrainingSize, {"param_dtype": "half"}, "param_dtype 'half'"),
-    (TrainingSize, {"optimizer": "adam"}, "optimizer 'adam' is none of sgd, momentum"),
+    (TrainingSize, {"dtype": "float8"}, "dtype must be one of 'float32', 'bfloat16', 'float16', got 'float8'"),
+    (TrainingSize, {"param_dtype": "half"}, "param_dtype must be one of"),
+    (TrainingSize, {"optimizer": "adam"}, "got 'adam' (did you mean 'adamw'?)"),
     (TrainingSize, {"batch": -1}, "batch must be a positive integer, got -1"),
 ]
 

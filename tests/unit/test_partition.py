@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.errors import CheckpointError, ConfigError
-from xffl.planning.partition_table import holdings
+from xffl.planning.partition import cell_shares
 from xffl.training.data import partition
 from xffl.training.data.parts import Partition
 from xffl.training.data.rng import ORDER, PROPORTIONS, Draws, portions
@@ -277,7 +277,7 @@ def test_skew_falls_with_alpha() -> None:
         skews = []
         for alpha in (0.01, 0.1, 1.0, 10.0, 1000.0):
             tables = [method(labels, 5, alpha=alpha, seed=seed).table(labels) for seed in range(5)]
-            skews.append(np.mean([one.skew for table in tables for one in holdings(table)]))
+            skews.append(np.mean([one.skew for table in tables for one in cell_shares(table)]))
         assert skews == sorted(skews, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""The table and the picture say who has what."""
+"""The table and the figure of a partition show the samples of each class in each cell."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from xffl.errors import ConfigError
-from xffl.planning.partition_figure import partition_figure
-from xffl.planning.partition_table import holdings, partition_table
+from xffl.planning.partition import cell_shares, partition_figure, partition_table
 
 
-def test_holdings_add_up() -> None:
-    first, second, third = holdings([[30, 0], [0, 10], [0, 0]])
+def test_cell_shares_add_up() -> None:
+    first, second, third = cell_shares([[30, 0], [0, 10], [0, 0]])
     assert first == (30, 0.75, 1, 0.25) and second == (10, 0.25, 1, 0.75) and third == (0, 0.0, 0, 0.0)
 
 
@@ -76,12 +75,12 @@ def test_the_figure_shows_counts_sizes_and_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "counts, classes, message",
     [
-        ([], None, "no counts"),
-        ([[]], None, "no counts"),
-        ([1, 2], None, "no table of whole numbers"),
-        ([[float("nan"), 2]], None, "no table of whole numbers"),
-        ([[1, 2], [3]], None, "cell 1 has counts of 1 classes, cell 0 of 2"),
-        ([[-1]], None, "a count of -1"),
+        ([], None, "counts are empty"),
+        ([[]], None, "counts are empty"),
+        ([1, 2], None, "must be a table of integers"),
+        ([[float("nan"), 2]], None, "must be a table of integers"),
+        ([[1, 2], [3]], None, "counts of cell 1 have 1 classes, those of cell 0 2"),
+        ([[-1]], None, "counts of cell 0 must be 0 or more, got -1"),
         ([[1, 2]], ["a"], "1 names for 2 classes"),
     ],
 )

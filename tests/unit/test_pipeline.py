@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xffl.planning.pipeline import SIMULATED, Pace, Stages, follow, simulate
+from xffl.planning.forecast import SIMULATED, Pace, Stages, follow, simulate
 
 
 def stages(**changed: Any) -> Stages:
@@ -25,8 +25,8 @@ def test_one_bucket_passes_all_stages_one_after_the_other(is_asked: bool, pace: 
     assert simulate(one, 1, 0.5, pace).end == (1 + 2 + 4 + 3 + 5 + 6) / 2 + 20 + words
 
 
-# Which stage is the slowest: the link; the processor before and after; the network at home, which works on while the
-# next bucket is combined, unless it is waited for before that; the latency, shared by the buckets under way.
+# Which stage is the slowest: the link; the processor before and after; the network inside the cell, which goes on while
+# the next bucket is combined, unless it is waited for before that; the latency, shared by the buckets under way.
 BOUND = {
     "link": ({"hops": (5.0,), "pack": 1.0, "combine": (2.0,), "home": 3.0, "latency": 1.0}, Pace(2, 0, 2), 5.0),
     "processor": ({"hops": (1.0,), "pack": 2.0, "combine": (3.0,), "home": 1.0}, Pace(2, 0, 2), 5.0),

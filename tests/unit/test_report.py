@@ -1,4 +1,4 @@
-"""The pictures say what is there, and the traffic is what the exchange moves."""
+"""Text and figures of a topology show what is there, and the traffic is what the exchange moves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from xffl.aggregation.engine.plan import Cut, Item, plan_groups
 from xffl.errors import ConfigError
 from xffl.extras import install_command
-from xffl.planning import curves_figure, round_traffic, topology_figure, topology_text
-from xffl.planning.drawing import PALETTE
-from xffl.planning.pieces import count_pieces, exchange_pieces
+from xffl.planning import round_traffic, topology_figure, topology_text
+from xffl.planning.text import count_pieces, exchange_pieces
 from xffl.topology import Topology
 
 SMALL = [
@@ -169,7 +168,7 @@ def test_traffic_of_a_large_world_is_short() -> None:
     ],
 )
 def test_traffic_refuses_numbers_that_cannot_be_meant(arguments: Mapping[str, Any], knob: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{knob} .*; give"):
+    with pytest.raises(ConfigError, match=rf"^{knob} must be a number .*; give"):
         round_traffic(Topology(4, (2, 2)), **arguments)
 
 
@@ -285,83 +284,10 @@ def test_png_is_a_png_and_the_same_each_time(tmp_path: Path) -> None:
     assert (tmp_path / "new folder" / "a.svg").read_bytes() == (tmp_path / "new folder" / "b.svg").read_bytes()
 
 
-def records() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for number in range(1, 6):
-        for setting in ("iid", "noniid"):
-            rows.append({"run": "federated", "setting": setting, "cell": None, "round": number, "accuracy": number / 6})
-            rows += [{"run": "alone", "setting": setting, "cell": c, "round": number, "accuracy": 0.4} for c in (0, 1)]
-        rows.append({"run": "centralized", "setting": None, "round": number, "accuracy": 0.9})
-    return rows
-
-
-def test_curves_have_a_panel_for_each_setting_and_a_name_for_each_line(tmp_path: Path) -> None:
-    curves_figure(records(), tmp_path / "curves.svg")
-    texts = svg_texts(tmp_path / "curves.svg")
-    for text in (
-        "iid",
-        "noniid",
-        "federated",
-        "alone, cell 0",
-        "alone, cell 1",
-        "centralized",
-        "validation accuracy (%)",
-    ):
-        assert texts.count(text) == 1, text
-    assert texts.count("round") == 2
-    curves_figure(iter(records()), tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_curves_need_neither_settings_nor_cells(tmp_path: Path) -> None:
-    curves_figure([{"run": "mine", "round": 1, "accuracy": 0.5}], tmp_path / "curves.svg")
-    assert "mine" in svg_texts(tmp_path / "curves.svg")
-
-
-def test_a_line_has_one_colour_in_all_panels(tmp_path: Path) -> None:
-    places = (("one", "iid"), ("other", "iid"), ("other", "noniid"))
-    rows = [{"run": run, "setting": at, "round": number, "accuracy": 0.5} for run, at in places for number in range(8)]
-    curves_figure(rows, tmp_path / "curves.svg")
-    svg = (tmp_path / "curves.svg").read_text().upper()
-    assert 0 < svg.count(PALETTE[0].upper()) < svg.count(PALETTE[1].upper())
-
-
-def test_a_single_round_shows_a_mark_of_each_line(tmp_path: Path) -> None:
-    rows = [{"run": name, "round": 1, "accuracy": accuracy} for name, accuracy in (("a", 0.3), ("b", 0.6), ("c", 0.9))]
-    curves_figure(rows, tmp_path / "curves.svg")
-    curves_figure(rows[:1], tmp_path / "one.svg")
-    marks = [(tmp_path / name).read_text().count("<use ") for name in ("curves.svg", "one.svg")]
-    assert marks[0] == marks[1] + 4  # two lines more, each marked in the plot and in the legend
-
-
-def test_curves_go_from_round_to_round_in_percent(tmp_path: Path) -> None:
-    rows = [{"run": "mine", "round": number, "accuracy": number / 10} for number in range(4)]
-    curves_figure(rows, tmp_path / "one.svg")
-    curves_figure(rows[::-1], tmp_path / "other.svg")
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "other.svg").read_bytes()
-    assert {"0", "10", "20", "30"} <= set(svg_texts(tmp_path / "one.svg"))
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "no records"),
-        ([{"run": "federated", "round": 1}], "lacks accuracy"),
-        ([{"accuracy": 1.0}], "lacks run, round"),
-    ],
-)
-def test_curves_refuse_records_without_points(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        curves_figure(rows, tmp_path / "curves.png")
-    assert not (tmp_path / "curves.png").exists()
-
-
 @pytest.mark.parametrize("name", ["topology.jpeg", "topology", "svg"])
 def test_figures_refuse_unknown_formats(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
         topology_figure(Topology(4, (2, 2)), tmp_path / name)
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
-        curves_figure(records(), tmp_path / name)
 
 
 # Imports --------------------------------------------------------------------------------------------------------------
@@ -378,8 +304,6 @@ def test_missing_matplotlib_is_told_with_its_cure(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=re.escape(install_command("report"))):
         topology_figure(Topology(4, (2, 2)), tmp_path / "topology.svg")
-    with pytest.raises(ConfigError, match=re.escape(install_command("report"))):
-        curves_figure(records(), tmp_path / "curves.svg")
 
 
 def test_importing_and_drawing_text_needs_no_torch_and_no_matplotlib() -> None:

@@ -1,9 +1,8 @@
-"""A report says of a run what its files say, whatever is missing in them and whatever they are called."""
+"""The page about runs shows what their files hold, whatever is missing in them and whatever they are called."""
 
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import math
 import re
@@ -20,13 +19,24 @@ import pytest
 
 from xffl.cli.main import main
 from xffl.errors import ConfigError
-from xffl.run_report.configuration import settings
-from xffl.run_report.curves import Panel, curves_of, draw_panels, every_kth, thinned
-from xffl.run_report.numbers import bytes_text, label_text, number_text, printable, seconds_text, stem_of
-from xffl.run_report.reading import FEDERATION, Run, read_run, read_runs
-from xffl.run_report.report import Report, write_report
-from xffl.run_report.rounds import rounds_figure, traffic_figure
-from xffl.run_report.summary import is_better_high, mean_phases, standings, summary, totals, value_text
+from xffl.planning.text import bytes_text
+from xffl.run_report import Report, write_report
+from xffl.run_report.page import rounds_figure, thin, traffic_figure, value_figure
+from xffl.run_report.reader import FEDERATION, read_run
+from xffl.run_report.summary import (
+    is_better_high,
+    label_text,
+    mean_phases,
+    number_text,
+    printable,
+    read_settings,
+    seconds_text,
+    stem_of,
+    sum_up,
+    sum_up_values,
+    summary_rows,
+    value_text,
+)
 
 START = 1_790_000_000.0
 VOID = {"meta", "link", "img", "br"}
@@ -149,7 +159,7 @@ def test_totals_are_those_of_the_files(one: tuple[Report, Page]) -> None:
     run = one[0].runs[0]
     # Computed from the files again, by other means.
     rounds = [json.loads(text) for cell in (0, 1) for text in run_files()[f"rounds/cell_{cell}.jsonl"].splitlines()]
-    told = totals(run)
+    told = sum_up(run)
     assert told.steps == {0: 20, 1: 16} and told.epochs == {0: 2, 1: 1} and told.samples == 8 * 36
     assert told.rounds == 3 and told.dropped == 2
     assert told.bytes_across == sum(row["bytes_across"] for row in rounds) == 6000
@@ -159,14 +169,14 @@ def test_totals_are_those_of_the_files(one: tuple[Report, Page]) -> None:
     assert told.behind == pytest.approx(4.0 - 0.6)
     assert told.hidden == pytest.approx(0.125 + 0.125 + 0.25)
     # The first record stands at second 1, the last at second 20.
-    assert told.seconds == pytest.approx(19.0)
+    assert run.seconds == pytest.approx(19.0)
     assert told.throughput["throughput/samples_per_s"] == np.median(range(101, 121)) + np.median(range(102, 118))
     assert told.throughput["throughput/steps_per_s"] == 2.5
     assert told.memory == {"memory/resident_bytes": 10**9 + 20 * 10**6}
 
 
 def test_values_are_those_of_the_files(one: tuple[Report, Page]) -> None:
-    found = {(row.name, row.cell): row for row in standings(one[0].runs[0])}
+    found = {(row.name, row.cell): row for row in sum_up_values(one[0].runs[0])}
     loss = found["train/loss", FEDERATION]
     assert (loss.last, loss.last_step, loss.best, loss.best_step, loss.low, loss.high) == (1.75, 15, 1.5, 10, 1.5, 2.5)
     accuracy = found["val/accuracy", FEDERATION]
@@ -188,7 +198,7 @@ def test_the_page_tells_them(one: tuple[Report, Page]) -> None:
     assert page.row("last train/loss") == ["all cells 1.75 (best 1.5 at step 10)"]
     assert page.row("last val/accuracy") == ["0.7 (best 0.75 at step 10)"]
     assert page.row("rounds") == ["3, 2 times a cell was left out"]
-    assert page.row("sent across cells") == ["6 kB"] and page.row("sent at home") == ["3 kB"]
+    assert page.row("sent between cells") == ["6 kB"] and page.row("sent within cells") == ["3 kB"]
     assert page.row("exposed: training stood still for rounds") == ["1.85 s (9.7 % of the time)"]
     assert page.row("samples per s") == ["220"] and page.row("most resident bytes") == ["1.02 GB"]
     assert page.row("ranks and cells") == ["6 in 2 cells (4, 2); replicas of 2"]
@@ -248,7 +258,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     ]
     assert page.row("rounds") == ["3, 2 times a cell was left out"] * 2 + ["none"]
     # What a run has no configuration of is unknown, not different.
-    assert [(one.name, one.texts) for one in settings(report.runs) if one.differs] == [
+    assert [(one.name, one.texts) for one in read_settings(report.runs) if one.differs] == [
         ("training.epochs", ("2", "3", "")),
         ("training.extra", ("", "true", "")),
     ]
@@ -296,17 +306,14 @@ def test_shares_of_time_add_up(tmp_path: Path) -> None:
 def test_lines_go_through_the_records(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = read_run(write(tmp_path, run_files()))
-    lines = curves_of([run], "train/loss")
-    figure, thinning = draw_panels("x", [Panel(lines, x, "loss") for x in ("step", "time")], share_y=True)
-    assert thinning == 1
+    figure, _ = value_figure([run], "train/loss")
     expected = {"cell 0": (np.arange(1, 21), 0.0), "cell 1": (np.arange(1, 17), 0.25)}
     for axes, is_time in zip(figure.axes, (False, True), strict=True):
-        assert [line.look.label for line in lines] == ["cell 0", "cell 1", "all cells"]
-        for line, drawn in zip(lines[:2], axes.lines, strict=False):
-            steps, late = expected[line.look.label]
+        assert len(axes.lines) == 3
+        for (name, (steps, late)), drawn in zip(expected.items(), axes.lines, strict=False):
             x, y = np.asarray(drawn.get_xydata()).T
             np.testing.assert_allclose(x, steps - 1 + late if is_time else steps)
-            np.testing.assert_allclose(y, 3.0 - 0.1 * steps + (line.look.label == "cell 1"))
+            np.testing.assert_allclose(y, 3.0 - 0.1 * steps + (name == "cell 1"))
     figure, _ = traffic_figure([run])
     for axes, each in zip(figure.axes, (1000, 500), strict=True):
         for drawn, factor in zip(axes.lines, (1, 1, 2), strict=True):
@@ -432,7 +439,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     series = run.series["x/y"][3]
     assert series.steps.tolist() == [0, 1, 2, 3, 9, 99]
     np.testing.assert_array_equal(series.values, [math.nan, math.inf, -math.inf, math.inf, 2.0, math.nan])
-    only = standings(run)[0]
+    only = sum_up_values(run)[0]
     assert (only.records, only.nonfinite, only.low, only.high, only.last_step) == (6, 5, 2.0, 2.0, 99)
 
 
@@ -461,10 +468,10 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
         ({"topology.json": [1]}, "topology.json holds no object"),
         ({"topology.json": {"world_size": 1, "cells": 5}}, "does not describe a federation"),
         ({"topology.json": {"world_size": 4, "cells": [2, 2], "cell_shape": "ab"}}, "does not describe a federation"),
-        ({"partition.json": '{"counts": [[Infinity, 1]]}'}, "does not say who has what"),
-        ({"partition.json": {"labels": ["a"], "counts": [[1, 2]]}}, "does not say who has what"),
-        ({"partition.json": {"counts": []}}, "does not say who has what"),
-        ({"partition.json": {"counts": [[-1, 2]]}}, "does not say who has what"),
+        ({"partition.json": '{"counts": [[Infinity, 1]]}'}, "does not describe a partition"),
+        ({"partition.json": {"labels": ["a"], "counts": [[1, 2]]}}, "does not describe a partition"),
+        ({"partition.json": {"counts": []}}, "does not describe a partition"),
+        ({"partition.json": {"counts": [[-1, 2]]}}, "does not describe a partition"),
         ({"metrics/x": "", "config.yaml": "a: [1"}, "config.yaml cannot be read"),
         ({"metrics/x": "", "config.yaml": "just text"}, "no config.yaml"),
         ({"metrics/x": "", "config.yaml": "a: &a {b: *a, c: 2020-01-01, 3: {}}"}, "no origins.json"),
@@ -488,7 +495,7 @@ def test_a_report_says_what_is_missing(files: dict[str, Any], told: str, tmp_pat
     assert told in page.text
     assert len(page.pictures) == len(report.pictures)
     assert page.row("rounds") is not None and page.row("time") is not None
-    assert all(text for _, text in summary(report.runs[0]))
+    assert all(text for _, text in summary_rows(report.runs[0]))
 
 
 def test_what_is_there_is_not_missed(tmp_path: Path) -> None:
@@ -518,15 +525,15 @@ def test_the_largest_and_the_best_need_not_be_the_last(tmp_path: Path) -> None:
     rows = [{"memory/peak_bytes": most, "val/top1": best} for most, best in ((7.0, 0.5), (9.0, 0.75), (8.0, 0.75))]
     text = "".join(line(10 * at, at, values) for at, values in enumerate(rows, 1))
     run = read_run(write(tmp_path, {"metrics/cell_0.jsonl": text}))
-    assert totals(run).memory == {"memory/peak_bytes": 9.0}
-    (found,) = standings(run, "val/top1")
+    assert sum_up(run).memory == {"memory/peak_bytes": 9.0}
+    (found,) = sum_up_values(run, "val/top1")
     assert (found.best, found.best_step, found.last_step) == (0.75, 20, 30)
 
 
 def test_what_is_shared_out_adds_up_over_cells_alone(tmp_path: Path) -> None:
     names = {"metrics/cell_0.jsonl": 10.0, "metrics/cell_1.jsonl": 20.0, "metrics/federation.jsonl": 30.0}
     files = {name: line(1, 1, {"throughput/tokens_per_s": rate}) for name, rate in names.items()}
-    assert totals(read_run(write(tmp_path, files))).throughput == {"throughput/tokens_per_s": 30.0}
+    assert sum_up(read_run(write(tmp_path, files))).throughput == {"throughput/tokens_per_s": 30.0}
 
 
 def test_phases_are_means_over_all_rounds(tmp_path: Path) -> None:
@@ -558,7 +565,7 @@ def cells_of(*steps: int) -> dict[str, Any]:
     ],
 )
 def test_a_run_in_words(files: dict[str, Any], name: str, text: str, tmp_path: Path) -> None:
-    assert dict(summary(read_run(write(tmp_path, files))))[name] == text
+    assert dict(summary_rows(read_run(write(tmp_path, files))))[name] == text
 
 
 @pytest.mark.parametrize(
@@ -574,7 +581,7 @@ def test_long_lines_keep_their_outline() -> None:
     x, values = np.arange(10_007.0), draw.normal(size=10_007)
     values[[10, 5000]] = [50.0, -70.0]
     values[2000:2100] = math.nan
-    found = thinned(x, values, 200)
+    found = thin(x, values, 200)
     assert len(found.x) == 200 and found.length == 51
     assert np.nanmax(found.high) == 50.0 and np.nanmin(found.low) == -70.0
     assert np.isnan(found.mean).sum() == np.isnan(found.low).sum() >= 1
@@ -584,10 +591,10 @@ def test_long_lines_keep_their_outline() -> None:
         part = [value for value in values[first:last].tolist() if math.isfinite(value)]
         if part:
             assert found.mean[at] == pytest.approx(sum(part) / len(part)) and found.low[at] == min(part)
-    short = thinned(x[:5], np.array([1.0, math.inf, 3.0, 4.0, 5.0]), 5)
-    assert short.length == 1 and np.isnan(short.mean[1]) and short.mean[4] == 5.0
-    stairs = every_kth(x, x, 100)
+    stairs = thin(x, x, 100, stairs=True)
     assert stairs.x[0] == 0 and stairs.x[-1] == 10_006 and len(stairs.x) <= 101
+    short = thin(x[:5], np.array([1.0, math.inf, 3.0, 4.0, 5.0]), 5)
+    assert short.length == 1 and np.isnan(short.mean[1]) and short.mean[4] == 5.0
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
@@ -598,7 +605,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     page = Page(report.page)
     assert "the mean of up to 80 records" in page.text and "more than 200 rounds" in page.text
     assert report.page.stat().st_size < 400_000
-    assert totals(report.runs[0]).exposed == 6000.0
+    assert sum_up(report.runs[0]).exposed == 6000.0
 
 
 def test_many_cells_are_drawn_in_part(tmp_path: Path) -> None:
@@ -606,8 +613,8 @@ def test_many_cells_are_drawn_in_part(tmp_path: Path) -> None:
     files: dict[str, Any] = {f"metrics/cell_{cell}.jsonl": line(1, 1, {"train/loss": 1.0 * cell}) for cell in range(70)}
     files |= {f"rounds/cell_{cell}.jsonl": round_line(1, 1, 2.0, 0.5) for cell in range(70)}
     page = Page(write_report([write(tmp_path, files)]).page)
-    assert "Every 3th of the 70 cells is drawn." in page.text or "Every third" in page.text
-    assert "The first 16 of the 70 cells" in page.text and totals(read_run(tmp_path)).rounds == 1
+    assert "Every 3th of the 70 cells is drawn." in page.text
+    assert "The first 16 of the 70 cells" in page.text and sum_up(read_run(tmp_path)).rounds == 1
 
 
 def test_rounds_in_which_nothing_moved_do_not_count(tmp_path: Path) -> None:
@@ -615,7 +622,7 @@ def test_rounds_in_which_nothing_moved_do_not_count(tmp_path: Path) -> None:
     told = (
         round_line(1, 2, 2.0, 0.5) + skipped + round_line(2, 6, 4.0, 0.5) + round_line(3, 8, 5.0, 0.01, is_skipped=True)
     )
-    assert totals(read_run(write(tmp_path, {"rounds/cell_0.jsonl": told}))).rounds == 2
+    assert sum_up(read_run(write(tmp_path, {"rounds/cell_0.jsonl": told}))).rounds == 2
 
 
 def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -625,15 +632,15 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "file"
     file.write_text("")
     for folders, out, message in (
-        ([tmp_path / "none"], None, "is no folder"),
-        ([tmp_path / "project"], None, "is no run; a run folder has"),
-        ([tmp_path / "runs"], None, f"holds runs; give some of these: {run}"),
+        ([tmp_path / "none"], None, "is not a folder"),
+        ([tmp_path / "project"], None, "is not a run; a run folder has"),
+        ([tmp_path / "runs"], None, f"is not a run, but holds runs; give some of these: {run}"),
         ([run, run], tmp_path, "given twice"),
         ([run, tmp_path / "runs" / ".." / "runs" / "demo"], tmp_path, "given twice"),
         ([run, tmp_path / "other"], None, "--out FOLDER"),
         ([run] * 33, tmp_path, "give 32 at most"),
         ([], None, "no run folder is given"),
-        ([run], file, "is no folder; give one with --out"),
+        ([run], file, "is not a folder; give one with --out"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             write_report(folders, out)
@@ -654,16 +661,5 @@ def test_the_command_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, xffl.run_report.report; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, xffl.run_report.page; assert not {'torch', 'matplotlib', 'jinja2'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_csv_and_json_lines_are_told_apart(tmp_path: Path) -> None:
-    """A run whose CSV differs is told by its JSON lines only."""
-    folder = write(tmp_path, {"metrics/cell_0.jsonl": line(1, 1, {"train/loss": 1.0})})
-    with open(folder / "metrics" / "cell_0.csv", "w", newline="") as file:
-        csv.writer(file).writerows(
-            [["time", "step", "epoch", "samples", "name", "value"], [1, 7, 0, 0, "train/loss", 9]]
-        )
-    run: Run = read_runs([folder])[0]
-    assert totals(run).steps == {0: 1}

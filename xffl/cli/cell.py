@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.words import in_bytes
 from xffl.errors import ConfigError
+from xffl.planning.text import bytes_text
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def describe(options: Namespace, topology: Topology) -> dict[str, Any] | None:
     if options.params is not None:
         return told | _counted(options, topology, axes)
     if unread := [_option(name) for name in asked if name not in ("strategy", "mesh", "dtype", "zero_stage")]:
-        raise ConfigError(f"{', '.join(unread)} would not be read; give --params, too")
+        raise ConfigError(f"no effect without --params: {', '.join(unread)}")
     return told
 
 
@@ -151,8 +151,8 @@ def lines(inside: dict[str, Any]) -> list[str]:
 
 def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> dict[str, Any]:
     """Count bytes, with what the options say of the model and the training."""
-    from xffl.planning.cell_traffic import TRAFFIC_ASSUMPTIONS, step_traffic
     from xffl.planning.memory import MEMORY_ASSUMPTIONS, ModelSize, TrainingSize, rank_memory, total_bytes
+    from xffl.planning.traffic import TRAFFIC_ASSUMPTIONS, step_traffic
 
     sizes = ("layers", "width", "kv_width", "vocabulary")
     model = ModelSize(parameters=options.params, **{name: options[name] for name in sizes})
@@ -182,9 +182,9 @@ def _compare(
     axes: dict[str, int], zero: int, model: ModelSize, training: TrainingSize, rounds: dict[str, bool]
 ) -> dict[str, dict[str, float | None]]:
     """Count bytes of the plain strategies over as many ranks, and of the one that is asked for."""
-    from xffl.planning.cell_traffic import step_traffic
     from xffl.planning.memory import rank_memory, total_bytes
     from xffl.planning.mesh import describe_mesh
+    from xffl.planning.traffic import step_traffic
 
     ranks = prod(axes.values())
     choices: dict[str, tuple[dict[str, int], int]] = {"single": ({}, 0)}
@@ -278,7 +278,7 @@ def _part_lines(parts: list[dict[str, Any]]) -> list[str]:
 
 
 def _known(count: float | None) -> str:
-    return "?" if count is None else in_bytes(count)
+    return "?" if count is None else bytes_text(count)
 
 
 def _option(name: str) -> str:

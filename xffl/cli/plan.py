@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.checks import number
 from xffl.cli import cell, placed
 from xffl.cli.formatter import HelpFormatter
-from xffl.cli.words import assumed, in_bytes
 from xffl.cluster.cells import Arrangement, Federation, lone_cell
 from xffl.cluster.environment import sources_named
 from xffl.errors import ConfigError
+from xffl.planning.text import bytes_text
 from xffl.topology import Topology
 
 __all__ = ["build_parser", "run"]
@@ -32,9 +36,9 @@ examples:
 
 _NUMBERS = (
     ("link_ms", "MS", "latency of the slow link, one way: half of what ping shows"),
-    ("home_gbps", "GBPS", "rate of each rank's card at home (default: 200)"),
-    ("home_us", "US", "latency at home, one way, in microseconds (default: 5)"),
-    ("memory_gbps", "GBPS", "rate at which a rank passes over values in its memory (default: 800)"),
+    ("home_gbps", "GBPS", "rate of each rank's card inside its cell (default: 200)"),
+    ("home_us", "US", "latency inside a cell, one way, in microseconds (default: 5)"),
+    ("memory_gbps", "GBPS", "rate at which a rank reads values in its memory (default: 800)"),
     ("step_s", "SECONDS", "time of a local step"),
     ("bucket_mib", "MIB", "size of a bucket (default: 4)"),
 )
@@ -44,21 +48,21 @@ _COUNTS = (
     ("delay", "local steps that go on while a round is under way (default: 0)"),
 )
 _FLAGS = (
-    ("rails", "every replica of a shard carries a part of it"),
+    ("rails", "every replica of a shard sends a part of it"),
     ("own_links", "every rank that sends has a slow link of its own, not one for its cell"),
     ("in_place", "write new values bucket by bucket (atomic=False)"),
 )
 _PHASES = (
     ("vote", "both votes, over all ranks"),
-    ("pack", "values are looked over"),
+    ("pack", "values are checked"),
     ("fill", "until the slow link starts"),
     ("across", "the slow link is busy"),
     ("stall", "it waits, between buckets"),
-    ("drain", "the last buckets arrive and are handed round at home"),
+    ("drain", "the last buckets arrive and are broadcast inside the cells"),
     ("commit", "new values are written"),
 )
 _NEEDED = ("params", "link_gbps", "link_ms", "step_s", "every")
-"""What --simulate cannot do without."""
+"""Options that --simulate needs."""
 
 
 def build_parser() -> ArgumentParser:
@@ -93,7 +97,7 @@ def build_parser() -> ArgumentParser:
     group.add_argument(
         "--form", choices=("auto", "all_gather", "two_hop"), help="how shards reach all cells (default: auto)"
     )
-    group.add_argument("--backend", choices=("gloo", "nccl"), help="what carries it (default: gloo)")
+    group.add_argument("--backend", choices=("gloo", "nccl"), help="communication library (default: gloo)")
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
     for name, told in _FLAGS:
         group.add_argument(_option(name), action="store_true", help=told)
@@ -107,16 +111,14 @@ def run(options: Namespace) -> int:
 
     :param options: What :func:`build_parser` parses.
     :return: Exit code 0.
-    :raises XfflError: if sizes do not fit each other, or a number cannot be meant.
+    :raises XfflError: if sizes do not fit each other, or a number is invalid.
     """
     from xffl.planning import round_traffic, topology_text
 
     for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
-        value, is_latency = options[name], name in ("link_ms", "home_us")
-        if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and is_latency))):
-            raise ConfigError(
-                f"{_option(name)} is {value}; give a number {'of 0 or more' if is_latency else 'above 0'}"
-            )
+        if options[name] is not None:
+            minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
+            number(_option(name), options[name], minimum, above=above)
     if options.bytes_per_param is None:
         options.bytes_per_param = cell.bytes_of_dtype(options)
     topology, hosts = _lay_out(options)
@@ -146,7 +148,7 @@ def run(options: Namespace) -> int:
     if forecast is not None:
         print("\n".join(_forecast_lines(forecast)))
     if inside is not None and inside["memory"] is not None:
-        print("\n".join([*cell.lines(inside), *assumed(inside["assumptions"])]))
+        print("\n".join([*cell.lines(inside), *_assumption_lines(inside["assumptions"])]))
     return 0
 
 
@@ -155,7 +157,7 @@ def _option(name: str) -> str:
 
 
 def _is_simulated(options: Namespace) -> bool:
-    """Tell whether a forecast is asked for; with all that it needs, or without anything that only it reads."""
+    """Return whether a forecast is asked for; raise if it lacks options, or if options need it."""
     if options.simulate:
         if missing := [_option(name) for name in _NEEDED if options[name] is None]:
             raise ConfigError(f"--simulate lacks {', '.join(missing)}; give all of {', '.join(map(_option, _NEEDED))}")
@@ -163,7 +165,7 @@ def _is_simulated(options: Namespace) -> bool:
     names = [name for name, *_ in (*_NUMBERS, *_COUNTS, *_FLAGS)]
     given = [_option(name) for name in (*names, "form", "codec", "backend") if options[name] not in (None, False)]
     if given:
-        raise ConfigError(f"{', '.join(given)} would not be read; give --simulate, too")
+        raise ConfigError(f"no effect without --simulate: {', '.join(given)}")
     return False
 
 
@@ -206,7 +208,7 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
 
 
 def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
-    """Return the world, and where it stands, as far as hosts are known."""
+    """Return the federation, and the placement of its ranks where hosts are known."""
     federated, replica_size, sources = placed.asked_federation(options)
     with sources_named(sources):
         return _fit(options, federated, replica_size)
@@ -215,7 +217,7 @@ def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
 def _fit(
     options: Namespace, federated: Federation | None, replica_size: int | None
 ) -> tuple[Topology, dict[str, Any] | None]:
-    """Fit what is asked for to the world or the hosts."""
+    """Fit the federation that is asked for to the world or the hosts."""
     hosts = placed.find_hosts(options, federated)
     arrangement: Arrangement | None = None
     sizes = None if isinstance(federated, str) else federated
@@ -230,15 +232,15 @@ def _fit(
     if world is None:
         if not isinstance(sizes, tuple):
             if sizes is None:
-                raise ConfigError("no ranks are given; give --federated 4,4, or --world")
+                raise ConfigError("the number of ranks is missing; give --federated 4,4, or --world")
             raise ConfigError(
                 f"{placed.knob(options)} {sizes} does not say how many ranks there are; give --world, too"
             )
-        world = max(sum(sizes), 1)  # a size below 1 is told as such
+        world = max(sum(sizes), 1)  # Topology refuses a size below 1
     topology = cell.lay_out(options, Topology(world, sizes), replica_size)
     if hosts is None or arrangement is None:
         return topology, None
-    if replica_size != topology.replica_size:  # a mesh inside the cells says it
+    if replica_size != topology.replica_size:  # the mesh inside the cells has set it
         arrangement = placed.order(hosts, federated, topology.replica_size)
     return topology, placed.describe(arrangement, topology, federated)
 
@@ -256,20 +258,20 @@ def _shape(topology: Topology) -> dict[str, object]:
 
 
 def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
-    lines = ["", f"Traffic of a round, for a model of {in_bytes(traffic['model_bytes'])}:"]
+    lines = ["", f"Traffic of a round, for a model of {bytes_text(traffic['model_bytes'])}:"]
     for name, form in (("all-gather", traffic["all_gather"]), ("two-hop", traffic["two_hop"])):
         took = ""
         if form["seconds"] is not None:
             took = f"; {form['seconds']:.3g} s at {traffic['link_gbps']:g} Gbit/s"
-        sent = f"each cell sends {in_bytes(form['bytes_per_cell'])}, all cells {in_bytes(form['bytes_total'])}"
+        sent = f"each cell sends {bytes_text(form['bytes_per_cell'])}, all cells {bytes_text(form['bytes_total'])}"
         lines.append(f"  {name:<10}  {sent}{took}")
-    lines.append(f"  at home     all cells send {in_bytes(traffic['home_bytes_total'])} between their replicas")
+    lines.append(f"  intra-cell  all cells send {bytes_text(traffic['home_bytes_total'])} between their replicas")
     for kind in traffic["cell_kinds"]:
         names = ("all_gather_bytes_per_sender", "two_hop_bytes_per_sender", "home_bytes_per_sender")
-        gathered, hopped, home = (in_bytes(kind[name]) for name in names)
-        told = f"{gathered} with all-gather, {hopped} with two-hop, {home} at home"
+        gathered, hopped, home = (bytes_text(kind[name]) for name in names)
+        told = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
         lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
-    return lines + assumed(traffic["assumptions"])
+    return lines + _assumption_lines(traffic["assumptions"])
 
 
 def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
@@ -278,7 +280,7 @@ def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
     lines = ["", f"Forecast of a round every {forecast['every']} steps of {forecast['step_s']:g} s:"]
     lines.append(f"  takes       {_seconds(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
     lines += [f"    {phase:<7}   {_seconds(round_['phases'][phase]):<8}  {told}" for phase, told in _PHASES]
-    sent = in_bytes(round_["bytes_across_per_cell"])
+    sent = bytes_text(round_["bytes_across_per_cell"])
     lines.append(f"  exposes     {_seconds(round_['exposed'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
     if round_["phases"]["stall"] > 0.05 * round_["phases"]["across"]:
@@ -286,10 +288,19 @@ def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
             "  The slow link waits for buckets: larger ones would fill it (--bucket-mib, Aggregator's bucket_bytes)."
         )
     lines.append("Data parallelism over all ranks instead, gradients in every step:")
-    sent = in_bytes(plain["bytes_across_per_cell"])
+    sent = bytes_text(plain["bytes_across_per_cell"])
     lines.append(f"  exposes     {_seconds(plain['exposed'])} of {_seconds(plain['seconds'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * plain['utilization']:.1f} % of the time")
-    return lines + assumed(forecast["assumptions"])
+    return lines + _assumption_lines(forecast["assumptions"])
+
+
+def _assumption_lines(assumptions: Sequence[str]) -> list[str]:
+    """Lay assumptions out as a list that fills the terminal."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    lines = ["Assumed:"]
+    for assumption in assumptions:
+        lines += textwrap.wrap(assumption, width, initial_indent="  - ", subsequent_indent="    ")
+    return lines
 
 
 def _seconds(seconds: float) -> str:

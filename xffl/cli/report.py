@@ -14,7 +14,8 @@ examples:
   xffl report runs/demo
   xffl report runs/fedavg runs/diloco --out runs/compared
 
-It needs matplotlib ({install}). A run that is still going on is told as far as it has come.
+It needs matplotlib and jinja2 ({install}). Of a run that is still going on, the page
+shows what has been recorded.
 """
 
 
@@ -32,17 +33,17 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Write the report, and print where it is and what it lacks.
+    """Write the report, and print its place and what it lacks.
 
     :param options: What :func:`build_parser` parses.
     :return: Exit code 0.
-    :raises ConfigError: if a folder is none of a run, or there is no place to write to.
+    :raises ConfigError: if a folder is not that of a run, or there is no folder to write into.
     """
-    from xffl.run_report.numbers import printable
-    from xffl.run_report.report import write_report
+    from xffl.run_report import write_report
+    from xffl.run_report.summary import printable
 
     written = write_report(options.runs, options.out)
-    print(printable(f"{written.page} and {len(written.pictures)} pictures beside it"))
+    print(printable(f"{written.page} and {len(written.pictures)} figures beside it"))
     for one in written.runs:
         for note in one.notes:
             print(printable(f"  {one.name}: {note}"))

@@ -1,24 +1,26 @@
-"""Pictures and numbers about a federation: topology, traffic and time of rounds, the inside of a cell, curves of a run.
+"""Forecasts of a federation and their figures: topology, traffic and time of rounds, the inside of a cell.
 
-Importing this room needs neither torch nor matplotlib; the figures load matplotlib when they are drawn.
+``text`` and ``figures`` draw the topology and hold what the other files draw with; ``traffic``, ``memory`` and
+``forecast`` calculate; ``mesh``, ``partition`` and ``bench`` each write one thing as text and as a figure. Names are
+imported when they are first used. None needs torch; figures load matplotlib when they are drawn.
 """
 
-from xffl.costs import codec_bytes, codec_ratio
-from xffl.planning.bench_figure import bench_figure
-from xffl.planning.bench_table import bench_table
-from xffl.planning.cell_traffic import step_traffic
-from xffl.planning.curves import curves_figure
-from xffl.planning.figure import topology_figure
-from xffl.planning.forecast import forecast_data_parallel, forecast_round
-from xffl.planning.memory import ModelSize, TrainingSize, rank_memory
-from xffl.planning.mesh import mesh_text
-from xffl.planning.mesh_figure import mesh_figure
-from xffl.planning.partition_figure import partition_figure
-from xffl.planning.partition_table import partition_table
-from xffl.planning.pipeline import Link
-from xffl.planning.text import topology_text
-from xffl.planning.traffic import round_traffic
-from xffl.planning.utilization import utilization_figure
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xffl.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from xffl.costs import codec_bytes, codec_ratio
+    from xffl.planning.bench import bench_figure, bench_table
+    from xffl.planning.figures import topology_figure
+    from xffl.planning.forecast import Link, forecast_data_parallel, forecast_round
+    from xffl.planning.memory import ModelSize, TrainingSize, rank_memory
+    from xffl.planning.mesh import mesh_figure, mesh_text
+    from xffl.planning.partition import partition_figure, partition_table
+    from xffl.planning.text import topology_text
+    from xffl.planning.traffic import round_traffic, step_traffic
 
 __all__ = [
     "Link",
@@ -28,7 +30,6 @@ __all__ = [
     "bench_table",
     "codec_bytes",
     "codec_ratio",
-    "curves_figure",
     "forecast_data_parallel",
     "forecast_round",
     "mesh_figure",
@@ -40,5 +41,18 @@ __all__ = [
     "step_traffic",
     "topology_figure",
     "topology_text",
-    "utilization_figure",
 ]
+
+_NAMES = {
+    "xffl.costs": ("codec_bytes", "codec_ratio"),
+    "xffl.planning.bench": ("bench_figure", "bench_table"),
+    "xffl.planning.figures": ("topology_figure",),
+    "xffl.planning.forecast": ("Link", "forecast_data_parallel", "forecast_round"),
+    "xffl.planning.memory": ("ModelSize", "TrainingSize", "rank_memory"),
+    "xffl.planning.mesh": ("mesh_figure", "mesh_text"),
+    "xffl.planning.partition": ("partition_figure", "partition_table"),
+    "xffl.planning.text": ("topology_text",),
+    "xffl.planning.traffic": ("round_traffic", "step_traffic"),
+}
+
+__getattr__, __dir__ = lazy_names(__name__, {name: home for home, names in _NAMES.items() for name in names})

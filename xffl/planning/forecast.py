@@ -1,57 +1,93 @@
-"""How long a round takes and what share of the time is left for training, from sizes, rates and latencies alone.
+"""Forecast of a round's time and of the share of time left for training, from sizes, rates and latencies alone.
 
-A round is simulated bucket by bucket on what the rank with most to do has: a processor, a share of the slow link, a
-card at home. Cells of one size are alike, so one of each size is simulated; a forecast for thousands of ranks takes
-milliseconds.
+A round is simulated bucket by bucket on the resources of the rank with most work: a processor, a share of the slow
+link, a card inside the cell. Cells of one size are alike, so one of each size is simulated; a forecast for thousands of
+ranks takes milliseconds.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xffl.checks import integer
+from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS, IN_FLIGHT, STATUS_BYTES, form_of, pipeline_depth
 from xffl.errors import ConfigError
-from xffl.planning.pipeline import Link, Pace, Stages, follow
 from xffl.topology import Topology
 
-__all__ = ["ASSUMPTIONS", "RoundForecast", "StepForecast", "forecast_data_parallel", "forecast_round"]
+__all__ = [
+    "ASSUMPTIONS",
+    "Course",
+    "Link",
+    "Pace",
+    "RoundForecast",
+    "Stages",
+    "StepForecast",
+    "follow",
+    "forecast_data_parallel",
+    "forecast_round",
+    "simulate",
+]
 
 BACKENDS = ("gloo", "nccl")
+SIMULATED = 1024
+"""Buckets, for each one in flight, that are simulated before the rest is extrapolated."""
 BUCKET_BYTES = 4 * 2**20
 STREAMS = 4
-"""Groups on which buckets take turns over NCCL, which works off those of a group one after the other."""
+"""Groups on which buckets take turns over NCCL, which processes those of one group one after the other."""
 HOME_LAG = 2
-"""Buckets after which a broadcast at home is waited for."""
+"""Buckets after which a broadcast inside a cell is waited for."""
 CODING = 4
-"""Passes over values that writing or reading a code is worth."""
+"""Passes over values that take as long as encoding or decoding them."""
 ROUNDING = 1e-9
-"""Share of the time in which the link is busy below which a pause is one of arithmetic."""
+"""A pause that is a smaller share of the link's busy time is a rounding error."""
 BACKWARD_SHARE = 2 / 3
 """Share of a step that its backward pass takes."""
 
 ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
-    "a cell's slow link is full-duplex and shared evenly by those who send, unless each has its own",
-    "gloo: a bucket crosses once its receiver has said that it is ready, a word that queues behind the receiver's own "
-    "data; it is sent some buckets ahead, in the second of two hops with the bucket while others cross; nccl: a bucket "
-    "is pushed at once, four at a time",
-    "at home one bucket after another is broadcast along a binomial tree, while the next two are combined",
-    "values are looked over before the first vote and, with atomic, written after the second; to combine, every "
-    "cell's value is read once; over gloo, with atomic, no codec and no delay, two cells without replicas look fp32 "
-    "values over when they are sent, and combine them when they are written; all of it at the memory's rate, coding at "
-    "a quarter of it",
-    "in each of the two votes ballots go up a binary tree in each cell, from its first rank to all others' and down; "
-    "gloo: the first step at home and the crossing begin with a word of the receiver, one latency more",
-    "with a delay, local steps hide everything but looking over and writing, as far as they last",
-    "data parallelism: gradients are summed at home, in a ring over the cells, and handed round, all at the same "
-    "time, behind the backward pass (2/3 of a step) as far as it lasts",
+    "the slow link of a cell is full-duplex and shared evenly by its senders, unless each of them has its own",
+    "gloo: a bucket crosses once its receiver has said that it is ready, and that message queues behind the receiver's "
+    "own data; it is sent some buckets ahead, in the second of two hops with the bucket while others cross; nccl: a "
+    "bucket is sent at once, four at a time",
+    "inside a cell one bucket after another is broadcast along a binomial tree, while the next two are combined",
+    "values are checked before the first vote and, with atomic, written after the second; combining reads the values "
+    "of each cell once; over gloo, with atomic, no codec and no delay, two cells without replicas check fp32 values "
+    "when they are sent, and combine them when they are written; all of it at the memory's rate, coding at a quarter "
+    "of it",
+    "in each of the two votes the status of ranks goes up a binary tree in each cell, from its first rank to those of "
+    "all others, and down; gloo: the first step inside a cell and the crossing begin with a message of the receiver, "
+    "one latency more",
+    "with a delay, local steps hide everything except checking and writing, as far as they last",
+    "data parallelism: gradients are reduced in each cell, summed in a ring over the cells, and broadcast, all at the "
+    "same time, behind the backward pass (2/3 of a step) as far as it lasts",
 )
-"""What forecasts take for granted."""
+"""Assumptions of the forecasts."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link, full-duplex.
+
+    :param rate_gbps: What a payload gets in one direction, in Gbit/s (10^9 bits/s); infinity is allowed.
+    :param latency_s: Seconds until the first byte is there, one route.
+    :raises ConfigError: if a number is invalid.
+    """
+
+    rate_gbps: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rate_gbps != math.inf:
+            number("rate_gbps", self.rate_gbps, above=0, hint="give the link's rate in Gbit/s, such as 10")
+        number("latency_s", self.latency_s, 0, hint="give the seconds of one way, such as 0.01")
+
+    def seconds(self, size: float) -> float:
+        """Return how long ``size`` bytes keep one direction of the link busy."""
+        return size * 8e-9 / self.rate_gbps
 
 
 @dataclass(frozen=True)
@@ -60,17 +96,17 @@ class RoundForecast:
 
     :param form: ``all_gather`` or ``two_hop``.
     :param seconds: From the call to the new weights.
-    :param phases: What ``seconds`` consist of: ``vote`` (both), ``pack`` (the values are looked over), ``fill`` (until
-        the slow link starts), ``across`` (it is busy), ``stall`` (it waits, between buckets), ``drain`` (the last
-        buckets arrive, are combined and handed round at home), ``commit`` (the new values are written).
+    :param phases: Parts of ``seconds``: ``vote`` (both), ``pack`` (values are checked), ``fill`` (until the slow link
+        starts), ``across`` (it is busy), ``stall`` (it waits, between buckets), ``drain`` (the last buckets arrive, are
+        combined and broadcast inside the cell), ``commit`` (the new values are written).
     :param busy: Seconds of work on buckets by a sender's ``processor`` (combining and coding), the slow link
-        (``across``) and the sender's card at ``home``; they overlap.
+        (``across``) and the sender's card inside the cell (``home``); they overlap.
     :param exposed: Seconds by which the round delays training: ``seconds`` less what local steps hide.
     :param utilization: Share of the time that is spent on local steps, 0 to 1.
-    :param buckets: Buckets that a rank carries across; the last one may be a part.
+    :param buckets: Buckets that a rank sends to other cells; the last one may be a part.
     :param bytes_across_per_cell: Bytes that each cell sends to the others.
     :param bytes_across: The same over all cells.
-    :param bytes_home: Bytes between replicas at home, over all cells.
+    :param bytes_home: Bytes between replicas inside their cells, over all cells.
     """
 
     form: str
@@ -101,9 +137,138 @@ class StepForecast:
     bytes_across_per_cell: float
 
 
+def forecast_round(
+    topology: Topology,
+    *,
+    parameters: float,
+    link: Link,
+    home: Link,
+    step_s: float,
+    every: int = 1,
+    bytes_per_parameter: float = 4.0,
+    form: str = "auto",
+    rails: bool = False,
+    own_links: bool = False,
+    codec_ratio: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    fragments: int = 1,
+    delay: int = 0,
+    atomic: bool = True,
+    memory_gbps: float = 800.0,
+    backend: str = "gloo",
+) -> RoundForecast:
+    """Forecast a federated round and the utilization that it leaves.
+
+    Local and pure; no process group is needed. It rests on :data:`ASSUMPTIONS`. Utilization
+    as in Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): time computing over time computing and waiting.
+
+    :param topology: The federation.
+    :param parameters: Number of parameters that are averaged, above 0.
+    :param link: Each cell's link to the others.
+    :param home: Each rank's card inside the cell.
+    :param step_s: Seconds of a local step.
+    :param every: Local steps between two rounds, at least 1.
+    :param bytes_per_parameter: Bytes of a parameter in the model: 4 for fp32, 2 for bf16.
+    :param form: ``all_gather``, ``two_hop``, or ``auto``: as the aggregator chooses.
+    :param rails: Whether every replica of a shard sends a part of its buckets, instead of one sender.
+    :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
+    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.costs.codec_ratio`.
+        ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
+    :param bucket_bytes: Bytes of the model in a bucket, at least 1.
+    :param fragments: Parts of the model, of which a round exchanges one; at least 1.
+    :param delay: Local steps after which the result is merged, below ``every``; 0 waits for it. Needs ``atomic``.
+    :param atomic: Whether new values are collected beside the model.
+    :param memory_gbps: Rate at which a rank reads values in its memory, in Gbit/s.
+    :param backend: ``gloo``, which the forecast has been compared with on an emulated link, or ``nccl``.
+    :return: The forecast, by the size of cell that takes longest.
+    :raises ConfigError: if an argument is invalid.
+    """
+    _check_positive(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
+    if codec_ratio is not None:
+        _check_positive(codec_ratio=codec_ratio)
+    every, bucket_bytes = integer("every", every), integer("bucket_bytes", bucket_bytes)
+    fragments, delay = integer("fragments", fragments), integer("delay", delay, 0)
+    one_of("form", form, FORMS)
+    one_of("backend", backend, BACKENDS)
+    if delay >= every:
+        raise ConfigError(f"delay must be below the {every} steps between two rounds, got {delay}")
+    if delay and not atomic:
+        raise ConfigError(
+            f"delay {delay} needs atomic rounds, since training goes on with the old values; leave "
+            "atomic=False (--in-place) out"
+        )
+    cells, model = topology.cells, parameters * bytes_per_parameter / fragments
+    kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
+    smallest = model / max(topology.shards(cell) for cell in kinds)
+    memory, is_asked, most = Link(memory_gbps), backend == "gloo", max(topology.replica_counts)
+    is_plain = atomic and not delay and not rails and codec_ratio is None and bytes_per_parameter == 4
+    is_late = is_plain and is_asked and cells == 2 and most == 1 and form != "two_hop"
+    form = "all_gather" if is_late else form_of(smallest, cells, form, is_exact=codec_ratio is None)
+    route = _Route(
+        form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, atomic, is_asked, is_late
+    )
+    exchanges = [_exchange(route, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
+    longest = max(exchanges, key=lambda exchange: exchange.seconds)
+    votes = 2 * _vote_seconds(topology, link, home, is_asked=is_asked)
+    seconds, phases = votes + longest.seconds, {"vote": votes, **longest.phases}
+    always = phases["pack"] + phases["commit"]
+    exposed = always + max(0.0, seconds - always - delay * step_s)
+    return RoundForecast(
+        form=form,
+        seconds=seconds,
+        phases=phases,
+        busy=longest.busy,
+        exposed=exposed,
+        utilization=every * step_s / (every * step_s + exposed),
+        buckets=longest.buckets,
+        bytes_across_per_cell=route.crossing(model),
+        bytes_across=route.crossing(model) * cells,
+        bytes_home=sum(count - 1 for count in topology.replica_counts) * model,
+    )
+
+
+def forecast_data_parallel(
+    topology: Topology,
+    *,
+    parameters: float,
+    link: Link,
+    home: Link,
+    step_s: float,
+    bytes_per_parameter: float = 4.0,
+    own_links: bool = False,
+) -> StepForecast:
+    """Forecast plain data parallelism over the same ranks: all replicas' gradients are summed in every step.
+
+    Local and pure. A favourable account of it: the gradients leave each of ``C`` cells ``2 (C-1)/C`` times in a step,
+    while the backward pass runs. What happens inside a replica belongs to the step.
+
+    :param topology: The federation.
+    :param parameters: Number of parameters that train, above 0.
+    :param link: Each cell's link to the others.
+    :param home: Each rank's card inside the cell.
+    :param step_s: Seconds of a step without this communication.
+    :param bytes_per_parameter: Bytes of one parameter's gradient as it crosses.
+    :param own_links: Whether every rank has a link of its own, instead of one for its cell.
+    :return: The forecast, by the size of cell that takes longest.
+    :raises ConfigError: if an argument is invalid.
+    """
+    _check_positive(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
+    cells, model = topology.cells, parameters * bytes_per_parameter
+    copies = 2 * (cells - 1) / cells
+    seconds = 0.0
+    for cell in {size: topology.sizes.index(size) for size in topology.sizes}.values():
+        shards, replicas = topology.shards(cell), topology.replicas(cell)
+        across = link.seconds(copies * model / (shards * replicas if own_links else 1))
+        at_home = home.seconds(2 * (replicas - 1) / replicas * model / shards)
+        latencies = 2 * (cells - 1) * link.latency_s + 2 * (replicas - 1) * home.latency_s
+        seconds = max(seconds, max(across, at_home) + latencies)
+    exposed = max(0.0, seconds - BACKWARD_SHARE * step_s)
+    return StepForecast(seconds, exposed, step_s / (step_s + exposed), copies * model)
+
+
 @dataclass(frozen=True)
-class _Way:
-    """How buckets go, whatever the size of a cell."""
+class _Route:
+    """The route of buckets, whatever the size of a cell."""
 
     form: str
     cells: int
@@ -155,7 +320,7 @@ class _Way:
         )
 
     def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
-        """Return how many of a rank's own buckets are under way; home is counted in everybody's."""
+        """Return how many of a rank's own buckets are under way; broadcasts are counted over all replicas."""
         depth = pipeline_depth(bucket, buckets, self.cells, self.form)
         depth = depth if self.is_asked else min(depth, STREAMS)
         return Pace(
@@ -165,7 +330,7 @@ class _Way:
         )
 
 
-class _Walk(NamedTuple):
+class _Exchange(NamedTuple):
     """The exchange in a cell, without the votes."""
 
     seconds: float
@@ -174,160 +339,38 @@ class _Walk(NamedTuple):
     buckets: float
 
 
-def forecast_round(
-    topology: Topology,
-    *,
-    parameters: float,
-    link: Link,
-    home: Link,
-    step_s: float,
-    every: int = 1,
-    bytes_per_parameter: float = 4.0,
-    form: str = "auto",
-    rails: bool = False,
-    own_links: bool = False,
-    codec_ratio: float | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    fragments: int = 1,
-    delay: int = 0,
-    atomic: bool = True,
-    memory_gbps: float = 800.0,
-    backend: str = "gloo",
-) -> RoundForecast:
-    """Forecast a federated round and the utilization that it leaves.
-
-    Local and pure; no process group is needed. What is taken for granted is listed in :data:`ASSUMPTIONS`. Utilization
-    as in Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): time computing over time computing and waiting.
-
-    :param topology: The federation.
-    :param parameters: Number of parameters that are averaged, above 0.
-    :param link: Each cell's link to the others.
-    :param home: Each rank's card at home.
-    :param step_s: Seconds of a local step.
-    :param every: Local steps between two rounds, at least 1.
-    :param bytes_per_parameter: Bytes of a parameter in the model: 4 for fp32, 2 for bf16.
-    :param form: ``all_gather``, ``two_hop``, or ``auto``: as the aggregator chooses.
-    :param rails: Whether every replica of a shard carries a part of its buckets, instead of one sender.
-    :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
-    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.costs.codec_ratio`.
-        ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
-    :param bucket_bytes: Bytes of the model in a bucket, at least 1.
-    :param fragments: Parts of the model, of which a round exchanges one; at least 1.
-    :param delay: Local steps after which the result is merged, below ``every``; 0 waits for it. Needs ``atomic``.
-    :param atomic: Whether new values are collected beside the model.
-    :param memory_gbps: Rate at which a rank passes over values in its memory, in Gbit/s.
-    :param backend: ``gloo``, which the forecast has been compared with on an emulated link, or ``nccl``.
-    :return: The forecast, by the size of cell that takes longest.
-    :raises ConfigError: if an argument cannot be meant.
-    """
-    _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
-    if codec_ratio is not None:
-        _above_zero(codec_ratio=codec_ratio)
-    every, bucket_bytes = integer("every", every), integer("bucket_bytes", bucket_bytes)
-    fragments, delay = integer("fragments", fragments), integer("delay", delay, 0)
-    for what, choice, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
-        if choice not in choices:
-            raise ConfigError(f"{what} {choice!r} is unknown; choose one of {', '.join(choices)}")
-    _check_delay(delay, every, atomic=atomic)
-    cells, model = topology.cells, parameters * bytes_per_parameter / fragments
-    kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
-    smallest = model / max(topology.shards(cell) for cell in kinds)
-    memory, is_asked, most = Link(memory_gbps), backend == "gloo", max(topology.replica_counts)
-    is_plain = atomic and not delay and not rails and codec_ratio is None and bytes_per_parameter == 4
-    is_late = is_plain and is_asked and cells == 2 and most == 1 and form != "two_hop"
-    form = "all_gather" if is_late else form_of(smallest, cells, form, is_exact=codec_ratio is None)
-    way = _Way(form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, atomic, is_asked, is_late)
-    walks = [_walk(way, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
-    longest = max(walks, key=lambda walk: walk.seconds)
-    votes = 2 * _vote_seconds(topology, link, home, is_asked=is_asked)
-    seconds, phases = votes + longest.seconds, {"vote": votes, **longest.phases}
-    always = phases["pack"] + phases["commit"]
-    exposed = always + max(0.0, seconds - always - delay * step_s)
-    return RoundForecast(
-        form=form,
-        seconds=seconds,
-        phases=phases,
-        busy=longest.busy,
-        exposed=exposed,
-        utilization=every * step_s / (every * step_s + exposed),
-        buckets=longest.buckets,
-        bytes_across_per_cell=way.crossing(model),
-        bytes_across=way.crossing(model) * cells,
-        bytes_home=sum(count - 1 for count in topology.replica_counts) * model,
-    )
-
-
-def forecast_data_parallel(
-    topology: Topology,
-    *,
-    parameters: float,
-    link: Link,
-    home: Link,
-    step_s: float,
-    bytes_per_parameter: float = 4.0,
-    own_links: bool = False,
-) -> StepForecast:
-    """Forecast plain data parallelism over the same ranks: all replicas' gradients are summed in every step.
-
-    Local and pure. A favourable account of it: the gradients leave each of ``C`` cells ``2 (C-1)/C`` times in a step,
-    while the backward pass runs. What happens inside a replica belongs to the step.
-
-    :param topology: The federation.
-    :param parameters: Number of parameters that train, above 0.
-    :param link: Each cell's link to the others.
-    :param home: Each rank's card at home.
-    :param step_s: Seconds of a step without this communication.
-    :param bytes_per_parameter: Bytes of one parameter's gradient as it crosses.
-    :param own_links: Whether every rank has a link of its own, instead of one for its cell.
-    :return: The forecast, by the size of cell that takes longest.
-    :raises ConfigError: if an argument cannot be meant.
-    """
-    _above_zero(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
-    cells, model = topology.cells, parameters * bytes_per_parameter
-    copies = 2 * (cells - 1) / cells
-    seconds = 0.0
-    for cell in {size: topology.sizes.index(size) for size in topology.sizes}.values():
-        shards, replicas = topology.shards(cell), topology.replicas(cell)
-        across = link.seconds(copies * model / (shards * replicas if own_links else 1))
-        at_home = home.seconds(2 * (replicas - 1) / replicas * model / shards)
-        latencies = 2 * (cells - 1) * link.latency_s + 2 * (replicas - 1) * home.latency_s
-        seconds = max(seconds, max(across, at_home) + latencies)
-    exposed = max(0.0, seconds - BACKWARD_SHARE * step_s)
-    return StepForecast(seconds, exposed, step_s / (step_s + exposed), copies * model)
-
-
-def _walk(way: _Way, shards: int, replicas: int, model: float, most: int) -> _Walk:
+def _exchange(route: _Route, shards: int, replicas: int, model: float, most: int) -> _Exchange:
     """Forecast the exchange of ``model`` bytes in a cell of that shape, where a cell has ``most`` replicas at most."""
-    bucket = float(way.bucket_bytes)
-    if way.rails:
-        bucket = min(bucket, model / shards / (IN_FLIGHT * most))  # so that all have some to carry
-    stages = way.stages(shards, replicas, bucket)
-    buckets = model / (shards * (replicas if way.rails else 1) * bucket)
-    course = follow(stages, buckets, way.pace(replicas, bucket, buckets))
+    bucket = float(route.bucket_bytes)
+    if route.rails:
+        bucket = min(bucket, model / shards / (IN_FLIGHT * most))  # so that all have some to send
+    stages = route.stages(shards, replicas, bucket)
+    buckets = model / (shards * (replicas if route.rails else 1) * bucket)
+    course = follow(stages, buckets, route.pace(replicas, bucket, buckets))
     across = buckets * sum(stages.hops)
     stall = course.last - course.first - across
-    once = way.memory.seconds(model / shards)
+    once = route.memory.seconds(model / shards)
     phases = {
-        "pack": 0.0 if way.is_late else once,
+        "pack": 0.0 if route.is_late else once,
         "fill": course.first,
         "across": across,
         "stall": stall if stall > ROUNDING * across else 0.0,
         "drain": course.end - course.last,
-        "commit": (way.cells if way.is_late else 1) * once if way.atomic else 0.0,
+        "commit": (route.cells if route.is_late else 1) * once if route.atomic else 0.0,
     }
     busy = {
         "processor": buckets * (stages.pack + sum(stages.combine)),
         "across": across,
         "home": buckets * stages.home,
     }
-    return _Walk(sum(phases.values()), phases, busy, buckets)
+    return _Exchange(sum(phases.values()), phases, busy, buckets)
 
 
 def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool) -> float:
-    """Return the time of one vote: up a binary tree in each cell, from its root to the others', and down again."""
+    """Return the time of one vote: up a binary tree in each cell, from its root to all others, and down again."""
     ranks, largest, cells = topology.world_size, max(topology.sizes), topology.cells
     depth = largest.bit_length() - 1
-    # Below the first step, words are there before their data.
+    # Only the first step waits for its receiver: further down, the receivers were ready before the data came.
     latencies = home.latency_s * (2 * depth + bool(is_asked and depth))
     ballots = 2 * depth * (largest + ranks)  # a parent has two children
     crossing = 0.0
@@ -338,17 +381,138 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
     return latencies + home.seconds(STATUS_BYTES * ballots) + crossing
 
 
-def _check_delay(delay: int, every: int, *, atomic: bool) -> None:
-    if delay >= every:
-        raise ConfigError(f"delay {delay} is not below the {every} steps between two rounds; give at most {every - 1}")
-    if delay and not atomic:
-        raise ConfigError(
-            f"delay {delay} needs new values beside the model, which trains on meanwhile; leave atomic=False "
-            "(--in-place) out"
-        )
-
-
-def _above_zero(**values: object) -> None:
+def _check_positive(**values: object) -> None:
     for what, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"{what} {value!r} is no finite number above 0; give one")
+        number(what, value, above=0)
+
+
+class Stages(NamedTuple):
+    """Seconds that a full bucket needs of each resource of a rank, and the latencies between them.
+
+    :param pack: Of the processor, before the bucket crosses.
+    :param hops: Of the slow link, for each hop.
+    :param combine: Of the processor, after each hop.
+    :param latency: From one end of the slow link to the other.
+    :param is_asked: Whether a bucket waits for its receiver's message that it is ready (gloo).
+    :param home: Of the network inside the cell; 0 where there is no other replica.
+    :param home_latency: Until the last replica has the last byte.
+    """
+
+    pack: float
+    hops: tuple[float, ...]
+    combine: tuple[float, ...]
+    latency: float
+    is_asked: bool
+    home: float
+    home_latency: float
+
+
+class Pace(NamedTuple):
+    """How many buckets a rank has under route.
+
+    :param in_flight: In each hop, at least 1: so many start before the oldest one is waited for.
+    :param ahead: Between the moment when a bucket is asked for and the moment when it is sent, on the first hop.
+    :param home_lag: Between the start of a bucket's broadcast inside the cell and the moment when it is waited for.
+    """
+
+    in_flight: int
+    ahead: int = 0
+    home_lag: int = 0
+
+
+class Course(NamedTuple):
+    """When the slow link starts and when it stops, and when the last bucket has been broadcast; in seconds."""
+
+    first: float
+    last: float
+    end: float
+
+
+class _Wire:
+    """One direction of the slow link: what has been allowed to go leaves in the order in which it was.
+
+    What still waits for its receiver's message blocks nothing else. A rank waits for its buckets one after the other,
+    so whatever it posts later is allowed later than all that it has waited for.
+    """
+
+    def __init__(self, latency: float, is_asked: bool) -> None:
+        self._latency = latency
+        self._is_asked = is_asked
+        self._waiting: list[tuple[float, int, float]] = []
+        self._ends: list[float] = []
+        self.first = math.inf
+        self.free = 0.0
+
+    def ask(self, now: float) -> float:
+        """Return when the sender hears that its receiver is ready.
+
+        That message shares a connection with the receiver's own data: it waits behind all that was allowed before.
+        """
+        self._move(now)
+        return max(now, self.free) + self._latency
+
+    def post(self, now: float, heard: float, seconds: float) -> int:
+        """Send a bucket as soon as its receiver has been heard; return its number."""
+        heapq.heappush(self._waiting, (max(now, heard) if self._is_asked else now, len(self._ends), seconds))
+        self._ends.append(math.nan)
+        return len(self._ends) - 1
+
+    def arrival(self, number: int) -> float:
+        """Return when a bucket has arrived that is waited for."""
+        while math.isnan(self._ends[number]):
+            self._move(self._waiting[0][0])
+        return self._ends[number] + self._latency
+
+    def _move(self, until: float) -> None:
+        """Let go what has been allowed to by then."""
+        while self._waiting and self._waiting[0][0] <= until:
+            allowed, number, seconds = heapq.heappop(self._waiting)
+            start = max(self.free, allowed)
+            self.first = min(self.first, start)
+            self.free = self._ends[number] = start + seconds
+
+
+def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
+    """Move buckets through a rank's resources in the order of the exchange; ``last`` is the size of the last one."""
+    hops = len(stages.hops)
+    processor = home = 0.0
+    wire = _Wire(stages.latency, stages.is_asked)
+    heard, broadcast, sent = [0.0] * buckets, [0.0] * buckets, [0] * buckets
+    # The steps of a bucket: it is packed and asked for, is sent, arrives once for each hop, and has been broadcast.
+    turns = [0, *(pace.ahead + hop * pace.in_flight for hop in range(hops + 1))]
+    turns.append(turns[-1] + pace.home_lag)
+    # The oldest bucket first: what has arrived goes on before another one starts.
+    steps = sorted(range(len(turns)), key=lambda step: -turns[step])
+    for turn in range(buckets + turns[-1]):
+        for step in steps:
+            bucket, hop = turn - turns[step], step - 1
+            if not 0 <= bucket < buckets:
+                continue
+            size = last if bucket == buckets - 1 else 1.0
+            if hop < 0:
+                processor += stages.pack * size
+            elif hop > hops:
+                processor = max(processor, broadcast[bucket])
+                continue
+            elif hop:
+                processor = max(processor, wire.arrival(sent[bucket])) + stages.combine[hop - 1] * size
+            if hop and hop < hops:  # a first hop was asked for when its bucket was packed
+                heard[bucket] = wire.ask(processor)
+            if 0 <= hop < hops:
+                sent[bucket] = wire.post(processor, heard[bucket], stages.hops[hop] * size)
+            elif hop == hops and (stages.home or stages.home_latency):
+                home = max(home, processor) + stages.home * size
+                broadcast[bucket] = home + stages.home_latency
+    return Course(wire.first, wire.free, processor) if hops else Course(0.0, 0.0, processor)
+
+
+def follow(stages: Stages, buckets: float, pace: Pace) -> Course:
+    """Simulate any number of buckets, a fraction being the last one's size; long courses are extrapolated."""
+    limit = SIMULATED * pace.in_flight
+    if buckets <= limit:
+        count = math.ceil(buckets)
+        return simulate(stages, count, buckets - (count - 1), pace)
+    half, full = simulate(stages, limit // 2, 1.0, pace), simulate(stages, limit, 1.0, pace)
+    more = (buckets - limit) / (limit - limit // 2)
+    start, last, end = (later + more * (later - sooner) for sooner, later in zip(half, full, strict=True))
+    return Course(start, last, end)

@@ -1,19 +1,18 @@
-"""What a rank holds in memory during training, from sizes alone: weights, gradients, the optimizer's state, copies.
+"""Memory of a rank during training, from sizes alone: weights, gradients, the optimizer's state, copies.
 
-With ``P`` parameters of the model, ``U = P / (pp tp)`` stand on one stage's share of the layers, and FSDP cuts those
-over ``n = dp_shard cp`` ranks. What tensor parallelism leaves whole (norms), and stages that hold more than others, are
+Of a model's ``P`` parameters a rank has ``U = P / (pp tp)``, those of one stage, and FSDP cuts them over
+``n = dp_shard cp`` ranks. What tensor parallelism leaves whole (norms), and stages that hold more than others, are
 counted where the model's width, layers and vocabulary are known.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xffl.checks import integer_fields
+from xffl.checks import integer_fields, number, one_of
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element by data type."""
-
 OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0, "adafactor": math.nan}
 """Values that an optimizer keeps for each parameter; Adafactor keeps some for each row and column of a matrix."""
 
@@ -41,26 +39,26 @@ MASTER_BYTES = 4
 """DeepSpeed updates a copy of the weights in float32."""
 
 LIVE_PARAMETERS = 1e9
-"""How many parameters DeepSpeed leaves whole at most with ZeRO 3, unless it is told otherwise."""
+"""Parameters that DeepSpeed leaves whole with ZeRO 3, by default, at most."""
 
 MEMORY_ASSUMPTIONS = (
-    "memory is that of the stage with most parameters, and what training holds beside activations, temporary tensors "
-    "of operators, buffers of the communication library, and what the allocator keeps",
+    "memory is that of the stage with most parameters, without activations, temporary tensors of operators, buffers of "
+    "the communication library, and the allocator's cache",
     "shards are even: FSDP cuts dimension 0 of each parameter, and a rank holds at most one row of each more than this",
     "wrapped layers (--layers) are alike; embedding, head and last norm (--vocabulary, --width) stay with the root, "
     "which FSDP gathers once; without --layers nothing is wrapped and the root is the whole model; without "
     "--vocabulary layers share the embedding, too",
-    "with FSDP two layers are whole at a time, the one at work and the next; the gradients of one (or of the root, if "
-    "that is larger) are whole, and once more in reduce_dtype while they are added up; what does not peak at the same "
-    "time is added up all the same; nothing is accumulated without synchronization",
+    "with FSDP two layers are whole at a time, the current one and the next; the gradients of one (or of the root, if "
+    "that is larger) are whole, and once more in reduce_dtype while they are summed; peaks at different times are "
+    "added; nothing is accumulated without synchronization",
     "tensor parallelism without FSDP: the gradient of the embedding, on the first stage, is whole on each rank",
     "the optimizer's state is in the data type of the weights, as torch's is; Adafactor keeps a row and a column for "
     "each matrix of width x width",
     "DeepSpeed's ZeRO keeps the optimizer's state and the weights that it updates in float32, and with stage 3 leaves "
     "at most 1e9 parameters whole; its buckets are left out",
-    "rounds: the fewest buckets; a codec's memory is that of a rank that carries all of its shard",
+    "rounds: the fewest buckets; a codec's memory is that of a rank that sends all of its shard",
 )
-"""What :func:`rank_memory` takes for granted."""
+"""Assumptions of :func:`rank_memory`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class ModelSize:
     :param width: Features between layers.
     :param vocabulary: Rows of the embedding, and of a head of its own.
     :param kv_width: Features of the keys, and of the values; ``None`` means the width (no grouped queries).
-    :raises ConfigError: if a number cannot be meant, or the embedding has more parameters than the model.
+    :raises ConfigError: if a number is invalid, or the embedding has more parameters than the model.
     """
 
     parameters: float
@@ -82,13 +80,10 @@ class ModelSize:
     kv_width: int | None = None
 
     def __post_init__(self) -> None:
-        value = self.parameters
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"parameters {value!r} is no finite number above 0; give the model's, such as 8e9")
+        number("parameters", self.parameters, above=0, hint="give the model's, such as 8e9")
         integer_fields(self, "layers", "width", "vocabulary", "kv_width", may_be_none=True)
         if self.vocabulary is not None and self.width is None:
-            raise ConfigError(f"vocabulary {self.vocabulary} says nothing without the features; give the width, too")
+            raise ConfigError(f"vocabulary {self.vocabulary} needs the number of features; give the width, too")
         if self.first + self.last >= self.parameters:
             raise ConfigError(
                 f"embedding and head of {self.vocabulary} x {self.width} have more than the model's "
@@ -113,11 +108,11 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSize:
-    """What memory and traffic depend on beside the model and the mesh.
+    """Settings of training that memory and traffic depend on, beside the model and the mesh.
 
-    :param dtype: What weights, gradients and the optimizer's state are kept in.
-    :param param_dtype: What computation is done in; ``None`` or ``float32``: in ``dtype``, nothing is cast.
-    :param reduce_dtype: What FSDP adds gradients up in where computation is done in another type than weights are kept.
+    :param dtype: Type of weights, gradients and the optimizer's state.
+    :param param_dtype: Type of computation; ``None`` or ``float32``: that of ``dtype``, nothing is cast.
+    :param reduce_dtype: Type in which FSDP sums gradients where computation has another type than weights.
     :param optimizer: ``sgd``, ``momentum`` (SGD with it), ``adamw`` or ``adafactor``.
     :param batch: Sequences of a forward and backward pass, for each rank with data of its own; of all micro-batches.
     :param sequence: Tokens of a sequence.
@@ -125,7 +120,7 @@ class TrainingSize:
     :param reshard_after_forward: Whether FSDP gathers a layer anew for the backward pass.
     :param loss_parallel: Whether tensor-parallel logits stay cut.
     :param gradient_as_bucket_view: Whether DDP's gradients lie in the buckets that are sent.
-    :raises ConfigError: if a value cannot be meant.
+    :raises ConfigError: if a value is invalid.
     """
 
     dtype: str = "float32"
@@ -141,26 +136,24 @@ class TrainingSize:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            if value not in DTYPE_BYTES and not (name == "param_dtype" and value is None):
-                raise ConfigError(f"{name} {value!r} is none of {', '.join(DTYPE_BYTES)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+            if name != "param_dtype" or self.param_dtype is not None:
+                one_of(name, getattr(self, name), DTYPE_BYTES)
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
         integer_fields(self, "batch", "sequence", "micro_batches", may_be_none=True)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of a weight as it is kept."""
+        """Bytes of a weight in memory."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of a weight as it is computed with."""
+        """Bytes of a weight in computation."""
         return DTYPE_BYTES[self.param_dtype or self.dtype] if self.is_mixed else self.kept_bytes
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes of a gradient as FSDP adds it up."""
+        """Bytes of a gradient that FSDP sums."""
         return DTYPE_BYTES[self.reduce_dtype] if self.is_mixed else self.kept_bytes
 
     @property
@@ -170,10 +163,7 @@ class TrainingSize:
 
 
 class Amount(NamedTuple):
-    """What a part of a rank's memory or traffic amounts to.
-
-    ``bytes`` is ``None`` where a number is missing that the formula needs.
-    """
+    """A part of a rank's memory or traffic; ``bytes`` is ``None`` where a number is missing that the formula needs."""
 
     what: str
     bytes: float | None
@@ -181,7 +171,7 @@ class Amount(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What tensor parallelism and the pipeline leave to a rank, in parameters; of the stage that has most.
+    """Parameters of a rank after tensor parallelism and the pipeline, of the stage that has most.
 
     ``whole`` is all of it (``U``), ``layer`` one of its ``layers`` layers, and ``root`` what no wrapped layer holds.
     """
@@ -193,11 +183,7 @@ class Share(NamedTuple):
 
 
 def form_of(axes: Mapping[str, int]) -> str:
-    """Tell how a cell's ranks hold the model, or their stage of it, as :func:`xffl.parallel.spread.spread` does.
-
-    :param axes: Ranks along the axes of the mesh; those left out have 1.
-    :return: ``plain``, ``ddp`` or ``fsdp``.
-    """
+    """Return how ranks hold the model or their stage, ``plain``, ``ddp`` or ``fsdp``, as :func:`xffl.shard` does."""
     replicas = axes.get("dp_replicate", 1)
     if shards_of(axes) > 1 or (axes.get("tp", 1) > 1 and replicas > 1):
         return "fsdp"
@@ -205,22 +191,12 @@ def form_of(axes: Mapping[str, int]) -> str:
 
 
 def shards_of(axes: Mapping[str, int]) -> int:
-    """Count the ranks that FSDP cuts over, ``n``.
-
-    :param axes: Ranks along the axes of the mesh.
-    :return: ``dp_shard`` times ``cp``.
-    """
+    """Count the ranks that FSDP cuts over, ``n``."""
     return axes.get("dp_shard", 1) * axes.get("cp", 1)
 
 
 def share_of(axes: Mapping[str, int], model: ModelSize) -> Share:
-    """Return what is left of the model on the stage that has most of it, after tensor parallelism.
-
-    :param axes: Ranks along the axes of the mesh.
-    :param model: The model.
-    :return: The share.
-    :raises ConfigError: if there are fewer layers than stages.
-    """
+    """Return the part of the model on the stage that has most of it, after tensor parallelism."""
     stages, parts = axes.get("pp", 1), axes.get("tp", 1)
     norm = float(model.width or 0) if model.layers is not None else 0.0
     layer = (model.layer - 2 * norm) / parts + 2 * norm  # two norms are whole on each rank
@@ -249,9 +225,9 @@ def rank_memory(
     codec: bool = False,
     server: bool = False,
 ) -> tuple[Amount, ...]:
-    """Calculate what a rank holds beside activations.
+    """Calculate the memory of a rank beside activations.
 
-    Local and pure. What is taken for granted is listed in :data:`MEMORY_ASSUMPTIONS`. Sources: Rajbhandari et al.,
+    Local and pure. It rests on :data:`MEMORY_ASSUMPTIONS`. Sources: Rajbhandari et al.,
     ZeRO, 2020 (arXiv:1910.02054); Zhao et al., PyTorch FSDP, 2023 (arXiv:2304.11277).
 
     :param axes: Ranks along the axes of the mesh in a cell; those left out have 1.
@@ -267,7 +243,11 @@ def rank_memory(
     """
     form, share = form_of(axes), share_of(axes, model)
     n = shards_of(axes) if form == "fsdp" else 1
-    _check_optimizer(axes, form, training, zero)
+    if training.optimizer == "adafactor" and (zero or form == "fsdp" or axes.get("tp", 1) > 1):
+        raise ConfigError(
+            "optimizer 'adafactor' needs whole matrices: PyTorch's refuses those that FSDP or tensor parallelism has "
+            "cut; give another, or a mesh of pp and dp_replicate alone"
+        )
     kept = training.kept_bytes
     held, cut = share.whole / n, " / n" if n > 1 else ""
     states, state_formula = _states(model, training, held)
@@ -287,11 +267,7 @@ def rank_memory(
 
 
 def total_bytes(parts: tuple[Amount, ...]) -> float | None:
-    """Add parts up.
-
-    :param parts: The parts.
-    :return: Their sum; ``None`` where one is not known.
-    """
+    """Sum parts; ``None`` where one is not known."""
     counts = [part.bytes for part in parts]
     return None if None in counts else float(sum(count or 0.0 for count in counts))
 
@@ -313,7 +289,7 @@ def _states(model: ModelSize, training: TrainingSize, held: float) -> tuple[floa
 
 
 def _gathered(form: str, share: Share, training: TrainingSize) -> Amount:
-    """Count what is whole for a while: FSDP's layers, DDP's buckets, weights that autocast has cast."""
+    """Count temporary copies: whole layers of FSDP, buckets of DDP, weights that autocast has cast."""
     used, summed = training.used_bytes, training.summed_bytes
     if form != "fsdp":
         buckets = share.whole * training.kept_bytes * (form == "ddp" and not training.gradient_as_bucket_view)
@@ -332,7 +308,7 @@ def _gathered(form: str, share: Share, training: TrainingSize) -> Amount:
 
 
 def _zero_parts(ranks: int, zero: int, share: Share, training: TrainingSize) -> list[Amount]:
-    """Return the parts with ZeRO of a stage over some ranks."""
+    """Return the parts with a stage of ZeRO."""
     used, whole = training.used_bytes, share.whole
     weights, gradients = (" / n" if zero >= least else "" for least in (3, 2))
     states = MASTER_BYTES * (1 + OPTIMIZERS[training.optimizer])
@@ -343,14 +319,6 @@ def _zero_parts(ranks: int, zero: int, share: Share, training: TrainingSize) -> 
         Amount("optimizer", whole * states / ranks, f"U / n x {states:g}"),
         Amount("gathered", live * used, f"min(U, 1e9) x {used}" if live else "0"),
     ]
-
-
-def _check_optimizer(axes: Mapping[str, int], form: str, training: TrainingSize, zero: int) -> None:
-    if training.optimizer == "adafactor" and (zero or form == "fsdp" or axes.get("tp", 1) > 1):
-        raise ConfigError(
-            "optimizer 'adafactor' needs whole matrices: torch's refuses those that FSDP or tensor parallelism has "
-            "cut; give another, or a mesh of pp and dp_replicate alone"
-        )
 
 
 def _layers_of_stages(layers: int, stages: int) -> list[int]:

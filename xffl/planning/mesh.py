@@ -1,29 +1,34 @@
-"""The mesh inside a cell: which rank stands where along its axes, as plain text."""
+"""The mesh inside a cell, as plain text and as a figure: which rank stands where along its axes."""
 
 from __future__ import annotations
 
-import shutil
+import os
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
-from xffl.checks import integer
-from xffl.errors import ConfigError
-from xffl.planning.text import MIN_WIDTH, counted
+from xffl.checks import integer, one_of
+from xffl.planning.figures import (
+    FRAME,
+    MUTED,
+    PALETTE,
+    checked_path,
+    colour_of,
+    draw_rectangle,
+    draw_text,
+    new_figure,
+    save,
+    tint,
+)
+from xffl.planning.text import counted, text_width
 
-__all__ = [
-    "COLUMN_AXES",
-    "MAX_COLUMNS",
-    "MAX_ROWS",
-    "MESH_AXES",
-    "MOVES",
-    "ROW_AXES",
-    "Grid",
-    "describe_mesh",
-    "mesh_text",
-]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["MESH_AXES", "MOVES", "Grid", "describe_mesh", "mesh_figure", "mesh_text"]
 
 ROW_AXES = ("pp", "cp", "dp_replicate")
 """Axes that a drawing runs downwards, the outer ones first."""
@@ -49,23 +54,33 @@ MAX_ROWS = 8
 MAX_COLUMNS = 16
 """Columns that are drawn."""
 
+# Lengths are in units of a square's side; y grows downwards.
+INCHES = 0.46
+GAP = 0.22
+GROUP_GAP = 0.5
+"""Between shards, and between stages, parts of sequences and replicas that differ in an outer axis."""
+LABELS = 4.6
+HEAD = 2.5
+LINE = 0.66
+MARGIN = 0.4
+STUB = 2.4
+"""Width of the frame that stands for the other cells."""
+WIDTH_MIN = 15.5
+"""Room for the legend."""
+
+OUTSIDE = "cells: every so many steps a round averages the parts that ranks at the same place hold"
+
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a cell in rows and columns.
-
-    :param axes: Ranks along each of :data:`MESH_AXES`, by name; those left out have 1.
-    :param first_rank: The cell's first rank.
-    :raises ConfigError: if an axis is unknown or has no rank.
-    """
+    """The ranks of a cell in rows and columns; axes of :data:`MESH_AXES` that are left out have 1 rank."""
 
     axes: Mapping[str, int]
     first_rank: int = 0
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
-            if axis not in MESH_AXES:
-                raise ConfigError(f"axis {axis!r} is none of {', '.join(MESH_AXES)}")
+            one_of("axis of a mesh", axis, MESH_AXES)
             integer(f"ranks of axis {axis}", size)
 
     @property
@@ -97,11 +112,7 @@ class Grid:
 
 
 def describe_mesh(axes: Mapping[str, int]) -> str:
-    """Describe a mesh.
-
-    :param axes: Ranks along the axes.
-    :return: Such as ``pp 2 x dp_shard 4``, or ``1 rank``.
-    """
+    """Describe a mesh, such as ``pp 2 x dp_shard 4``, or ``1 rank``."""
     grid = Grid(axes)
     return " x ".join(f"{axis} {grid.size(axis)}" for axis in grid.shown(MESH_AXES)) or "1 rank"
 
@@ -110,7 +121,7 @@ def mesh_text(axes: Mapping[str, int], *, first_rank: int = 0, cell: int = 0, wi
     """Draw the mesh inside a cell.
 
     Local and pure. Rows are stages, parts of sequences and replicas, columns shards and parts of layers. Of a large
-    mesh a part is drawn, and what is left out is told.
+    mesh a part is drawn, with notes that say how much is left out.
 
     :param axes: Ranks along the axes.
     :param first_rank: The cell's first rank.
@@ -119,12 +130,13 @@ def mesh_text(axes: Mapping[str, int], *, first_rank: int = 0, cell: int = 0, wi
     :return: Lines of ASCII characters.
     :raises ConfigError: if an axis is unknown or has no rank, or the width is too small for a picture.
     """
-    if width is None:
-        width = max(MIN_WIDTH, shutil.get_terminal_size((100, 24)).columns)
-    if width < MIN_WIDTH:
-        raise ConfigError(f"width {width} is too small for a picture of a mesh; give at least {MIN_WIDTH}")
+    width = text_width(width, "a mesh")
     grid = Grid(axes, first_rank)
-    labels = [" ".join(f"{_brief(axis)} {at}" for axis, at in p.items()) or "rank" for p in grid.places(ROW_AXES)]
+    names = {"dp_replicate": "replica"}
+    labels = [
+        " ".join(f"{names.get(axis, axis)} {at}" for axis, at in place.items()) or "rank"
+        for place in grid.places(ROW_AXES)
+    ]
     rows = grid.rows if grid.rows <= MAX_ROWS else MAX_ROWS - 1
     heads = grid.shown(COLUMN_AXES)
     indent = max([len(label) for label in labels[:rows]] + [len(axis) for axis in heads])
@@ -146,5 +158,92 @@ def mesh_text(axes: Mapping[str, int], *, first_rank: int = 0, cell: int = 0, wi
     return "\n".join(lines)
 
 
-def _brief(axis: str) -> str:
-    return "replica" if axis == "dp_replicate" else axis
+def mesh_figure(
+    axes: Mapping[str, int], path: str | os.PathLike[str], *, cells: int = 1, first_rank: int = 0, cell: int = 0
+) -> None:
+    """Draw the mesh inside a cell into a file, and what moves along each axis.
+
+    Local. Ranks of one colour belong to one stage of the pipeline. Of a large mesh a part is drawn, with notes of how
+    much is left out.
+
+    :param axes: Ranks along the axes.
+    :param path: Where to write; ``.svg`` or ``.png``.
+    :param cells: Number of cells in the federation.
+    :param first_rank: The cell's first rank.
+    :param cell: The cell's number.
+    :raises ConfigError: if an axis is unknown or has no rank, the suffix is another, or matplotlib is not installed.
+    """
+    target = checked_path(path)
+    grid = Grid(axes, first_rank)
+    rows = grid.rows if grid.rows <= MAX_ROWS else MAX_ROWS - 1
+    columns = min(grid.columns, MAX_COLUMNS)
+    x, right = _places(grid.places(COLUMN_AXES)[:columns], LABELS)
+    y, bottom = _places(grid.places(ROW_AXES)[:rows], HEAD + LINE * len(grid.shown(COLUMN_AXES)))
+    bottom += LINE * ((rows < grid.rows) + (columns < grid.columns))
+    right = max(right, LABELS + 4.0)
+    legend = [axis for axis in MESH_AXES if grid.size(axis) > 1]
+    height = bottom + 0.9 + LINE * (len(legend) + (cells > 1))
+    width = max(WIDTH_MIN, right + (STUB + 1.6 if cells > 1 else 0.3))
+    figure = new_figure((width + 2 * MARGIN) * INCHES, (height + 2 * MARGIN) * INCHES)
+    area = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    area.set_xlim(-MARGIN, width + MARGIN)
+    area.set_ylim(height + MARGIN, -MARGIN)
+    area.set_axis_off()
+    draw_rectangle(area, 0.0, 0.0, right, bottom, "#F7F8FA", edge=FRAME)
+    draw_text(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
+    draw_text(area, 0.3, 1.15, describe_mesh(axes), colour=MUTED)
+    _draw_ranks(area, grid, x, y)
+    notes = [(grid.rows - rows, "more row"), (grid.columns - columns, "more column")]
+    for line, (count, what) in enumerate([note for note in notes if note[0]]):
+        draw_text(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", colour=MUTED)
+    if cells > 1:
+        _draw_other_cells(area, right, bottom, cells)
+    for line, axis in enumerate(legend):
+        draw_text(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
+        draw_text(area, 3.4, bottom + 0.8 + line * LINE, MOVES[axis])
+    if cells > 1:
+        draw_text(area, 0.1, bottom + 0.8 + len(legend) * LINE, "federated", weight="bold")
+        draw_text(area, 3.4, bottom + 0.8 + len(legend) * LINE, OUTSIDE)
+    save(figure, target)
+
+
+def _places(places: list[dict[str, int]], start: float) -> tuple[list[float], float]:
+    """Return where squares begin, with a wider gap where more than the innermost axis changes, and the end."""
+    found, at = [], start
+    for index, place in enumerate(places):
+        if index:
+            outer = [axis for axis in place if place[axis] != places[index - 1][axis]][:-1]
+            at += 1.0 + GAP + (GROUP_GAP if outer else 0.0)
+        found.append(at)
+    return found, at + 1.0 + 0.35
+
+
+def _draw_ranks(area: Axes, grid: Grid, x: list[float], y: list[float]) -> None:
+    """Draw the ranks, and the numbers of rows and columns along each axis."""
+    heads = grid.shown(COLUMN_AXES)
+    for line, axis in enumerate(heads):
+        level = y[0] - LINE * (len(heads) - line) + 0.1
+        draw_text(area, 0.3, level, axis, size=8, colour=MUTED)
+        for left, place in zip(x, grid.places(COLUMN_AXES), strict=False):
+            draw_text(area, left + 0.5, level, str(place[axis]), size=8, align="center")
+    sides = grid.shown(ROW_AXES)
+    for line, axis in enumerate(sides):
+        draw_text(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, colour=MUTED)
+    for row, (top, at) in enumerate(zip(y, grid.places(ROW_AXES), strict=False)):
+        for line, axis in enumerate(sides):
+            draw_text(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
+        for column, left in enumerate(x):
+            colour = tint(colour_of(at.get("pp", 0)), 0.35)
+            draw_rectangle(area, left, top, 1.0, 1.0, colour, edge="#8A949E")
+            draw_text(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), align="center")
+
+
+def _draw_other_cells(area: Axes, right: float, bottom: float, cells: int) -> None:
+    """Draw a frame for the other cells, and the slow link to them."""
+    left, middle = right + 1.4, bottom / 2
+    draw_rectangle(area, left, 0.0, STUB, bottom, "#F7F8FA", edge=FRAME)
+    others = "the\nother\ncell" if cells == 2 else f"{cells - 1}\nother\ncells"
+    draw_text(area, left + STUB / 2, middle, others, align="center", colour=MUTED)
+    style = {"arrowstyle": "<|-|>", "color": PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+    area.annotate("", (left - 0.05, middle), (right + 0.05, middle), arrowprops=style, zorder=5)
+    draw_text(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, colour=MUTED, align="center")

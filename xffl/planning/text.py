@@ -1,19 +1,33 @@
-"""The topology as plain text, for terminals and batch logs (ASCII only)."""
+"""Text about a federation in ASCII, for terminals and batch logs: the topology, and numbers with their units."""
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import islice
+from typing import NamedTuple
 
 from xffl.errors import ConfigError
-from xffl.planning.pieces import Piece, count_pieces, exchange_pieces
 from xffl.topology import Topology
 
-__all__ = ["counted", "describe_cell", "describe_ranks", "describe_world", "topology_text"]
+__all__ = [
+    "Piece",
+    "bytes_text",
+    "count_pieces",
+    "counted",
+    "describe_cell",
+    "describe_ranks",
+    "describe_world",
+    "exchange_pieces",
+    "text_width",
+    "topology_text",
+]
 
 MAX_CELLS = 8
-"""Cells drawn in full; of more, only :data:`FEW_CELLS` are."""
+"""Cells that are drawn in full; of more, only :data:`FEW_CELLS` are."""
 FEW_CELLS = 3
 MAX_ROWS = 8
 MAX_COLUMNS = 16
@@ -21,37 +35,84 @@ MIN_WIDTH = 40
 INDENT = "  "
 
 
+class Piece(NamedTuple):
+    """The share of the model from ``start`` to ``stop``, each between 0 and 1."""
+
+    start: Fraction
+    stop: Fraction
+
+    def shard(self, topology: Topology, cell: int) -> int:
+        """Return the shard of a cell that the piece lies in."""
+        return int(self.start * topology.shards(cell))
+
+    def owner(self, topology: Topology, cell: int) -> int:
+        """Return the rank that sends the piece to the other cells."""
+        return topology.sender(cell, self.shard(topology, cell))
+
+
+def exchange_pieces(topology: Topology) -> Iterator[Piece]:
+    """Yield the pieces of the model that senders exchange, from its start to its end; all tensors count as cut evenly.
+
+    Cells that cut alike exchange shard by shard; cells that cut differently exchange the common refinement of their
+    cuts, so that a sender may own several pieces.
+    """
+    counts = _shard_counts(topology)
+    start = Fraction(0)
+    while start < 1:
+        stop = min(Fraction(int(start * count) + 1, count) for count in counts)
+        yield Piece(start, stop)
+        start = stop
+
+
+def count_pieces(topology: Topology) -> int:
+    """Count what :func:`exchange_pieces` yields."""
+    counts = _shard_counts(topology)
+    if len(counts) == 1:
+        return counts[0]
+    return len({Fraction(shard, count) for count in counts for shard in range(count)})
+
+
+def _shard_counts(topology: Topology) -> list[int]:
+    """Return the different numbers of shards that cells cut the model into."""
+    return sorted(set(topology.sizes)) if topology.replica_size is None else [topology.replica_size]
+
+
 def topology_text(topology: Topology, width: int | None = None) -> str:
     """Draw the cells, replicas and shards of a world, who sends each shard, and which senders exchange it.
 
-    Local and pure. Large worlds are elided, and every elision says how much is left out.
+    Local and pure. Of large worlds a part is drawn, and each omission says how much is left out.
 
     :param topology: The federation.
     :param width: Columns to fill, at least 40; ``None`` takes the terminal's width, 100 where there is no terminal.
     :return: Lines of at most ``width`` ASCII characters.
     :raises ConfigError: if the width is too small for a picture.
     """
-    if width is None:
-        width = max(MIN_WIDTH, shutil.get_terminal_size((100, 24)).columns)
-    if width < MIN_WIDTH:
-        raise ConfigError(f"width {width} is too small for a picture of the topology; give at least {MIN_WIDTH}")
+    width = text_width(width, "the topology")
     shown = topology.cells if topology.cells <= MAX_CELLS else FEW_CELLS
     blocks = [_cell_block(topology, cell, width) for cell in range(shown)]
     lines = [*_wrap(describe_world(topology), width), "", *_side_by_side(blocks, width)]
     if shown < topology.cells:
-        lines += _wrap(_describe_hidden(topology, shown), width)
+        low, high = min(topology.sizes[shown:]), max(topology.sizes[shown:])
+        size = f"{low}" if low == high else f"{low} to {high}"
+        ranks = f"ranks {topology.offsets[shown]}-{topology.world_size - 1}"
+        lines += _wrap(f"... {counted(topology.cells - shown, 'more cell')} of {size} ({ranks})", width)
     if topology.cells > 1:
-        told = "[r] is a sender: it carries its shard to the other cells and the average to its column."
-        lines += ["", *_wrap(told, width)]
+        legend = "[r] is a sender: it sends its shard to the other cells, and the average to its column."
+        lines += ["", *_wrap(legend, width)]
     return "\n".join([*lines, "", *_exchange_lines(topology, width)])
 
 
-def describe_world(topology: Topology) -> str:
-    """Describe the world's shape.
+def text_width(width: int | None, what: str) -> int:
+    """Return the columns of a text picture: those that were asked for, or the terminal's."""
+    if width is None:
+        return max(MIN_WIDTH, shutil.get_terminal_size((100, 24)).columns)
+    if width < MIN_WIDTH:
+        raise ConfigError(f"width {width} is too small for a picture of {what}; give at least {MIN_WIDTH}")
+    return width
 
-    :param topology: The federation.
-    :return: One line: ranks, cells, replicas.
-    """
+
+def describe_world(topology: Topology) -> str:
+    """Describe the shape of a world in one line: ranks, cells, replicas."""
     ranks = counted(topology.world_size, "rank")
     low, high = min(topology.sizes), max(topology.sizes)
     if topology.cells == 1:
@@ -68,34 +129,32 @@ def describe_world(topology: Topology) -> str:
 
 
 def describe_cell(topology: Topology, cell: int) -> str:
-    """Describe a cell's shape.
-
-    :param topology: The federation.
-    :param cell: The cell.
-    :return: Such as ``2 replicas x 4 shards``.
-    """
+    """Describe the shape of a cell, such as ``2 replicas x 4 shards``."""
     return f"{counted(topology.replicas(cell), 'replica')} x {counted(topology.shards(cell), 'shard')}"
 
 
 def describe_ranks(topology: Topology, cell: int) -> str:
-    """Describe the ranks of a cell.
-
-    :param topology: The federation.
-    :param cell: The cell.
-    :return: Such as ``ranks 8-15``.
-    """
+    """Describe the ranks of a cell, such as ``ranks 8-15``."""
     first, last = topology.offsets[cell], topology.offsets[cell + 1] - 1
     return f"ranks {first}-{last}" if last > first else f"rank {first}"
 
 
 def counted(number: int, what: str) -> str:
-    """Put a number before its noun.
-
-    :param number: How many.
-    :param what: The noun, for one of them.
-    :return: Such as ``1 rank`` or ``2 ranks``.
-    """
+    """Write a number and its noun, such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def bytes_text(count: float) -> str:
+    """Write a number of bytes with three digits and a decimal unit, such as ``3.2 GB``."""
+    if not math.isfinite(count):
+        return "NaN" if math.isnan(count) else "infinity" if count > 0 else "-infinity"
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    power = 0
+    # 999.6 would be written as 1e+03.
+    while power < len(units) - 1 and abs(count) / 1000**power >= 999.5:
+        power += 1
+    scaled = count / 1000**power
+    return f"{scaled:,.0f} {units[power]}" if abs(scaled) >= 1000 else f"{scaled:.3g} {units[power]}"
 
 
 def _cell_block(topology: Topology, cell: int, width: int) -> list[str]:
@@ -103,29 +162,25 @@ def _cell_block(topology: Topology, cell: int, width: int) -> list[str]:
     replicas, shards = topology.replicas(cell), topology.shards(cell)
     last = topology.offsets[cell + 1] - 1
     rows = replicas if replicas <= MAX_ROWS else MAX_ROWS - 1
-    cells_wide = max(len(str(last)) + 2, len(str(shards - 1)) + 1) + 1
+    column_width = max(len(str(last)) + 2, len(str(shards - 1)) + 1) + 1
     labels = max(len("shard"), len(f"replica {rows - 1}"))
-    fit = min(MAX_COLUMNS, (width - 4 - labels - len(" ...")) // cells_wide)
+    fit = min(MAX_COLUMNS, (width - 4 - labels - len(" ...")) // column_width)
     columns = shards if shards <= fit else max(1, fit)
     more = " ..." if columns < shards else ""
-    body = ["shard".ljust(labels) + "".join(f"{shard} ".rjust(cells_wide) for shard in range(columns)) + more]
+    body = [describe_cell(topology, cell)]
+    body.append("shard".ljust(labels) + "".join(f"{shard} ".rjust(column_width) for shard in range(columns)) + more)
     for replica in range(rows):
-        marks = [_mark(topology, cell, replica, shard).rjust(cells_wide) for shard in range(columns)]
-        body.append(f"replica {replica}".ljust(labels) + "".join(marks) + more)
+        marks = ""
+        for shard in range(columns):
+            rank = topology.rank_of(cell, replica, shard)
+            is_sender = topology.cells > 1 and rank == topology.sender(cell, shard)
+            marks += (f"[{rank}]" if is_sender else f"{rank} ").rjust(column_width)
+        body.append(f"replica {replica}".ljust(labels) + marks + more)
     if rows < replicas:
         body.append(f"... {counted(replicas - rows, 'more replica')}")
     if columns < shards:
         body.append(f"... {counted(shards - columns, 'more shard')}")
-    return _box(f"cell {cell}: {describe_ranks(topology, cell)}", [describe_cell(topology, cell), *body], width)
-
-
-def _mark(topology: Topology, cell: int, replica: int, shard: int) -> str:
-    rank = topology.rank_of(cell, replica, shard)
-    is_sender = topology.cells > 1 and rank == topology.sender(cell, shard)
-    return f"[{rank}]" if is_sender else f"{rank} "
-
-
-def _box(title: str, body: Sequence[str], width: int) -> list[str]:
+    title = f"cell {cell}: {describe_ranks(topology, cell)}"
     inner = min(width - 4, max(len(title) + 2, *map(len, body)))
     return [
         f"+- {title} ".ljust(inner + 3, "-") + "+",
@@ -136,28 +191,17 @@ def _box(title: str, body: Sequence[str], width: int) -> list[str]:
 
 def _side_by_side(blocks: Sequence[Sequence[str]], width: int) -> list[str]:
     """Set blocks next to each other as long as they fit."""
-    lines: list[str] = []
-    row: list[Sequence[str]] = []
+    rows: list[list[Sequence[str]]] = []
     for block in blocks:
-        if row and sum(len(other[0]) + len(INDENT) for other in row) + len(block[0]) > width:
-            lines += _join(row)
-            row = []
-        row.append(block)
-    return lines + _join(row)
-
-
-def _join(row: Sequence[Sequence[str]]) -> list[str]:
-    height = max(len(block) for block in row)
-    padded = [[*block, *[" " * len(block[0])] * (height - len(block))] for block in row]
-    return [INDENT.join(parts).rstrip() for parts in zip(*padded, strict=True)]
-
-
-def _describe_hidden(topology: Topology, shown: int) -> str:
-    hidden = topology.sizes[shown:]
-    low, high = min(hidden), max(hidden)
-    size = f"{low}" if low == high else f"{low} to {high}"
-    ranks = f"ranks {topology.offsets[shown]}-{topology.world_size - 1}"
-    return f"... {counted(len(hidden), 'more cell')} of {size} ({ranks})"
+        if not rows or sum(len(other[0]) + len(INDENT) for other in rows[-1]) + len(block[0]) > width:
+            rows.append([])
+        rows[-1].append(block)
+    lines = []
+    for row in rows:
+        height = max(map(len, row))
+        padded = [[*block, *[" " * len(block[0])] * (height - len(block))] for block in row]
+        lines += [INDENT.join(parts).rstrip() for parts in zip(*padded, strict=True)]
+    return lines
 
 
 def _exchange_lines(topology: Topology, width: int) -> list[str]:
@@ -168,17 +212,15 @@ def _exchange_lines(topology: Topology, width: int) -> list[str]:
     shown = count if count <= MAX_ROWS else MAX_ROWS - 1
     pieces = list(islice(exchange_pieces(topology), shown))
     if topology.is_cut_alike:
-        lines = _wrap("Between cells, over the slow link, the senders of each shard exchange it:", width)
-        names = [f"shard {shard}" for shard in range(shown)]
-        kind = "shard"
+        text = "Between cells, over the slow link, the senders of each shard exchange it:"
+        names, kind = [f"shard {shard}" for shard in range(shown)], "shard"
     else:
-        lines = _wrap(
+        text = (
             "Between cells, over the slow link, senders exchange what their shards have in common (the cells cut the "
-            "model differently; shares of the model):",
-            width,
+            "model differently; shares of the model):"
         )
-        names = [f"{piece.start} to {piece.stop}" for piece in pieces]
-        kind = "piece"
+        names, kind = [f"{piece.start} to {piece.stop}" for piece in pieces], "piece"
+    lines = _wrap(text, width)
     labels = max(map(len, names))
     for name, piece in zip(names, pieces, strict=True):
         lines.append(_owners_line(topology, f"{INDENT}{name.ljust(labels)}  ", piece, width))
@@ -188,13 +230,13 @@ def _exchange_lines(topology: Topology, width: int) -> list[str]:
 
 
 def _owners_line(topology: Topology, start: str, piece: Piece, width: int) -> str:
-    """Write a piece's owners, one for each cell, as far as they fit."""
+    """Write the owners of a piece, one for each cell, as far as they fit."""
     line = start
     for cell in range(topology.cells):
         mark = ("" if cell == 0 else " <-> ") + f"[{piece.owner(topology, cell)}]"
         after = topology.cells - cell - 1
         rest = f" ... {counted(after + 1, 'more cell')}"
-        # A mark may stand if it is the last one, or if a later elision still fits behind it.
+        # A mark may stand if it is the last one, or if the note of what is left out still fits behind it.
         if len(line) + len(mark) + (len(rest) if after else 0) > width or (after and cell >= MAX_CELLS):
             return line + rest
         line += mark
@@ -202,9 +244,4 @@ def _owners_line(topology: Topology, start: str, piece: Piece, width: int) -> st
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return lines
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -1,28 +1,41 @@
-"""What a round moves, from sizes alone."""
+"""Traffic, from sizes alone: of a round between and inside cells, and of a training step inside a cell."""
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from xffl.errors import ConfigError
+from xffl.checks import number
+from xffl.planning.memory import Amount, ModelSize, Share, TrainingSize, form_of, shards_of, share_of
 from xffl.topology import Topology
 
-__all__ = ["round_traffic"]
+__all__ = ["TRAFFIC_ASSUMPTIONS", "round_traffic", "step_traffic"]
 
-ASSUMPTIONS = (
+ROUND_ASSUMPTIONS = (
     "every parameter is averaged, every cell has a weight above 0, nothing is compressed, the model is one fragment",
     "shards are even: a sender's share of the model is 1 / shards",
     "all-gather: each sender sends its shard to every other cell",
     "two-hop: each sender exchanges 1/C of its shard with every other cell, combines, and all-gathers the results",
-    "at home: each sender sends its shard to the replicas that hold the same one; with rails the replicas share that "
-    "out, with the same bytes",
+    "inside a cell: each sender sends its shard to the replicas that hold the same one; with rails the replicas share "
+    "that work, with the same bytes",
     "seconds: each cell has one full-duplex link to the others, shared by its senders, of the given rate (1 Gbit/s is "
     "10^9 bits/s), without latency or protocol overhead; each cell receives as much as it sends; "
     "nothing is hidden behind local steps (xffl plan --simulate tells more)",
 )
+TRAFFIC_ASSUMPTIONS = (
+    "traffic is what a rank sends in one forward and backward pass of --batch sequences, and it receives as much; "
+    "collectives are rings: of a tensor of M bytes over n ranks, an all-gather or a reduce-scatter sends (n-1)/n M, an "
+    "all-reduce twice that (gloo of torch 2.13 runs a reduce-scatter as an all-reduce)",
+    "the batch is that of a rank with data of its own: meshes with fewer of them train on less in a step",
+    "nothing is computed twice in the backward pass (activation checkpointing gathers and reduces once more)",
+    "with a pipeline FSDP gathers each layer once for each micro-batch and once more for the backward passes, as GPipe "
+    "does, and 1F1B at most; activations are those of a stage in the middle",
+    "tensor parallelism: activations between layers are cut along the sequence, too (whole ones move as many bytes); "
+    "the traffic of embedding and head is that of a rank that has both; gradients of norms are left out",
+    "losses, overflow checks of float16 and norms for clipping are left out",
+)
+"""Assumptions of :func:`step_traffic`."""
 
 
 def round_traffic(
@@ -31,9 +44,9 @@ def round_traffic(
     """Calculate the bytes that one round moves, and how long the slow link takes for them.
 
     Local and pure; no process group is needed. With ``C`` cells and a model of ``M`` bytes, each cell sends
-    ``(C-1) M`` with all-gather and ``2 (C-1)/C M`` with the two-hop form, whatever its size and however many replicas
-    it has; its senders share that evenly. ``R`` replicas cost ``(R-1) M`` inside the cell. What is taken for granted is
-    listed under ``assumptions``.
+    ``(C-1) M`` with all-gather and ``2 (C-1)/C M`` with the two-hop form, whatever its size and number of replicas; its
+    senders share that evenly. ``R`` replicas cost ``(R-1) M`` inside the cell. The result rests on its
+    ``assumptions``.
 
     :param topology: The federation.
     :param parameters: Number of parameters that are averaged, at least 0.
@@ -45,62 +58,140 @@ def round_traffic(
         ``replicas``, ``shards``, ``senders`` (per cell), ``shard_bytes``, ``all_gather_bytes_per_sender``,
         ``two_hop_bytes_per_sender``, ``home_bytes_per_sender`` and ``home_bytes_per_cell``; ``home_bytes_total``;
         ``assumptions``.
-    :raises ConfigError: if a number cannot be meant.
+    :raises ConfigError: if a number is invalid.
     """
-    _check("parameters", parameters, "give the model's parameter count, such as 8e9", zero=True)
-    _check("bytes_per_parameter", bytes_per_parameter, "give 4 for fp32, 2 for bf16")
+    number("parameters", parameters, 0, hint="give the model's parameter count, such as 8e9")
+    number("bytes_per_parameter", bytes_per_parameter, above=0, hint="give 4 for fp32, 2 for bf16")
     if link_gbps is not None:
-        _check("link_gbps", link_gbps, "give the link's rate in Gbit/s, such as 10")
+        number("link_gbps", link_gbps, above=0, hint="give the link's rate in Gbit/s, such as 10")
     cells = topology.cells
     model = float(parameters) * float(bytes_per_parameter)
-    all_gather = _form(float(cells - 1), model, cells, link_gbps)
-    two_hop = _form(2 * (cells - 1) / cells, model, cells, link_gbps)
-    kinds = [
-        _kind(topology, size, count, model, all_gather["copies"], two_hop["copies"])
-        for size, count in sorted(Counter(topology.sizes).items(), reverse=True)
-    ]
+    copies = {"all_gather": float(cells - 1), "two_hop": 2 * (cells - 1) / cells}
+    forms = {
+        form: {
+            "copies": count,
+            "bytes_per_cell": count * model,
+            "bytes_total": count * model * cells,
+            "seconds": None if link_gbps is None else count * model * 8 / (link_gbps * 1e9),
+        }
+        for form, count in copies.items()
+    }
+    kinds = []
+    for size, count in sorted(Counter(topology.sizes).items(), reverse=True):
+        cell = topology.sizes.index(size)
+        replicas, shards = topology.replicas(cell), topology.shards(cell)
+        kinds.append(
+            {
+                "ranks": size,
+                "cells": count,
+                "replicas": replicas,
+                "shards": shards,
+                "senders": shards,
+                "shard_bytes": model / shards,
+                **{f"{form}_bytes_per_sender": copies[form] * (model / shards) for form in copies},
+                "home_bytes_per_sender": (replicas - 1) * (model / shards),
+                "home_bytes_per_cell": (replicas - 1) * model,
+            }
+        )
     return {
         "model_bytes": model,
         "cells": cells,
         "link_gbps": link_gbps,
-        "all_gather": all_gather,
-        "two_hop": two_hop,
+        **forms,
         "cell_kinds": kinds,
         "home_bytes_total": sum(kind["cells"] * kind["home_bytes_per_cell"] for kind in kinds),
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": list(ROUND_ASSUMPTIONS),
     }
 
 
-def _form(copies: float, model: float, cells: int, link_gbps: float | None) -> dict[str, Any]:
-    """Describe one form of the exchange, in which each shard leaves its cell ``copies`` times."""
-    per_cell = copies * model
-    seconds = None if link_gbps is None else per_cell * 8 / (link_gbps * 1e9)
-    return {"copies": copies, "bytes_per_cell": per_cell, "bytes_total": per_cell * cells, "seconds": seconds}
+def step_traffic(
+    axes: Mapping[str, int], model: ModelSize, training: TrainingSize, *, zero: int = 0
+) -> tuple[Amount, ...]:
+    """Calculate what a rank sends inside its cell in a forward and backward pass.
+
+    Local and pure. It rests on :data:`TRAFFIC_ASSUMPTIONS`. Sources: Rajbhandari et al.,
+    ZeRO, 2020 (arXiv:1910.02054); Korthikanti et al., Reducing activation recomputation, 2022 (arXiv:2205.05198);
+    Llama 3, 2024 (arXiv:2407.21783), section 3.3.2; Huang et al., GPipe, 2019 (arXiv:1811.06965).
+
+    :param axes: Ranks along the axes of the mesh in a cell; those left out have 1.
+    :param model: The model.
+    :param training: Data types, batch and sequence.
+    :param zero: Stage of DeepSpeed's ZeRO over the ranks of ``dp_shard``, 1 to 3; 0 for torch's own parts.
+    :return: A part for each axis along which something moves, with its formula; bytes are ``None`` where the model's
+        layers or width, the batch or the sequence are needed and not known.
+    """
+    share = share_of(axes, model)
+    parts = []
+    if zero:
+        parts.append(_zero(shards_of(axes), zero, share, training))
+    elif form_of(axes) == "ddp":
+        ranks = axes["dp_replicate"]
+        moved = 2 * (ranks - 1) / ranks * share.whole * training.kept_bytes
+        parts.append(Amount("dp_replicate", moved, f"2 (R-1)/R x U x {training.kept_bytes}: all-reduce of gradients"))
+    elif form_of(axes) == "fsdp":
+        parts += _fsdp(axes, share, training)
+    parts += _activations(axes, model, training, share)
+    return tuple(parts)
 
 
-def _kind(
-    topology: Topology, size: int, count: int, model: float, all_gather_copies: float, two_hop_copies: float
-) -> dict[str, Any]:
-    """Describe the cells of one size."""
-    cell = topology.sizes.index(size)
-    replicas, shards = topology.replicas(cell), topology.shards(cell)
-    shard_bytes = model / shards
-    return {
-        "ranks": size,
-        "cells": count,
-        "replicas": replicas,
-        "shards": shards,
-        "senders": shards,
-        "shard_bytes": shard_bytes,
-        "all_gather_bytes_per_sender": all_gather_copies * shard_bytes,
-        "two_hop_bytes_per_sender": two_hop_copies * shard_bytes,
-        "home_bytes_per_sender": (replicas - 1) * shard_bytes,
-        "home_bytes_per_cell": (replicas - 1) * model,
-    }
+def _zero(ranks: int, zero: int, share: Share, training: TrainingSize) -> Amount:
+    passes = 3 if zero == 3 else 2
+    passes_text = "weights twice, gradients once" if zero == 3 else "gradients and weights once each"
+    moved = passes * (ranks - 1) / ranks * share.whole * training.used_bytes
+    return Amount("dp_shard", moved, f"{passes} (n-1)/n x U x {training.used_bytes}: {passes_text}")
 
 
-def _check(what: str, value: object, knob: str, *, zero: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ConfigError(f"{what} {value!r} is no finite number; {knob}")
-    if value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{what} {value} is {'less than' if zero else 'not above'} 0; {knob}")
+def _fsdp(axes: Mapping[str, int], share: Share, training: TrainingSize) -> list[Amount]:
+    """Return the gathered weights, the reduced gradients, and what replicas sum."""
+    n, replicas, stages = shards_of(axes), axes.get("dp_replicate", 1), axes.get("pp", 1)
+    used, summed = training.used_bytes, training.summed_bytes
+    parts = []
+    if n > 1:
+        forward = (training.micro_batches or stages) if stages > 1 else 1
+        gathers = forward + 1 if training.reshard_after_forward else 1
+        layers = share.layers * share.layer
+        root = share.root
+        weights = (n - 1) / n * (root + gathers * layers) * used
+        gradients = (n - 1) / n * share.whole * summed
+        written = f"root + {gathers} x layers" if layers else "U"
+        parts.append(Amount("dp_shard, cp", weights, f"(n-1)/n x ({written}) x {used}: all-gather of weights"))
+        parts.append(Amount("dp_shard, cp", gradients, f"(n-1)/n x U x {summed}: reduce-scatter of gradients"))
+    if replicas > 1:
+        moved = 2 * (replicas - 1) / replicas * share.whole / n * summed
+        parts.append(Amount("dp_replicate", moved, f"2 (R-1)/R x U / n x {summed}: all-reduce of shards of gradients"))
+    return parts
+
+
+def _activations(axes: Mapping[str, int], model: ModelSize, training: TrainingSize, share: Share) -> list[Amount]:
+    """Return what tensor, context and pipeline parallelism move: activations, keys and values."""
+    tp, cp, pp = (axes.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    used = training.used_bytes
+    tokens = None
+    if training.batch is not None and training.sequence is not None:
+        tokens = training.batch * training.sequence / cp  # of this rank's part of each sequence
+    layers = share.layers or None
+    width = model.width
+    parts = []
+    if tp > 1:
+        moved = None
+        if tokens is not None and layers is not None and width is not None:
+            ends = 4 * width + (model.vocabulary or 0) * (not training.loss_parallel) if model.vocabulary else 0
+            moved = (tp - 1) / tp * tokens * (8 * layers * width + ends) * used
+        logits = "" if training.loss_parallel else " + vocabulary"
+        written = f"(t-1)/t x tokens x (8 layers x width + 4 width{logits}) x {used}: activations"
+        parts.append(Amount("tp", moved, written))
+    if cp > 1:
+        moved = None
+        summed = max(used, 4)
+        if tokens is not None and layers is not None and width is not None:
+            keys = (model.kv_width or width) / tp
+            moved = 2 * (cp - 1) * tokens * layers * keys * (used + summed)
+        written = f"(c-1) x tokens x layers x 2 kv_width / t x ({used} + {summed}): keys and values, their gradients"
+        parts.append(Amount("cp", moved, written))
+    if pp > 1:
+        moved = None
+        if tokens is not None and width is not None:
+            moved = (2 if pp > 2 else 1) * tokens / tp * width * used
+        each = "2 x " if pp > 2 else ""
+        parts.append(Amount("pp", moved, f"{each}tokens / t x width x {used}: activations and their gradients"))
+    return parts

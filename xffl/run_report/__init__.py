@@ -1,1 +1,18 @@
-"""The page about a run: its records are read, summed up, drawn and written as one HTML file."""
+"""The HTML page about a run, or about several compared.
+
+``reader`` reads what exists of a run folder, ``summary`` turns it into numbers and texts, and ``page`` draws the
+figures and writes them with the texts into one HTML file, by the template ``page.html.j2``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xffl.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from xffl.run_report.page import Report, write_report
+
+__all__ = ["Report", "write_report"]
+
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(("Report", "write_report"), "xffl.run_report.page"))

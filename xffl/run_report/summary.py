@@ -1,45 +1,178 @@
-"""A run in numbers: how far it came, what it ended with, what was best, what its rounds cost."""
+"""Summary of a run in numbers and texts: progress, last and best values, costs of rounds, configuration."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from xffl.run_report.lines import RoundLine, Series
-from xffl.run_report.numbers import bytes_text, number_text, seconds_text
-from xffl.run_report.reading import FEDERATION, Run
-from xffl.run_report.sections import in_order
+from xffl.planning.text import bytes_text, counted
+from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 
-__all__ = ["Standing", "Totals", "cell_name", "is_better_high", "standings", "summary", "totals", "value_text"]
+__all__ = [
+    "SECTIONS",
+    "Setting",
+    "Totals",
+    "ValueSummary",
+    "cell_name",
+    "environment_tables",
+    "is_better_high",
+    "label_text",
+    "mean_phases",
+    "number_text",
+    "printable",
+    "read_settings",
+    "seconds_text",
+    "section_of",
+    "sort_names",
+    "stem_of",
+    "sum_up",
+    "sum_up_values",
+    "summary_rows",
+    "value_rows",
+    "value_text",
+]
 
+SECTIONS = {
+    "Training": ("train/",),
+    "Validation": ("val/", "test/"),
+    "Rounds and traffic": (),
+    "Throughput": ("throughput/",),
+    "Memory": ("memory/",),
+    "Drift and norms": ("drift/", "norms/", "rounds/"),
+    "Other values": ("",),
+    "Data": (),
+    "Topology": (),
+}
+"""Sections with figures in order, and the beginnings of the names of the values that belong there."""
+FIRST = ("train/loss", "val/loss", "val/accuracy", "val/perplexity", "train/learning_rate")
+"""Values that stand before others of their section."""
 HIGH = re.compile(
     r"accuracy|acc|top\d+|f1|auc|auroc|ap|map|precision|recall|specificity|bleu|rouge\w*|iou|dice|jaccard|r2"
 )
 LOW = re.compile(r"loss|perplexity|ppl|error|err|mae|mse|rmse|wer|cer|nll")
 """Words in the names of values that should be large, and of those that should be small."""
 MAX_CELLS = 8
-"""Cells whose numbers are told one by one."""
+"""Cells whose numbers are written one by one."""
+MAX_TEXT = 2000
+"""Letters of a configuration value."""
+MAX_LABEL = 44
+"""Letters of a name in a figure; of longer ones the middle is left out."""
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+def number_text(value: float) -> str:
+    """Write a number with four digits, or whole with commas: ``0.1234``, ``1,234,567`` or ``3.2e-05``."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "infinity" if value > 0 else "-infinity"
+    size = abs(value)
+    if value == int(value) and size < 1e15:
+        return f"{int(value):,}"
+    if size >= 1e15 or size < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 1e4 else f"{value:.4g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a duration in one or two units: ``350 ms``, ``12.3 s``, ``5 min 20 s`` or ``2 h 5 min``."""
+    if not math.isfinite(seconds):
+        return number_text(seconds)
+    size = abs(seconds)
+    if size == 0:
+        return "0 s"
+    # From these limits on, three digits would be rounded up to the next unit.
+    if size < 0.9995e-3:
+        return f"{1e6 * seconds:.3g} µs"
+    if size < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    if size < MINUTE - 0.05:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    for large, small, names in ((DAY, HOUR, ("d", "h")), (HOUR, MINUTE, ("h", "min")), (MINUTE, 1, ("min", "s"))):
+        if abs(whole) >= large:
+            first, rest = divmod(round(whole / small), large // small)
+            return f"{first:,} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
+    return f"{whole} s"
+
+
+def value_text(name: str, value: float) -> str:
+    """Write a value with the unit that its name implies."""
+    if name.endswith("bytes"):
+        return bytes_text(value)
+    return seconds_text(value) if name.endswith("seconds") else number_text(value)
+
+
+def printable(text: object) -> str:
+    """Replace what may stand in no page and no figure: control characters, and halves of characters."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in str(text)
+    )
+
+
+def stem_of(name: str, taken: set[str]) -> str:
+    """Return a file name for a figure, such as ``train_loss``, and add it in small letters to those that are taken."""
+    base = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("._")[:80] or "picture"
+    stem, number = base, 1
+    while stem.lower() in taken:
+        number += 1
+        stem = f"{base}_{number}"
+    taken.add(stem.lower())
+    return stem
+
+
+def label_text(text: object) -> str:
+    """Make a name fit for a figure: one line, not too long, without matplotlib's formulas and hidden labels."""
+    line = " ".join(printable(text).split())
+    if len(line) > MAX_LABEL:
+        half = (MAX_LABEL - 1) // 2
+        line = f"{line[:half]}…{line[-half:]}"
+    # Labels with a leading underscore stay out of legends; dollars would begin a formula, and a backslash before one
+    # would undo its escape.
+    line = line.replace("\\$", "\\ $").replace("$", r"\$")
+    return f" {line}" if line.startswith("_") else line or "(no name)"
+
+
+def section_of(name: str) -> str:
+    """Return the section that a value belongs to."""
+    return next(section for section, starts in SECTIONS.items() if starts and name.startswith(starts))
+
+
+def sort_names(names: Iterable[str]) -> list[str]:
+    """Sort the names of values, each once: by section, the usual ones first, then by name."""
+    sections = {section: index for index, section in enumerate(SECTIONS)}
+    places = {name: index for index, name in enumerate(FIRST)}
+    return sorted(set(names), key=lambda name: (sections[section_of(name)], places.get(name, len(FIRST)), name))
+
+
+def is_better_high(name: str) -> bool | None:
+    """Return whether a value should be large; ``None`` where its name does not say."""
+    words = re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower())
+    if any(LOW.fullmatch(word) for word in words):
+        return False
+    return True if any(HIGH.fullmatch(word) for word in words) else None
+
+
+def cell_name(cell: int) -> str:
+    """Name a cell, or all cells together."""
+    return "all cells" if cell == FEDERATION else f"cell {cell}"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What became of one value in a cell, or over all cells.
+class ValueSummary:
+    """One value in a cell, or over all cells.
 
-    :param name: The value's name.
-    :param cell: The cell; :data:`~xffl.run_report.reading.FEDERATION` for all.
-    :param records: How often it was recorded.
-    :param nonfinite: How many of these are NaN or infinite.
-    :param last: The last one.
-    :param last_step: Its step.
-    :param low: The smallest finite one; NaN where none is.
-    :param high: The largest finite one.
-    :param best: The one of these two that is better; ``None`` where nobody knows which is.
-    :param best_step: The step at which it was reached first.
+    ``low`` and ``high`` are finite, NaN where nothing is; ``best`` is one of them, with the first step that reached it,
+    and ``None`` where the name does not say which is better.
     """
 
     name: str
@@ -54,153 +187,13 @@ class Standing:
     best_step: int | None
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What a run came to, over all cells.
-
-    :param steps: Optimizer steps of each cell.
-    :param epochs: Epoch of each cell, from 0.
-    :param samples: Samples over all cells.
-    :param seconds: From the start to the last record; ``None`` where nothing was recorded.
-    :param rounds: Rounds.
-    :param dropped: How often a cell was left out of one.
-    :param bytes_across: What all cells sent to others.
-    :param bytes_home: What ranks sent to others of their cell.
-    :param exposed: Seconds in which training stood still for rounds, mean over cells.
-    :param behind: Seconds in which rounds went on behind local steps, mean over cells.
-    :param hidden: Seconds in which the slow link was busy while ranks worked on the round, mean over cells.
-    :param throughput: Median of each ``throughput/`` value; of samples and tokens the sum over cells, else the mean.
-    :param memory: Largest of each ``memory/`` value.
-    """
-
-    steps: dict[int, int]
-    epochs: dict[int, int]
-    samples: int
-    seconds: float | None
-    rounds: int
-    dropped: int
-    bytes_across: float
-    bytes_home: float
-    exposed: float
-    behind: float
-    hidden: float
-    throughput: dict[str, float]
-    memory: dict[str, float]
-
-
-def totals(run: Run) -> Totals:
-    """Sum a run up.
-
-    :param run: The run.
-    :return: What it came to.
-    """
-    lines = [one for of_cell in run.rounds.values() for one in of_cell]
-    cells = max(1, len(run.rounds))
-    # Every cell tells of the same rounds.
-    dropped = {one.number: len(one.dropped) for one in lines}
-    return Totals(
-        steps={cell: progress.step for cell, progress in run.progress.items()},
-        epochs={cell: progress.epoch for cell, progress in run.progress.items()},
-        samples=sum(progress.samples for progress in run.progress.values()),
-        seconds=run.seconds,
-        rounds=len({one.number for one in lines if not one.is_skipped}),
-        dropped=sum(dropped.values()),
-        bytes_across=math.fsum(one.bytes_across for one in lines),
-        bytes_home=math.fsum(one.bytes_home for one in lines),
-        exposed=math.fsum(one.exposed for one in lines) / cells,
-        behind=math.fsum(one.behind for one in lines) / cells,
-        hidden=math.fsum(one.hidden for one in lines) / cells,
-        throughput=_throughput(run),
-        memory={
-            name: max(float(finite.max()) for finite in found)
-            for name, by_cell in run.series.items()
-            if name.startswith("memory/") and (found := _finite(by_cell.values()))
-        },
-    )
-
-
-def standings(run: Run, name: str | None = None) -> list[Standing]:
-    """Tell what became of each value, all cells together first.
-
-    :param run: The run.
-    :param name: The only value to tell of; ``None`` takes all.
-    :return: One for each value and cell.
-    """
+def sum_up_values(run: Run, name: str | None = None) -> list[ValueSummary]:
+    """Sum up each value, or one, in each cell, all cells together first."""
     names = run.series if name is None else {name} & set(run.series)
-    return [_standing(one, cell, series) for one in names for cell, series in run.series[one].items()]
+    return [_sum_up_series(one, cell, series) for one in names for cell, series in run.series[one].items()]
 
 
-def summary(run: Run) -> list[tuple[str, str]]:
-    """Tell a run's totals in words.
-
-    :param run: The run.
-    :return: What each is called, and its text; a dash where it is not known. The same names for every run, but for
-        the kinds of throughput and memory.
-    """
-    told = totals(run)
-    rows = [
-        ("ranks and cells", _federation(run)),
-        ("steps", _of_cells(told.steps)),
-        ("epoch, from 0", _of_cells(told.epochs)),
-        ("samples, all cells", number_text(told.samples) if told.steps else "–"),
-        ("time", "–" if told.seconds is None else seconds_text(told.seconds)),
-    ]
-    rows += [(f"last {name}", text) for name, text in _ends(run)]
-    if told.rounds:
-        left_out = f", {told.dropped} times a cell was left out" if told.dropped else ""
-        share = f" ({100 * told.exposed / told.seconds:.1f} % of the time)" if told.seconds else ""
-        rows += [
-            ("rounds", f"{told.rounds:,}{left_out}"),
-            ("sent across cells", bytes_text(told.bytes_across)),
-            ("sent at home", bytes_text(told.bytes_home)),
-            ("exposed: training stood still for rounds", f"{seconds_text(told.exposed)}{share}"),
-            ("hidden behind local steps", seconds_text(told.behind)),
-            ("hidden behind a round's own work", seconds_text(told.hidden)),
-        ]
-    else:
-        rows += [("rounds", "none")]
-    rows += [(name.partition("/")[2].replace("_", " "), number_text(rate)) for name, rate in told.throughput.items()]
-    rows += [
-        (f"most {name.partition('/')[2]}".replace("_", " "), value_text(name, most))
-        for name, most in told.memory.items()
-    ]
-    return [*rows, ("checkpoints", _checkpoints(run))]
-
-
-def value_text(name: str, value: float) -> str:
-    """Write a value with the unit that its name tells.
-
-    :param name: Such as ``memory/resident_bytes``.
-    :param value: The value.
-    :return: Such as ``1.2 GB``.
-    """
-    if name.endswith("bytes"):
-        return bytes_text(value)
-    return seconds_text(value) if name.endswith("seconds") else number_text(value)
-
-
-def is_better_high(name: str) -> bool | None:
-    """Tell whether a value should be large.
-
-    :param name: Such as ``val/accuracy``.
-    :return: Whether; ``None`` where its name does not tell.
-    """
-    words = re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower())
-    if any(LOW.fullmatch(word) for word in words):
-        return False
-    return True if any(HIGH.fullmatch(word) for word in words) else None
-
-
-def cell_name(cell: int) -> str:
-    """Name a cell.
-
-    :param cell: Its number, or :data:`~xffl.run_report.reading.FEDERATION`.
-    :return: Such as ``cell 0`` or ``all cells``.
-    """
-    return "all cells" if cell == FEDERATION else f"cell {cell}"
-
-
-def _standing(name: str, cell: int, series: Series) -> Standing:
+def _sum_up_series(name: str, cell: int, series: Series) -> ValueSummary:
     values = series.values
     places = np.flatnonzero(np.isfinite(values))
     wants_high = is_better_high(name)
@@ -213,55 +206,132 @@ def _standing(name: str, cell: int, series: Series) -> Standing:
             place = places[int(finite.argmax() if wants_high else finite.argmin())]
             best, best_step = float(values[place]), int(series.steps[place])
     last, last_step = float(values[-1]), int(series.steps[-1])
-    return Standing(name, cell, len(values), len(values) - len(places), last, last_step, low, high, best, best_step)
+    return ValueSummary(name, cell, len(values), len(values) - len(places), last, last_step, low, high, best, best_step)
 
 
-def _throughput(run: Run) -> dict[str, float]:
-    found = {}
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a run.
+
+    Steps and epochs are by cell; ``dropped`` counts how often a cell was left out of a round. Seconds in which training
+    stood still for rounds (``exposed``), in which rounds ran behind local steps (``behind``) and in which the slow link
+    was busy while ranks worked on the round (``hidden``) are means over the cells. Throughput is the median of each
+    value, of samples and tokens its sum over cells, else the mean; memory is the largest.
+    """
+
+    steps: dict[int, int]
+    epochs: dict[int, int]
+    samples: int
+    rounds: int
+    dropped: int
+    bytes_across: float
+    bytes_home: float
+    exposed: float
+    behind: float
+    hidden: float
+    throughput: dict[str, float]
+    memory: dict[str, float]
+
+
+def sum_up(run: Run) -> Totals:
+    """Sum a run up."""
+    records = [record for of_cell in run.rounds.values() for record in of_cell]
+    cells = max(1, len(run.rounds))
+    metrics = run.cell_metrics
+    throughput, memory = {}, {}
     for name, by_cell in run.series.items():
-        own = [series for cell, series in by_cell.items() if cell != FEDERATION]
-        medians = [float(np.median(finite)) for finite in _finite(own or by_cell.values())]
-        if name.startswith("throughput/") and medians:
-            is_shared_out = "samples" in name or "tokens" in name
-            found[name] = math.fsum(medians) if is_shared_out else statistics.fmean(medians)
-    return found
+        if name.startswith("throughput/"):
+            own = [series for cell, series in by_cell.items() if cell != FEDERATION]
+            if medians := [float(np.median(values)) for values in _finite(own or by_cell.values())]:
+                is_additive = "samples" in name or "tokens" in name
+                throughput[name] = math.fsum(medians) if is_additive else statistics.fmean(medians)
+        elif name.startswith("memory/") and (finite := _finite(by_cell.values())):
+            memory[name] = max(float(values.max()) for values in finite)
+    return Totals(
+        steps={cell: one.step for cell, one in metrics.items()},
+        epochs={cell: one.epoch for cell, one in metrics.items()},
+        samples=sum(one.samples for one in metrics.values()),
+        rounds=len({record.number for record in records if not record.is_skipped}),
+        # Every cell records the same rounds.
+        dropped=sum({record.number: len(record.dropped) for record in records}.values()),
+        bytes_across=math.fsum(record.bytes_across for record in records),
+        bytes_home=math.fsum(record.bytes_home for record in records),
+        exposed=math.fsum(record.exposed for record in records) / cells,
+        behind=math.fsum(record.seconds - record.exposed for record in records) / cells,
+        hidden=math.fsum(record.hidden for record in records) / cells,
+        throughput=throughput,
+        memory=memory,
+    )
 
 
-def _finite(several: Iterable[Series]) -> list[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Return the finite values of each that has some."""
-    kept = [series.values[np.isfinite(series.values)] for series in several]
-    return [values for values in kept if len(values)]
+def _finite(several: Iterable[Series]) -> list[NDArray[np.float64]]:
+    """Return the finite values of each series that has some."""
+    finite = [series.values[np.isfinite(series.values)] for series in several]
+    return [values for values in finite if len(values)]
 
 
-def _ends(run: Run) -> list[tuple[str, str]]:
-    """Tell the last and the best of each value whose direction is known: over all cells where that was recorded."""
-    rows = []
-    for name in in_order(run.series):
-        by_cell = run.series[name]
-        if is_better_high(name) is None or not name.startswith(("train/", "val/", "test/")):
-            continue
-        cells = [FEDERATION] if FEDERATION in by_cell else sorted(by_cell)
-        texts = []
-        for cell in cells[:MAX_CELLS]:
-            one = _standing(name, cell, by_cell[cell])
-            best = "" if one.best is None else f" (best {number_text(one.best)} at step {one.best_step:,})"
-            texts.append((f"{cell_name(cell)} " if len(by_cell) > 1 else "") + f"{number_text(one.last)}{best}")
-        rows.append((name, "; ".join(texts) + ("; ..." if len(cells) > MAX_CELLS else "")))
-    return rows
+def mean_phases(rounds: Sequence[RoundRecord]) -> dict[str, float]:
+    """Return the mean seconds of each phase, in the order in which they appear."""
+    names = dict.fromkeys(name for record in rounds for name in record.phases)
+    return {name: statistics.fmean(record.phases.get(name, 0.0) for record in rounds) for name in names}
 
 
-def _federation(run: Run) -> str:
-    if run.topology is None:
-        cells = len(run.progress)
-        return f"{cells} cell{'' if cells == 1 else 's'} with metrics" if cells else "–"
+def summary_rows(run: Run) -> list[tuple[str, str]]:
+    """Return the rows of the summary, names and texts; all runs have the same, but for throughput and memory."""
+    totals = sum_up(run)
+    rows = [
+        ("ranks and cells", _federation_text(run)),
+        ("steps", _by_cell_text(totals.steps)),
+        ("epoch, from 0", _by_cell_text(totals.epochs)),
+        ("samples, all cells", number_text(totals.samples) if totals.steps else "–"),
+        ("time", "–" if run.seconds is None else seconds_text(run.seconds)),
+    ]
+    for name in sort_names(run.series):
+        if is_better_high(name) is not None and name.startswith(("train/", "val/", "test/")):
+            rows.append((f"last {name}", _last_text(name, run.series[name])))
+    if totals.rounds:
+        left_out = f", {totals.dropped} times a cell was left out" if totals.dropped else ""
+        share = f" ({100 * totals.exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
+        rows += [
+            ("rounds", f"{totals.rounds:,}{left_out}"),
+            ("sent between cells", bytes_text(totals.bytes_across)),
+            ("sent within cells", bytes_text(totals.bytes_home)),
+            ("exposed: training stood still for rounds", f"{seconds_text(totals.exposed)}{share}"),
+            ("hidden behind local steps", seconds_text(totals.behind)),
+            ("hidden behind a round's own work", seconds_text(totals.hidden)),
+        ]
+    else:
+        rows += [("rounds", "none")]
+    rows += [(name.partition("/")[2].replace("_", " "), number_text(rate)) for name, rate in totals.throughput.items()]
+    for name, most in totals.memory.items():
+        rows.append((f"most {name.partition('/')[2]}".replace("_", " "), value_text(name, most)))
+    final = ", with final" if "final" in run.checkpoints else ""
+    latest = f"; latest {run.latest}" if run.latest else ""
+    return [*rows, ("checkpoints", f"{len(run.checkpoints)}{final}{latest}" if run.checkpoints else "none")]
+
+
+def _last_text(name: str, by_cell: dict[int, Series]) -> str:
+    """Write the last and the best value: over all cells where that was recorded, else of each cell."""
+    cells = [FEDERATION] if FEDERATION in by_cell else sorted(by_cell)
+    texts = []
+    for cell in cells[:MAX_CELLS]:
+        value = _sum_up_series(name, cell, by_cell[cell])
+        best = "" if value.best is None else f" (best {number_text(value.best)} at step {value.best_step:,})"
+        texts.append((f"{cell_name(cell)} " if len(by_cell) > 1 else "") + f"{number_text(value.last)}{best}")
+    return "; ".join(texts) + ("; ..." if len(cells) > MAX_CELLS else "")
+
+
+def _federation_text(run: Run) -> str:
     shape = run.topology
+    if shape is None:
+        return f"{counted(len(run.cell_metrics), 'cell')} with metrics" if run.cell_metrics else "–"
     sizes = ", ".join(map(str, shape.sizes[:MAX_CELLS])) + (", ..." if shape.cells > MAX_CELLS else "")
     replicas = "" if shape.replica_size is None else f"; replicas of {shape.replica_size}"
     lack = "; a federation was asked for, and there is none" if run.lacks_federation else ""
     return f"{shape.world_size:,} in {shape.cells:,} cell{'' if shape.cells == 1 else 's'} ({sizes}){replicas}{lack}"
 
 
-def _of_cells(numbers: dict[int, int]) -> str:
+def _by_cell_text(numbers: dict[int, int]) -> str:
     """Write one number where all cells have the same, else each cell's."""
     if not numbers:
         return "–"
@@ -272,18 +342,94 @@ def _of_cells(numbers: dict[int, int]) -> str:
     return ", ".join(f"{number:,} (cell {cell})" for cell, number in numbers.items())
 
 
-def _checkpoints(run: Run) -> str:
-    if not run.checkpoints:
-        return "none"
-    latest = f"; latest {run.latest}" if run.latest else ""
-    return f"{len(run.checkpoints)}{', with final' if 'final' in run.checkpoints else ''}{latest}"
+def value_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the rows of the table of values: name, run (of several), cell, and eight columns of numbers."""
+    rows = []
+    for run in runs:
+        for value in sum_up_values(run):
+            arrow = {None: "", True: " ↑", False: " ↓"}[is_better_high(value.name)]
+            numbers = [value_text(value.name, value.last), f"{value.last_step:,}"]
+            numbers.append("–" if value.best is None else value_text(value.name, value.best) + arrow)
+            numbers.append("–" if value.best_step is None else f"{value.best_step:,}")
+            numbers += [value_text(value.name, value.low), value_text(value.name, value.high), f"{value.records:,}"]
+            numbers.append(f"{value.nonfinite:,}" if value.nonfinite else "")
+            run_name = [run.name] if len(runs) > 1 else []
+            rows.append([value.name, *run_name, cell_name(value.cell), *numbers])
+    order = {name: index for index, name in enumerate(sort_names(row[0] for row in rows))}
+    return sorted(rows, key=lambda row: order[row[0]])
 
 
-def mean_phases(lines: list[RoundLine]) -> dict[str, float]:
-    """Return the mean seconds of each phase of rounds.
+class Setting(NamedTuple):
+    """A value of the configuration in every run: texts and origins are empty where a run has none."""
 
-    :param lines: Rounds of a cell.
-    :return: By the phase's name, in the order in which they appear.
-    """
-    names = dict.fromkeys(name for one in lines for name in one.phases)
-    return {name: math.fsum(one.phases.get(name, 0.0) for one in lines) / len(lines) for name in names}
+    name: str
+    texts: tuple[str, ...]
+    origins: tuple[str, ...]
+    differs: bool
+
+    @property
+    def row(self) -> list[str]:
+        """The row of the page's table: of one run value and origin, of several each value with its origin."""
+        if len(self.texts) == 1:
+            return [self.name, self.texts[0], self.origins[0] or "–"]
+        pairs = zip(self.texts, self.origins, strict=True)
+        cells = [f"{text} ({origin})" if origin else text or "–" for text, origin in pairs]
+        return [f"≠ {self.name}" if self.differs else self.name, *cells]
+
+
+def read_settings(runs: Sequence[Run]) -> list[Setting]:
+    """Compare the configurations of runs value by value, in the order of the files."""
+    settings = []
+    for name in dict.fromkeys(name for run in runs for name in run.configuration):
+        having = [name in run.configuration for run in runs]
+        texts = [_setting_text(run.configuration[name]) if has else "" for run, has in zip(runs, having, strict=True)]
+        origins = [_origin_of(run, name) if has else "" for run, has in zip(runs, having, strict=True)]
+        # A run without any configuration differs in nothing: it is not known.
+        known = {(text, has) for text, has, run in zip(texts, having, runs, strict=True) if run.configuration}
+        settings.append(Setting(name, tuple(texts), tuple(origins), len(known) > 1))
+    return settings
+
+
+def _origin_of(run: Run, name: str) -> str:
+    """Return the origin of a value, else that of the nearest mapping around it."""
+    while name and name not in run.origins:
+        name = name.rpartition(".")[0]
+    return run.origins.get(name, "") if name else ""
+
+
+def _setting_text(value: Any) -> str:
+    """Write a value as it would stand in a file; of a very long one the beginning."""
+    if isinstance(value, str):
+        text = value if value else '""'
+    elif value is None or isinstance(value, (bool, int, float)):
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    else:
+        try:
+            text = json.dumps(value, default=str, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            # Keys of other types, or lists that hold themselves.
+            text = str(value)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text):,} letters)"
+
+
+def environment_tables(run: Run) -> tuple[list[list[str]], list[str], list[list[str]], str]:
+    """Return the environment: its rows, the heads and rows of the table of hosts, and the packages in a line."""
+    rows = [
+        [str(name), _environment_text(name, value)]
+        for name, value in run.environment.items()
+        if name not in ("packages", "hosts") and value is not None
+    ]
+    hosts, packages = run.environment.get("hosts"), run.environment.get("packages")
+    hosts = [host for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
+    heads = list(dict.fromkeys(str(key) for host in hosts for key in host))
+    of_hosts = [[_environment_text(key, host.get(key, "–")) for key in heads] for host in hosts]
+    named = packages.items() if isinstance(packages, dict) else ()
+    return rows, heads, of_hosts, ", ".join(f"{name} {version}" for name, version in named)
+
+
+def _environment_text(name: str, value: Any) -> str:
+    if name == "command" and isinstance(value, list):
+        return shlex.join(str(word) for word in value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number_text(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,23 +1,19 @@
-"""Algorithms compared over several seeds: what each ends with and how soon it is good, in numbers and as a picture."""
+"""Algorithms compared over several seeds: the accuracy that each ends with and how soon it is good."""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xffl.errors import ConfigError
-from xffl.planning.drawing import INK, MUTED, PALETTE, checked_path, new_figure, save
+from xffl.planning.figures import INK, MUTED, PALETTE, new_figure, plain_axes, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Standing", "algorithms_figure", "standings"]
-
-NEEDED = ("run", "seed", "round", "accuracy")
 # Inches.
 WIDTH, HEIGHT = 9.6, 5.0
 ROW_STEP = 0.16
@@ -25,14 +21,11 @@ ROW_STEP = 0.16
 
 
 @dataclass(frozen=True)
-class Standing:
+class Result:
     """How an algorithm did, over its seeds.
 
-    :param run: The algorithm's name.
-    :param seeds: Number of seeds.
-    :param curve: For each round its number, and the accuracies' mean, minimum and maximum, 0 to 1.
-    :param finals: Accuracy after the last round, for each seed.
-    :param reached: First round whose accuracy is the target or more, for each seed; ``None`` where none is.
+    ``curve`` has for each round its number and the accuracies' mean, minimum and maximum, 0 to 1; ``finals`` the
+    accuracy of each seed after the last round; ``reached`` the first round of each seed that reaches the target.
     """
 
     run: str
@@ -57,34 +50,24 @@ class Standing:
         return float(statistics.median(math.inf if first is None else first for first in self.reached))
 
 
-def standings(records: Iterable[Mapping[str, Any]], target: float = 0.9) -> list[Standing]:
-    """Sum up the measurements of several algorithms and seeds; local.
-
-    :param records: Dicts with ``run``, ``seed``, ``round`` and ``accuracy`` (0 to 1). Others are not read.
-    :param target: The accuracy that is good enough.
-    :return: One for each algorithm, in the order in which they first appear.
-    :raises ConfigError: if there is no record, one lacks a field, or the seeds of an algorithm have different rounds.
-    """
+def sum_up_seeds(records: Iterable[Mapping[str, Any]], target: float = 0.9) -> list[Result]:
+    """Sum up records (``run``, ``seed``, ``round``, ``accuracy``) by algorithm, in the order of first appearance."""
     lines: dict[str, dict[int, dict[int, float]]] = {}
     for row in records:
-        if missing := [key for key in NEEDED if row.get(key) is None]:
-            raise ConfigError(f"record {dict(row)} lacks {', '.join(missing)}; give {', '.join(NEEDED)}")
-        points = lines.setdefault(str(row["run"]), {}).setdefault(int(row["seed"]), {})
-        points[int(row["round"])] = float(row["accuracy"])
-    if not lines:
-        raise ConfigError("there are no records to sum up; give those of a metrics.jsonl that has lines")
-    return [_standing(run, list(seeds.values()), target) for run, seeds in lines.items()]
+        points = lines.setdefault(row["run"], {}).setdefault(row["seed"], {})
+        points[row["round"]] = row["accuracy"]
+    return [_sum_up(run, list(seeds.values()), target) for run, seeds in lines.items()]
 
 
-def _standing(run: str, seeds: list[dict[int, float]], target: float) -> Standing:
+def _sum_up(run: str, seeds: list[dict[int, float]], target: float) -> Result:
     rounds = sorted(seeds[0])
     if any(sorted(points) != rounds for points in seeds):
-        raise ConfigError(f"the seeds of {run} were measured after different rounds; let all run to the same end")
+        raise ValueError(f"the seeds of {run} were measured after different rounds")
     curve = []
     for number in rounds:
         values = [points[number] for points in seeds]
         curve.append((number, statistics.fmean(values), min(values), max(values)))
-    return Standing(
+    return Result(
         run,
         len(seeds),
         tuple(curve),
@@ -94,25 +77,15 @@ def _standing(run: str, seeds: list[dict[int, float]], target: float) -> Standin
 
 
 def algorithms_figure(
-    records: Iterable[Mapping[str, Any]], path: str | os.PathLike[str], *, target: float = 0.9, title: str = ""
+    records: Iterable[Mapping[str, Any]], file: Path, *, target: float = 0.9, title: str = ""
 ) -> None:
     """Draw how the accuracy of several algorithms rises, and when each seed reaches a target.
 
-    Local. On the left a line for each algorithm, the mean over its seeds, in a band from their worst to their best. On
-    the right a row for each with a dot for each seed at the first round that reaches the target, and a bar at their
-    median; hollow dots at the right edge never reach it. The rows' names have the lines' colours.
-
-    :param records: As for :func:`standings`.
-    :param path: Where to write; ``.svg`` or ``.png``.
-    :param target: The accuracy that is good enough, 0 to 1.
-    :param title: What is compared.
-    :raises ConfigError: as :func:`standings`, if there are more algorithms than colours, if the suffix is another, or
-        if matplotlib is missing.
+    On the left a line for each algorithm, the mean over its seeds, in a band from their worst to their best. On the
+    right a row for each with a dot for each seed at the first round that reaches the target, and a bar at their median;
+    hollow dots at the right edge never reach it. The rows' names have the lines' colours.
     """
-    file = checked_path(path)
-    found = standings(records, target)
-    if len(found) > len(PALETTE):
-        raise ConfigError(f"{len(found)} algorithms cannot be told apart by {len(PALETTE)} colours; draw fewer at once")
+    found = sum_up_seeds(records, target)
     figure = new_figure(WIDTH, HEIGHT)
     curves = figure.add_axes((0.062, 0.115, 0.515, 0.755))
     dots = figure.add_axes((0.70, 0.115, 0.285, 0.755))
@@ -122,7 +95,7 @@ def algorithms_figure(
     save(figure, file)
 
 
-def _draw_curves(axes: Axes, found: list[Standing], target: float) -> None:
+def _draw_curves(axes: Axes, found: list[Result], target: float) -> None:
     for colour, one in zip(PALETTE, found, strict=False):
         rounds = [point[0] for point in one.curve]
         mean, worst, best = ([100 * point[at] for point in one.curve] for at in (1, 2, 3))
@@ -137,17 +110,16 @@ def _draw_curves(axes: Axes, found: list[Standing], target: float) -> None:
     axes.set_ylim(max(0.0, 100 * low - 6), 100)
     axes.set_xlim(0, max(one.curve[-1][0] for one in found))
     axes.set_xlabel("round", color=INK)
-    axes.grid(axis="y", color="#E1E5EA", linewidth=0.8)
-    _plain(axes)
+    plain_axes(axes, grid="y")
 
 
-def _seeds(found: list[Standing]) -> str:
+def _seeds(found: list[Result]) -> str:
     counts = sorted({one.seeds for one in found})
     told = " or ".join(str(count) for count in counts)
     return f"mean of {told} seeds, band: worst to best" if counts != [1] else "one seed"
 
 
-def _draw_rounds(axes: Axes, found: list[Standing], target: float) -> None:
+def _draw_rounds(axes: Axes, found: list[Result], target: float) -> None:
     last = max(one.curve[-1][0] for one in found)
     never = 1.1 * last
     for row, (colour, one) in enumerate(zip(PALETTE, found, strict=False)):
@@ -169,20 +141,11 @@ def _draw_rounds(axes: Axes, found: list[Standing], target: float) -> None:
     axes.set_xticklabels([f"{tick:.0f}" for tick in ticks] + (["never"] if has_never else []))
     axes.set_xlabel(f"first round with {100 * target:.0f} %", color=INK)
     axes.set_title("each seed, bar: median", fontsize=9.5, color=MUTED, loc="left")
-    axes.grid(axis="x", color="#E1E5EA", linewidth=0.8)
-    _plain(axes)
+    plain_axes(axes, grid="x")
     for colour, label in zip(PALETTE, axes.get_yticklabels(), strict=False):
         label.set_color(colour)
         label.set_fontweight("bold")
 
 
-def _final(one: Standing) -> str:
+def _final(one: Result) -> str:
     return f"{100 * one.final:.1f} %" + (f" ± {100 * one.spread:.1f}" if one.seeds > 1 else "")
-
-
-def _plain(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, length=0, labelsize=9)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#B4BCC5")

@@ -1,7 +1,7 @@
-"""The topology as a figure: cells as panels, ranks as squares, one rail for each piece that crosses between cells.
+"""Figures: what all of them share (matplotlib on demand, colours, saving), and the topology.
 
-A square's colour tells which piece of the model it holds. A sender is outlined and drops a line onto the rail of its
-piece; a rail joins the senders that exchange it over the slow link.
+In the figure of a topology, a square is a rank and its colour tells which piece of the model it holds. A sender has a
+thick outline and a line down to the rail of its piece; a rail joins the senders that exchange it over the slow link.
 """
 
 from __future__ import annotations
@@ -9,19 +9,141 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xffl.planning.drawing import INK, MUTED, PALETTE, checked_path, new_figure, save, tint, write
-from xffl.planning.pieces import Piece, count_pieces, exchange_pieces
-from xffl.planning.text import counted, describe_cell, describe_ranks, describe_world
+from xffl.errors import ConfigError
+from xffl.extras import optional_import
+from xffl.planning.text import (
+    Piece,
+    count_pieces,
+    counted,
+    describe_cell,
+    describe_ranks,
+    describe_world,
+    exchange_pieces,
+)
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["topology_figure"]
+__all__ = [
+    "FRAME",
+    "GRID",
+    "INK",
+    "MUTED",
+    "PALETTE",
+    "checked_path",
+    "colour_of",
+    "draw_rectangle",
+    "draw_text",
+    "new_figure",
+    "plain_axes",
+    "save",
+    "tint",
+    "topology_figure",
+]
 
-# How much of a world is drawn.
+SUFFIXES = (".png", ".svg")
+"""Formats that are written."""
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#999999")
+"""Colours that colour-blind readers can tell apart (Okabe and Ito 2008, their yellow and black exchanged)."""
+INK = "#1B1F24"
+"""Colour of text and outlines."""
+MUTED = "#626B75"
+"""Colour of what stands back."""
+FRAME = "#B4BCC5"
+"""Colour of frames and axes."""
+GRID = "#E1E5EA"
+"""Colour of grids."""
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a figure, after a check of its suffix."""
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"figure {str(path)!r} has no known format; give a name that ends in {' or '.join(SUFFIXES)}")
+    return target
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches, which belongs to no window and no global state."""
+    with optional_import("report", "figures need matplotlib"):
+        from matplotlib.figure import Figure
+    return Figure(figsize=(width, height), facecolor="white")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure; the same figure gives the same bytes, and text in an SVG stays text."""
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_svg = path.suffix.lower() == ".svg"
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "xffl"}):
+        figure.savefig(path, dpi=160, metadata={"Date": None} if is_svg else None)
+
+
+def colour_of(index: int) -> str:
+    """Return the colour of a number; colours repeat."""
+    return PALETTE[index % len(PALETTE)]
+
+
+def tint(colour: str, strength: float) -> str:
+    """Mix a colour with white: 0 gives white, 1 the colour."""
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - (255 - part) * strength):02X}" for part in parts)
+
+
+def plain_axes(axes: Axes, grid: str = "") -> None:
+    """Give axes few lines, and a light grid along ``x``, ``y`` or ``both``."""
+    if grid:
+        axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=MUTED, length=0, labelsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FRAME)
+
+
+def draw_text(
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 9,
+    colour: str = INK,
+    weight: str = "normal",
+    align: str = "left",
+) -> None:
+    """Write a text into axes, centred on its height; ``align`` says which part of it stands at ``x``."""
+    axes.text(x, y, text, fontsize=size, color=colour, fontweight=weight, ha=align, va="center", zorder=6)
+
+
+def draw_rectangle(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    edge: str = "none",
+    line: float = 0.8,
+    rounding: float = 0.0,
+) -> None:
+    """Draw a rectangle into axes, also with round corners."""
+    from matplotlib.patches import FancyBboxPatch
+
+    style = f"round,pad=0,rounding_size={rounding}" if rounding else "square,pad=0"
+    axes.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=line, zorder=2)
+    )
+
+
+# The topology: how much of a world is drawn.
 MAX_CELLS, MAX_ROWS, MAX_COLUMNS, MAX_PIECES = 4, 4, 8, 8
 
 # Lengths are in units of a square's side; y grows downwards.
@@ -86,7 +208,7 @@ class _Panel:
 def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     """Draw the cells, replicas, shards and senders of a world into a file.
 
-    Local. Of large worlds a part is drawn, with notes of how much is left out.
+    Local. Of large worlds a part is drawn, with notes that say how much is left out.
 
     :param topology: The federation.
     :param path: Where to write; ``.svg`` or ``.png``.
@@ -109,25 +231,25 @@ def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     axes.set_xlim(-MARGIN, width + MARGIN)
     axes.set_ylim(height + MARGIN, -MARGIN)
     axes.set_axis_off()
-    write(axes, 0.0, 0.35, describe_world(topology), size=12, weight="bold")
+    draw_text(axes, 0.0, 0.35, describe_world(topology), size=12, weight="bold")
     if rail_rows:
-        _rectangle(axes, 0.0, rails, span, rail_rows * RAIL, "#E9EDF1", rounding=0.2)
-        write(axes, 0.15, rails - 0.3, "slow link between cells", colour=MUTED)
+        draw_rectangle(axes, 0.0, rails, span, rail_rows * RAIL, "#E9EDF1", rounding=0.2)
+        draw_text(axes, 0.15, rails - 0.3, "slow link between cells", colour=MUTED)
     for panel in panels:
         _draw_panel(axes, panel, pieces, bottom)
     if hidden_cells:
         note = f"… {hidden_cells}\nmore\n{'cell' if hidden_cells == 1 else 'cells'}"
-        write(axes, span - NOTE / 2, (TITLE + bottom) / 2, note, size=10, colour=MUTED, align="center")
+        draw_text(axes, span - NOTE / 2, (TITLE + bottom) / 2, note, size=10, colour=MUTED, align="center")
     for index, piece in enumerate(pieces if rail_rows else ()):
         level = rails + (index + 0.5) * RAIL
         name = f"shard {index}" if topology.is_cut_alike else f"{piece.start} to {piece.stop}"
-        write(axes, 0.25, level, name)
+        draw_text(axes, 0.25, level, name)
         last = _draw_rail(axes, panels, pieces, index, level)
         if hidden_cells:
-            _line(axes, [last, span - 0.3], [level, level], _colour(index), dotted=True)
+            _line(axes, [last, span - 0.3], [level, level], colour_of(index), dotted=True)
     if rail_rows and hidden_pieces:
         kind = "more shard" if topology.is_cut_alike else "more piece"
-        write(axes, 0.25, rails + (len(pieces) + 0.5) * RAIL, f"… {counted(hidden_pieces, kind)}", colour=MUTED)
+        draw_text(axes, 0.25, rails + (len(pieces) + 0.5) * RAIL, f"… {counted(hidden_pieces, kind)}", colour=MUTED)
     _draw_legend(axes, topology, legend)
     save(figure, target)
 
@@ -145,11 +267,11 @@ def _panels(topology: Topology) -> list[_Panel]:
 def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -> None:
     """Draw a cell: its frame, headings, ranks, and what is left out of it."""
     topology, cell = panel.topology, panel.cell
-    _rectangle(
-        axes, panel.left, TITLE - 0.2, panel.width, bottom - TITLE + 0.2, "#F7F8FA", edge="#B4BCC5", rounding=0.2
+    draw_rectangle(
+        axes, panel.left, TITLE - 0.2, panel.width, bottom - TITLE + 0.2, "#F7F8FA", edge=FRAME, rounding=0.2
     )
-    write(axes, panel.left + 0.3, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
-    write(
+    draw_text(axes, panel.left + 0.3, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
+    draw_text(
         axes,
         panel.left + 0.3,
         TITLE + 0.85,
@@ -157,13 +279,13 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
         colour=MUTED,
     )
     for column in range(panel.columns):
-        write(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, align="center")
+        draw_text(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, align="center")
     for row in range(panel.rows):
-        write(axes, panel.left + 0.3, panel.y(row) + 0.5, f"replica {row}", size=8)
+        draw_text(axes, panel.left + 0.3, panel.y(row) + 0.5, f"replica {row}", size=8)
         for column in range(panel.columns):
             _draw_rank(axes, panel, row, column, pieces)
     if panel.hidden_rows:
-        write(
+        draw_text(
             axes,
             panel.left + 0.3,
             panel.y(panel.rows) + 0.1,
@@ -173,23 +295,23 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
     if panel.hidden_columns:
         middle = (panel.y(0) + panel.y(panel.rows) - GAP) / 2
         note = f"… {panel.hidden_columns}\nmore\nshards"
-        write(axes, panel.x(panel.columns) + NOTE / 2 - 0.3, middle, note, colour=MUTED, align="center")
+        draw_text(axes, panel.x(panel.columns) + NOTE / 2 - 0.3, middle, note, colour=MUTED, align="center")
 
 
 def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Piece]) -> None:
-    """Draw a rank as a square with one stripe for each piece that it holds, and what it hands on at home."""
+    """Draw a rank as a square with one stripe for each piece that it holds, and the broadcast in its column."""
     topology, cell = panel.topology, panel.cell
     rank = topology.rank_of(cell, row, column)
     sender_row = topology.coordinates(topology.sender(cell, column)).replica
     is_sender = topology.cells > 1 and row == sender_row
     x, y, shards = panel.x(column), panel.y(row), topology.shards(cell)
-    _rectangle(axes, x, y, 1.0, 1.0, "#D9DEE3")
+    draw_rectangle(axes, x, y, 1.0, 1.0, "#D9DEE3")
     for index, piece in enumerate(pieces):
         if piece.shard(topology, cell) == column:
             start, stop = (float(edge * shards) - column for edge in (piece.start, piece.stop))
-            _rectangle(axes, x + start, y, stop - start, 1.0, tint(_colour(index), 0.7 if is_sender else 0.3))
-    _rectangle(axes, x, y, 1.0, 1.0, "none", edge=INK if is_sender else "#8A949E", line=2.2 if is_sender else 0.8)
-    write(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", align="center")
+            draw_rectangle(axes, x + start, y, stop - start, 1.0, tint(colour_of(index), 0.7 if is_sender else 0.3))
+    draw_rectangle(axes, x, y, 1.0, 1.0, "none", edge=INK if is_sender else "#8A949E", line=2.2 if is_sender else 0.8)
+    draw_text(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", align="center")
     if topology.cells > 1 and row < sender_row:
         _arrow(axes, x + 0.5, y + 1 + GAP - 0.06, y + 1 + 0.06)
     elif topology.cells > 1 and row > sender_row:
@@ -198,7 +320,7 @@ def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Pi
 
 def _draw_rail(axes: Axes, panels: list[_Panel], pieces: list[Piece], index: int, level: float) -> float:
     """Draw the rail of a piece and a line down to it from its sender in each cell; return the rail's right end."""
-    colour, dots = _colour(index), []
+    colour, dots = colour_of(index), []
     for panel in panels:
         topology, cell = panel.topology, panel.cell
         column = pieces[index].shard(topology, cell)
@@ -227,11 +349,11 @@ def _legend_lines(topology: Topology) -> dict[str, str]:
             "": "one cell: nothing crosses between cells",
         }
     lines = {
-        "sender": "sender: carries its shard between cells; one colour is one part of the model",
+        "sender": "sender: sends its shard to the other cells; one colour is one part of the model",
         "rail": "the senders on a rail exchange that part; each sends it once to each of the others",
     }
     if max(topology.replica_counts) > 1:
-        lines["arrow"] = "the sender broadcasts the average to its column at home"
+        lines["arrow"] = "the sender broadcasts the average to its column in the cell"
     return lines
 
 
@@ -240,20 +362,16 @@ def _draw_legend(axes: Axes, topology: Topology, top: float) -> None:
     for index, (mark, meaning) in enumerate(_legend_lines(topology).items()):
         y = top + index * LEGEND_LINE
         if mark == "rank":
-            _rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(_colour(0), 0.3), edge="#8A949E")
+            draw_rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(colour_of(0), 0.3), edge="#8A949E")
         elif mark == "sender":
-            _rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(_colour(0), 0.7), edge=INK, line=2.2)
+            draw_rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(colour_of(0), 0.7), edge=INK, line=2.2)
         elif mark == "rail":
             ends = [0.05, 0.6]
-            _line(axes, ends, [y, y], _colour(0), line=2.4)
-            axes.plot(ends, [y, y], "o", color=_colour(0), markersize=5.5, markeredgecolor="white", zorder=5)
+            _line(axes, ends, [y, y], colour_of(0), line=2.4)
+            axes.plot(ends, [y, y], "o", color=colour_of(0), markersize=5.5, markeredgecolor="white", zorder=5)
         elif mark == "arrow":
             _arrow(axes, 0.32, y - 0.2, y + 0.2)
-        write(axes, 1.0, y, meaning)
-
-
-def _colour(index: int) -> str:
-    return PALETTE[index % len(PALETTE)]
+        draw_text(axes, 1.0, y, meaning)
 
 
 def _line(axes: Axes, x: list[float], y: list[float], colour: str, *, line: float = 1.6, dotted: bool = False) -> None:
@@ -263,23 +381,3 @@ def _line(axes: Axes, x: list[float], y: list[float], colour: str, *, line: floa
 def _arrow(axes: Axes, x: float, start: float, stop: float) -> None:
     style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8}
     axes.annotate("", (x, stop), (x, start), arrowprops=style, zorder=5)
-
-
-def _rectangle(
-    axes: Axes,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    fill: str,
-    *,
-    edge: str = "none",
-    line: float = 0.8,
-    rounding: float = 0.0,
-) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    style = f"round,pad=0,rounding_size={rounding}" if rounding else "square,pad=0"
-    axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=line, zorder=2)
-    )
