@@ -32,8 +32,7 @@ from xffl.checkpoint.manager import check_checkpoints
 from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
-from xffl.training.config.typed import to_plain
-from xffl.training.config.yaml_text import load_text, write_yaml
+from xffl.training.config.values import load_text, to_plain, write_yaml
 from xffl.training.loggers.lines import cut_lines
 from xffl.training.rank_log import RankLog
 from xffl.training.run_environment import describe_environment, describe_hosts

@@ -10,7 +10,6 @@ from xffl.checkpoint.async_save import AsyncSaver
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.checks import integer
 from xffl.errors import ConfigError
-from xffl.training.callbacks.arguments import find_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.watching import WatchedMetric
 
@@ -65,9 +64,9 @@ class CheckpointCallback(Callback):
         mode: str = "min",
     ) -> None:
         self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self.save_frequency = find_count("save_frequency", save_frequency)
-        self.every_epochs = find_count("every_epochs", every_epochs)
-        self.every_rounds = find_count("every_rounds", every_rounds)
+        self.save_frequency = None if save_frequency is None else integer("save_frequency", save_frequency)
+        self.every_epochs = None if every_epochs is None else integer("every_epochs", every_epochs)
+        self.every_rounds = None if every_rounds is None else integer("every_rounds", every_rounds)
         self.save_final = save_final
         self.is_async = is_async
         self.keep_last_n, self.best, self.mode = integer("keep_last_n", keep_last_n), best, mode

@@ -9,7 +9,6 @@ import torch
 
 from xffl.checks import integer
 from xffl.cluster.hardware import resident_bytes
-from xffl.training.callbacks.arguments import find_count
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.pauses import TrainingClock
 
@@ -30,7 +29,7 @@ class LearningRateMonitor(Callback):
     """
 
     def __init__(self, *, every: int | None = None) -> None:
-        self.every = find_count("every", every)
+        self.every = None if every is None else integer("every", every)
         self._told: int | None = None
 
     def pre_train(self, trainer: BaseTrainer) -> None:
@@ -191,7 +190,7 @@ class MemoryCallback(Callback):
     """
 
     def __init__(self, *, every: int | None = None) -> None:
-        self.every = find_count("every", every)
+        self.every = None if every is None else integer("every", every)
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
         """Log, where it is due.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from xffl.training.callbacks.arguments import check_seconds
+from xffl.checks import number
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.status import Status, live_display, status_line
 from xffl.training.counting import find_loss
@@ -76,7 +76,7 @@ class ProgressCallback(Callback):
     """
 
     def __init__(self, *, every_s: float = 5.0, is_live: bool = True, tokens: str | None = "input_ids") -> None:
-        self.every_s = check_seconds("every_s", every_s)
+        self.every_s = number("every_s", every_s, above=0)
         self.is_live = is_live
         self.tokens = tokens
         self._now = self.make_clock()
