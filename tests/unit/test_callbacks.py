@@ -44,7 +44,7 @@ from xffl.training.callbacks.early_stopping import MonitoredMetric
 from xffl.training.callbacks.monitors import TrainingClock
 from xffl.training.callbacks.progress import ending_line
 from xffl.training.callbacks.summary import summarize
-from xffl.training.config.typed import to_plain
+from xffl.training.config.values import to_plain
 
 SHIPPED = sorted(set(shipped.__all__) - {"Callback", "CallbackCollection"})
 

@@ -32,9 +32,8 @@ from xffl.planning.memory import ModelSize
 from xffl.topology import Topology
 from xffl.training import CellLoader, CellStream, validation_loader
 from xffl.training.callbacks import CheckpointCallback, EarlyStoppingCallback, EMACallback, ProfilerCallback
-from xffl.training.config.dataclasses import ExperimentConfig, TrainingParameters
-from xffl.training.config.launching import LaunchConfig
-from xffl.training.config.typed import to_plain
+from xffl.training.config.dataclasses import ExperimentConfig, LaunchConfig, TrainingParameters
+from xffl.training.config.values import to_plain
 from xffl.training.data import partition
 from xffl.training.mixins.federated import FederationConfig
 from xffl.training.mixins.loaders import DataConfig

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
+import random
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,17 +31,19 @@ from xffl.training.callbacks import Callback, CheckpointCallback
 from xffl.training.config.configuration import (
     LaunchConfig,
     Resolved,
+    choose_federation,
+    config_class,
+    hand_over,
     help_text,
     main,
     print_text,
     read_configuration,
     read_job,
+    take_over,
     to_plain,
 )
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
-from xffl.training.config.launching import choose_federation, config_class, find_trainer
-from xffl.training.config.typed import Mismatch, typed
-from xffl.training.config.yaml_text import load_text, write_yaml
+from xffl.training.config.values import load_text, write_yaml
 
 
 class Color(enum.Enum):
@@ -90,7 +93,7 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
-class MyConfig(BaseTrainerConfig):
+class MyConfig(BaseTrainerConfig, FederatedConfigMixin):
     """A user's.
 
     :param model_dim: Width of :class:`some.module.Model`,
@@ -110,13 +113,22 @@ class MyConfig(BaseTrainerConfig):
     extra: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
+    tags: set[int] = field(default_factory=set)
     where: Path = Path("here")
     layer: type | None = None
     dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
     stages: list[Stage] = field(default_factory=list)
     optimizer: OptimizerConfig | None = None
     tuned: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=0.25, kind="sgd"))
     experiment: ExperimentConfig = field(default_factory=lambda: ExperimentConfig(name="digits", seed=3))
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+class MyTrainer:
+    config: MyConfig
+
+    def fit(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +287,8 @@ VALUES: list[tuple[str, str, Any]] = [
     ("layer", "torch.nn.Linear", torch.nn.Linear),
     ("layer", "null", None),
     ("dtype", "bfloat16", torch.bfloat16),
+    ("device", "meta", torch.device("meta")),
+    ("tags", "[2, 1]", {1, 2}),
     ("stages", "[{width: 3}, {name: '7'}]", [Stage(width=3), Stage(name="7")]),
 ]
 
@@ -301,17 +315,6 @@ def test_what_is_written_of_dataclasses_makes_them_again() -> None:
     path = "tests.unit.test_configuration.Kept"
     assert to_plain(Kept(3)) == {"class_path": path, "init_args": {"every": 3}}
     assert to_plain(Derived(3)) == {"width": 3}
-
-
-@pytest.mark.parametrize(("kind", "value"), [(float | int, 3), (int | float, 3.0), (int | str, "3")])
-def test_of_several_types_its_own_comes_first(kind: Any, value: Any) -> None:
-    found = typed(value, kind, lambda *_: None)
-    assert found == value and type(found) is type(value)
-
-
-def test_an_unknown_device_is_a_mistake() -> None:
-    with pytest.raises(Mismatch, match="toaster"):
-        typed("toaster", torch.device, lambda *_: None)
 
 
 def test_defaults_inside_of_defaults_and_capitals_stay(tmp_path: Path) -> None:
@@ -382,111 +385,170 @@ callbacks:
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 WRONG_FILES = [
-    ("training:\n  epoch: 3\n", "training.epoch in file {0}, line 2 is unknown; did you mean training.epochs?"),
-    ("trainin: {epochs: 3}", "trainin in file {0}, line 1 is unknown; did you mean training?"),
-    ("epochs: 3", "epochs in file {0}, line 1 is unknown; did you mean training.epochs?"),
-    ("optimizer: {lrr: 3}", "optimizer.lrr in file {0}, line 1 is unknown; did you mean optimizer.lr?"),
+    ("training:\n  epoch: 3\n", "training.epoch @2 is unknown; did you mean training.epochs?"),
+    ("trainin: {epochs: 3}", "trainin @1 is unknown; did you mean training?"),
+    ("epochs: 3", "epochs @1 is unknown; did you mean training.epochs?"),
+    ("optimizer: {lrr: 3}", "optimizer.lrr @1 is unknown; did you mean optimizer.lr?"),
+    ("stages:\n- {width: 1}\n- {widht: 2}", "stages.1.widht @3 is unknown; did you mean stages.1.width?"),
+    ("processes: 3", "processes @1 is unknown; did you mean launch.processes?"),
+    ("launch: {process: 3}", "launch.process @1 is unknown; did you mean launch.processes?"),
+    ("training: 3", "training @1 is 3, but it is a section; give some of its keys: batch_size,"),
+    ("training: {epochs: '3'}", "training.epochs @1 is '3', but int is expected; leave out the quotes"),
+    ("training:\n  epochs: 3.0", "training.epochs @2 is 3.0, but int is expected"),
+    ("training: {epochs: true}", "training.epochs @1 is True, but int is expected"),
+    ("training: {epochs: null}", "training.epochs @1 is None, but int is expected"),
+    ("title: 3", "title @1 is 3, but str is expected; put it in quotes"),
+    ("is_on: yes", "is_on @1 is 'yes', but bool is expected; write true or false"),
+    ("sizes: [2, x]", "sizes.1 @1 is 'x', but int is expected"),
+    ("pair: [1]", "pair @1 is [1], but tuple[int, str] is expected; it has 1 items"),
+    ("color: BLUE", "color @1 is 'BLUE', but RED or GREEN is expected"),
+    ("optimizer: {kind: adm}", "optimizer.kind @1 is 'adm', but 'adam' or 'sgd' is expected; did you"),
+    ("words: a", "words @1 is 'a', but list[str] is expected; write a list in brackets"),
+    ("counts: {a: x}", "counts.a @1 is 'x', but int is expected"),
+    ("layer: torch.nn.Linea", "layer @1 is 'torch.nn.Linea', but type or null is expected; module 'torch.nn' has no"),
+    ("optimizer: {lr: -1}", "optimizer: lr -1.0 is not above 0 (optimizer.lr: file config.yaml)"),
+    ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file config.yaml)"),
+    ("launch: {processes: 0}", "launch.processes must be a positive integer, got 0; give such a number, or leave it"),
+    ("callbacks: [Countin]", "callbacks.0 @1 is 'Countin', but Callback is expected; there is no Callback 'Countin';"),
+    ("callbacks: [{class_path: Counting, init_args: {evry: 3}}]", "evry is no argument of Counting; did you mean eve"),
     (
-        "stages:\n- {width: 1}\n- {widht: 2}",
-        "stages.1.widht in file {0}, line 3 is unknown; did you mean stages.1.width?",
+        "callbacks:\n  - class_path: Counting\n    init_args: {every: x}",
+        "callbacks.0 @1 is invalid: every of Counting is 'x', but int is expected",
     ),
-    ("processes: 3", "processes in file {0}, line 1 is unknown; did you mean launch.processes?"),
-    ("launch: {process: 3}", "launch.process in file {0}, line 1 is unknown; did you mean launch.processes?"),
-    ("training: 3", "training in file {0}, line 1 is 3, but it is a section; give some of its keys: batch_size,"),
+    ("callbacks: [{class_path: Picky, init_args: {needed: 10}}]", "callbacks.0 @1 is invalid: needed 10 is above 9"),
+    ("callbacks: [Picky]", "callbacks.0 @1 is 'Picky', but Callback is expected;"),
+    ("a: [1\nb: 2\n", "file config.yaml is no YAML: line 2, column"),
+    ("a:\n\t- 1", "file config.yaml is no YAML: line 2, column 1"),
+    ("title: a\nmodel_dim: 1\ntitle: b", "file config.yaml, line 3: title is given twice"),
+    ("- 1", "file config.yaml holds [1]; write keys and values"),
+    ("x: !!python/object/apply:os.system [echo]", "file config.yaml is no YAML: line 1, column 4: could not determin"),
+    ("? [1]\n: 2", "file config.yaml is no YAML: line 1, column 3: found unhashable key"),
     (
-        "training: {epochs: '3'}",
-        "training.epochs in file {0}, line 1 is '3', but int is expected; leave out the quotes",
+        "distributed:\n  device_parameters:\n    comm: {init_timeout: 3}",
+        "distributed.device_parameters.comm.init_timeout @3 is unknown; did you mean distributed.device_parameters",
     ),
-    ("training:\n  epochs: 3.0", "training.epochs in file {0}, line 2 is 3.0, but int is expected"),
-    ("training: {epochs: true}", "training.epochs in file {0}, line 1 is True, but int is expected"),
-    ("training: {epochs: null}", "training.epochs in file {0}, line 1 is None, but int is expected"),
-    ("title: 3", "title in file {0}, line 1 is 3, but str is expected; put it in quotes"),
-    ("is_on: yes", "is_on in file {0}, line 1 is 'yes', but bool is expected; write true or false"),
-    ("sizes: [2, x]", "sizes.1 in file {0}, line 1 cannot be meant: 'x' is no int"),
-    ("pair: [1]", "pair in file {0}, line 1 is [1], but tuple[int, str] is expected; it has 1 items"),
-    ("color: BLUE", "color in file {0}, line 1 is 'BLUE', but RED or GREEN is expected"),
-    ("optimizer: {kind: adm}", "optimizer.kind in file {0}, line 1 is 'adm', but 'adam' or 'sgd' is expected; did you"),
-    ("words: a", "words in file {0}, line 1 is 'a', but list[str] is expected; write a list in brackets"),
-    ("counts: {a: x}", "counts.a in file {0}, line 1 cannot be meant: 'x' is no int"),
-    ("layer: torch.nn.Linea", "layer in file {0}, line 1 is 'torch.nn.Linea', but type or null is expected"),
-    ("optimizer: {lr: -1}", "optimizer: lr -1.0 is not above 0 (optimizer.lr: file {0})"),
-    ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file {0})"),
-    (
-        "launch: {processes: 0}",
-        "launch.processes must be a positive integer, got 0; give such a number, or leave it out",
-    ),
-    (
-        "callbacks: [Countin]",
-        "callbacks.0 in file {0}, line 1 cannot be meant: there is no Callback 'Countin'; did you",
-    ),
-    (
-        "callbacks: [{class_path: Counting, init_args: {evry: 3}}]",
-        "evry is no argument of Counting; did you mean every?",
-    ),
-    ("callbacks:\n  - class_path: Counting\n    init_args: {every: x}", "callbacks.0 in file {0}, line"),
-    ("callbacks: [{class_path: Picky, init_args: {needed: 10}}]", "cannot be meant: needed 10 is above 9"),
-    ("callbacks: [Picky]", "needed"),
-    ("a: [1\nb: 2\n", "file {0} is no YAML: line 2, column"),
-    ("a:\n\t- 1", "file {0} is no YAML: line 2, column 1"),
-    ("title: a\nmodel_dim: 1\ntitle: b", "file {0}, line 3: title stands there twice"),
-    ("- 1", "file {0} holds [1]; write keys and values"),
-    ("x: !!python/object/apply:os.system [echo]", "file {0} is no YAML: line 1, column 4: could not determine a con"),
-    ("? [1]\n: 2", "file {0}, line 1: a key is no word"),
+    ("distributed: {wrap: [torch.nn.Linea]}", "distributed.wrap.0 @1 is 'torch.nn.Linea', but type is expected; modu"),
+    ("dtype: bfloat61", "dtype @1 is 'bfloat61', but dtype is expected;"),
+    ("device: toaster", "device @1 is 'toaster', but device or null is expected;"),
+    ("either: 1.5", "either @1 is 1.5, but int or str is expected; put it in quotes"),
+    ("extra: 3", "extra @1 is 3, but dict[str, Any] is expected"),
+    ("counts: {1: 1}", "counts.1 @1 is 1, but str is expected; put it in quotes"),
+    ("tags: 3", "tags @1 is 3, but set[int] is expected; write a list in brackets"),
+    ("stages: [3]", "stages.0 @1 is 3, but Stage is expected"),
+    ("model_dim: 12:30", "model_dim @1 is '12:30', but int is expected"),
+    ("layer: math.pi", "layer @1 is 'math.pi', but type or null is expected;"),
+    ("callbacks: [{class_path: nowhere.Mine}]", "callbacks.0 @1 is invalid: Problem with given class_path 'nowhere.M"),
+    ("callbacks: [null]", "callbacks.0 @1 is None, but Callback is expected"),
+    ("slurm: {node: 3}", "slurm.node @1 is unknown; did you mean slurm.nodes?"),
+    ("a: *nothing", "file config.yaml is no YAML: line 1, column 4: found undefined alias 'nothing'"),
+    ("trainer: 3", "trainer is 3 (file config.yaml); give the dotted path of a class"),
 ]
-
-
-@pytest.mark.parametrize(("text", "message"), WRONG_FILES)
-def test_mistakes_in_files(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as told:
-        read(tmp_path, text)
-    assert message.format(tmp_path / "0.yaml") in str(told.value)
-
-
 WRONG_WORDS = [
-    ("--training.epoch 3", "training.epoch on the command line is unknown; did you mean training.epochs?"),
-    ("--training.epochs.x 3", "training.epochs.x on the command line is unknown"),
-    ("--training.epochs three", "training.epochs on the command line is 'three', but int is expected"),
-    ("--training.epochs 3.0", "training.epochs on the command line is '3.0', but int is expected"),
-    ("--training.epochs=", "training.epochs on the command line is '', but int is expected"),
-    ("--training.epochs", "--training.epochs on the command line has no value; write --training.epochs VALUE"),
-    ("--title --ratio 3", "--title on the command line has no value"),
-    ("-x 3", "'-x' on the command line is no option; write --key value"),
-    ("x", "'x' on the command line is no option"),
-    ("--", "'--' on the command line is no option"),
-    ("--=3", "'--=3' on the command line is no option"),
-    ("--sizes 2,2", "sizes on the command line is '2,2', but int or tuple[int, ...] or null is expected; write a list"),
+    ("--training.epoch 3", "training.epoch @ is unknown; did you mean training.epochs?"),
+    ("--training.epochs.x 3", "training.epochs.x @ is unknown"),
+    ("--training.epochs three", "training.epochs @ is 'three', but int is expected"),
+    ("--training.epochs 3.0", "training.epochs @ is 3.0, but int is expected"),
+    ("--training.epochs=", "training.epochs @ is '', but int is expected"),
+    ("--training.epochs", "--training.epochs @ has no value; write --training.epochs VALUE"),
+    ("--title --ratio 3", "--title @ has no value"),
+    ("-x 3", "'-x' @ is no option; write --key value"),
+    ("x", "'x' @ is no option"),
+    ("--", "'--' @ is no option"),
+    ("--=3", "'--=3' @ is no option"),
+    ("--sizes 2,2", "sizes @ is '2,2', but int or tuple[int, ...] or null is expected; write a list"),
     ("--title+=x", "--title+ adds to a list, which that is not; leave the + out"),
     ("--training+=x", "--training+ adds to a list"),
-    ("--callbacks.every=3", "callbacks.every on the command line is unknown; there are 0 items"),
-    ("--callbacks.0.every=3", "callbacks.0 on the command line is unknown; there are 0 items, counted from 0"),
+    ("--callbacks.every=3", "callbacks.every @ is unknown; there are 0 items"),
+    ("--callbacks.0.every=3", "callbacks.0 @ is unknown; there are 0 items, counted from 0"),
     ("--optimizer.lr 0", "optimizer: lr 0.0 is not above 0 (optimizer.lr: command line)"),
-    ("--optimizer 3", "optimizer on the command line is 3, but it is a section; give some of its keys: lr, kind"),
-    ("--training null", "training on the command line is None, but it is a section"),
+    ("--optimizer 3", "optimizer @ is 3, but it is a section; give some of its keys: lr, kind"),
+    ("--training null", "training @ is None, but it is a section"),
     ("--config nowhere.yaml", "file nowhere.yaml cannot be read: No such file or directory"),
+    ("--federation.delay 2", "federation.delay 2 is for rounds, and there are none; give federation.every, or leave"),
+    ("--federation.alpha 0.5", "federation.alpha 0.5 is for rounds, and there are none; give federation.every, or le"),
+    ("--federation.client fedprox:mu=0.1", "federation.client 'fedprox:mu=0.1' is for rounds, and there are none; gi"),
+    ("--federation.aggregator.codec int8", "federation.aggregator {'codec': 'int8'} is for rounds, and there are non"),
+    ("--training.validate_every_rounds 2", "training.validate_every_rounds 2 is for rounds, and there are none; give"),
+    ("--federation.every 0", "federation: every must be a positive integer, got 0; give the local steps between two"),
+    ("--federation.every balanced:evry=3", "federation: schedule 'balanced' has no option evry; there are: every"),
+    ("--federation.algorithm diloco --federation.every -1", "federation: every must be a positive integer, got -1"),
+    ("--federation.algorithm fedadm", "federation: algorithm 'fedadm' is unknown; choose one of fedavg,"),
+    ("--federation.every 9 --federation.delay 9", "federation: delay must be an integer from 0 to 8, got 9"),
+    ("--federation.every 9 --federation.delay -1", "federation: delay must be an integer from 0 to 8, got -1"),
+    ("--federation.algorithm fedavg", "federation: every must be a positive integer, got None; give the local steps"),
+    (
+        "--federation.algorithm fedavg --federation.every 3 --federation.delay 3",
+        "delay must be an integer from 0 to 2, got 3; give loc",
+    ),
+    ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 is for delayed rounds, but delay is 0; give a delay"),
+    (
+        "--federation.algorithm fedavg --federation.every 3 --federation.alpha 2",
+        "federation: alpha must be a number >= 0 and < 1, got 2.0",
+    ),
+    ("--federation.every 9 --federation.client fedprix", "federation: client 'fedprix' is unknown; choose one of"),
+    ("--federation.algorithm fedavg --federation.every 9 --federation.client fedprix", "client 'fedprix' is unknown"),
+    ("--federation.every 9 --federation.aggregator.codek int8", "aggregator option must be one of 'policies', 'bucke"),
+    (
+        "--federation.algorithm diloco --federation.every 3 --federation.aggregator.codek int8",
+        "'extra', got 'codek' (did you mean 'codec'?",
+    ),
+    (
+        "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",
+        "federation: a level has no evry; choose from",
+    ),
+    ("--data.workers -1", "data.workers must be an integer of 0 or more, got -1 (data.workers: command line)"),
+    ("--data.prefetch_factor 0", "data.prefetch_factor must be a positive integer, got 0"),
+    ("--data.validation_batch_size 0", "data.validation_batch_size must be a positive integer, got 0"),
+    ("--training '{epochs: x}'", "training.epochs @ is 'x', but int is expected"),
+    ("--training '{'", "training @ is '{', but it is a section; give some of its keys: batch_size,"),
+    ("--words '['", "words @ is '[', but list[str] is expected; write a list in brackets"),
+    ("--stages+='{widht: 3}'", "stages.0.widht @ is unknown; did you mean stages.0.width?"),
+    ("--callbacks+=Counting --callbacks.evry 3", "callbacks.0 @ is invalid: evry is no argument of Counting; did you"),
+    ("--callbacks+=Counting --callbacks.1.every 3", "callbacks.1 @ is unknown; there are 1 items, counted from 0"),
+    ("--extra+=3", "--extra+ adds to a list, which that is not; leave the + out"),
+    ("--anything+=3 --anything.x 3", "anything.0 @ is 3, and has no x"),
+    ("--trainer tests.unit.test_configuration.Nothing", "trainer tests.unit.test_configuration.Nothing: module tests"),
+    ("--trainer null", "trainer is 'null' (command line); give the dotted path of a class"),
 ]
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG_WORDS)
-def test_mistakes_on_the_command_line(words: str, message: str) -> None:
-    with pytest.raises(ConfigError) as told:
-        command(*words.split())
-    assert message in str(told.value)
-
-
 WRONG_VARIABLES = [
-    ("XFFL_TRAINING__EPOCH", "training.epoch in environment XFFL_TRAINING__EPOCH is unknown; did you mean training.ep"),
-    ("XFFL_TRAINIG__EPOCHS", "trainig.epochs in environment XFFL_TRAINIG__EPOCHS is unknown; did you mean training."),
-    ("XFFL_MODEL_DIMM", "model_dimm in environment XFFL_MODEL_DIMM is unknown; did you mean XFFL_MODEL_DIM?"),
-    ("XFFL__WIDTH", "width in environment XFFL__WIDTH is unknown"),
-    ("XFFL_TRAINING__EPOCHS", "training.epochs in environment XFFL_TRAINING__EPOCHS is 'x', but int is expected"),
+    ("XFFL_TRAINING__EPOCH=x", "training.epoch @ is unknown; did you mean training.ep"),
+    ("XFFL_TRAINIG__EPOCHS=x", "trainig.epochs @ is unknown; did you mean training."),
+    ("XFFL_MODEL_DIMM=x", "model_dimm @ is unknown; did you mean model_dim?"),
+    ("XFFL__WIDTH=x", "width @ is unknown"),
+    ("XFFL_TRAINING__EPOCHS=x", "training.epochs @ is 'x', but int is expected"),
+    ("XFFL_TRAINING={epoch: 3}", "training.epoch @ is unknown; did you mean training.epochs?"),
+    ("XFFL_TRAINING=x", "training @ is 'x', but it is a section; give some of its keys: batch_size,"),
+    ("XFFL_OPTIMIZER__LR=0", "optimizer: lr 0.0 is not above 0 (optimizer.lr: environment XFFL_OPTIMIZER__LR)"),
+    ("XFFL_CALLBACKS=[Countin]", "callbacks.0 @ is 'Countin', but Callback is expected"),
 ]
+WRONG = [("in file config.yaml, line ", *one) for one in WRONG_FILES]
+WRONG += [("on the command line", *one) for one in WRONG_WORDS]
+WRONG += [("in environment ", *one) for one in WRONG_VARIABLES]
+"""What ``@`` stands for in messages, what is given, and the message."""
 
 
-@pytest.mark.parametrize(("variable", "message"), WRONG_VARIABLES)
-def test_mistakes_in_the_environment(variable: str, message: str) -> None:
-    with pytest.raises(ConfigError) as told:
-        read_configuration(MyConfig, (), (), {variable: "x"})
-    assert message in str(told.value)
+@pytest.mark.parametrize(("place", "text", "message"), WRONG)
+def test_mistakes_are_one_line(
+    place: str,
+    text: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The line names the key, where it comes from and what is allowed; nothing is started, and the exit code is 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    variable, _, value = text.partition("=") if place.startswith("in env") else ("", "", "")
+    (tmp_path / "config.yaml").write_text(text if place.startswith("in file") else "", encoding="utf-8")
+    if variable:
+        monkeypatch.setenv(variable, value)
+    trainer = [] if "trainer" in text else ["--trainer", "tests.unit.test_configuration.MyTrainer"]
+    words = shlex.split(text) if place.startswith("on") else []
+    assert command_line(["exec", "config.yaml", *trainer, *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and told.err.startswith("xffl: ConfigError: "), told.err
+    assert message.replace("@", f"{place}{variable}") in told.err
 
 
 def test_other_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,64 +593,6 @@ def test_configurations_that_cannot_be() -> None:
         read_configuration(Unknown, (), (), {})
 
 
-@dataclass(kw_only=True)
-class Rounds(BaseTrainerConfig, FederatedConfigMixin):
-    data: DataConfig = field(default_factory=DataConfig)
-
-
-NO_ROUNDS = "for rounds, and there are none; give federation.every, or leave it out"
-WRONG_ROUNDS = [
-    ("--federation.delay 2", f"federation.delay 2 is {NO_ROUNDS} (federation.delay: command line)"),
-    ("--federation.alpha 0.5", f"federation.alpha 0.5 is {NO_ROUNDS}"),
-    ("--federation.client fedprox:mu=0.1", f"federation.client 'fedprox:mu=0.1' is {NO_ROUNDS}"),
-    ("--federation.aggregator.codec int8", f"federation.aggregator {{'codec': 'int8'}} is {NO_ROUNDS}"),
-    ("--training.validate_every_rounds 2", f"training.validate_every_rounds 2 is {NO_ROUNDS}"),
-    (
-        "--federation.every 0",
-        "federation: every must be a positive integer, got 0; give the local steps between two rounds",
-    ),
-    ("--federation.every balanced:evry=3", "federation: schedule 'balanced' has no option evry; there are: every"),
-    ("--federation.algorithm diloco --federation.every -1", "federation: every must be a positive integer, got -1"),
-    ("--federation.algorithm fedadm", "federation: algorithm 'fedadm' is unknown; choose one of fedavg, "),
-    ("--federation.every 9 --federation.delay 9", "federation: delay must be an integer from 0 to 8, got 9"),
-    ("--federation.every 9 --federation.delay -1", "federation: delay must be an integer from 0 to 8, got -1"),
-    ("--federation.algorithm fedavg", "federation: every must be a positive integer, got None; give the local steps"),
-    (
-        "--federation.algorithm fedavg --federation.every 3 --federation.delay 3",
-        "delay must be an integer from 0 to 2, got 3; give loc",
-    ),
-    ("--federation.every 9 --federation.alpha 0.5", "alpha 0.5 is for delayed rounds, but delay is 0; give a delay"),
-    (
-        "--federation.algorithm fedavg --federation.every 3 --federation.alpha 2",
-        "federation: alpha must be a number >= 0 and < 1, got 2.0",
-    ),
-    ("--federation.every 9 --federation.client fedprix", "federation: client 'fedprix' is unknown; choose one of"),
-    ("--federation.algorithm fedavg --federation.every 9 --federation.client fedprix", "client 'fedprix' is unknown"),
-    (
-        "--federation.every 9 --federation.aggregator.codek int8",
-        "aggregator option must be one of 'policies', 'bucket",
-    ),
-    (
-        "--federation.algorithm diloco --federation.every 3 --federation.aggregator.codek int8",
-        "'extra', got 'codek' (did you mean 'codec'?",
-    ),
-    (
-        "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",
-        "federation: a level has no evry; choose from",
-    ),
-    ("--data.workers -1", "data.workers must be an integer of 0 or more, got -1 (data.workers: command line)"),
-    ("--data.prefetch_factor 0", "data.prefetch_factor must be a positive integer, got 0"),
-    ("--data.validation_batch_size 0", "data.validation_batch_size must be a positive integer, got 0"),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG_ROUNDS)
-def test_mistakes_about_rounds_and_data(words: str, message: str) -> None:
-    with pytest.raises(ConfigError) as told:
-        read_configuration(Rounds, (), shlex.split(words), {})
-    assert message in str(told.value) and "\n" not in str(told.value)
-
-
 @pytest.mark.parametrize(
     ("words", "given"),
     [
@@ -616,7 +620,7 @@ def test_mistakes_about_rounds_and_data(words: str, message: str) -> None:
     ],
 )
 def test_rounds_that_can_be_meant(words: str, given: dict[str, object]) -> None:
-    found = read_configuration(Rounds, (), shlex.split(words), {}).config.federation
+    found = command(*shlex.split(words)).federation
     assert found == FederationConfig(**given)  # type: ignore[arg-type]
 
 
@@ -651,6 +655,36 @@ callbacks: [{class_path: Counting, init_args: {every: 3, tags: ['1']}}]
     assert to_plain(read(tmp_path, write_yaml(plain)).config) == plain
     assert to_plain(read(tmp_path, json.dumps(plain)).config) == plain
     assert yaml.safe_load(write_yaml(plain)) == plain
+
+
+class Forgetful(Callback):
+    """A callback that does not keep its argument."""
+
+    def __init__(self, every: int) -> None:
+        self.doubled = 2 * every
+
+
+def test_ranks_get_what_the_command_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "config.yaml").write_text(
+        "trainer: tests.unit.test_configuration.MyTrainer\noptimizer: {}\nextra: {1: '1', a: [1e-3, '\\n\\0', .inf]}\n"
+        "callbacks: [{class_path: Forgetful, init_args: {every: 3}}]\nexperiment: {name: é}\nlaunch: {hsdp: 1}"
+    )
+    words = ["--extra.b=2", "--callbacks+=Forgetful", "--callbacks.every=4", "--tuned.lr=1e-5", "--slurm.nodes=2"]
+    _, resolved = read_job(str(tmp_path / "config.yaml"), words, {"XFFL_TITLE": "3", "XFFL_NOTE": "null"})
+    word = hand_over(str(tmp_path / "config.yaml"), resolved)
+    monkeypatch.setenv("XFFL_TITLE", "other")
+    (tmp_path / "config.yaml").write_text("changed since")
+    trainer, again = take_over(word)
+    assert trainer is MyTrainer and print_text(again) == print_text(resolved)
+    assert [one.doubled for one in again.config.callbacks] == [6, 8]
+    assert again.config.extra == {1: "1", "a": [1e-3, "\n\0", float("inf")], "b": 2} and again.config.title == "3"
+    assert (again.launch, again.slurm, again.origins) == (resolved.launch, resolved.slurm, resolved.origins)
+    long = replace(resolved, given={"title": random.Random(0).randbytes(200_000).hex()})
+    with pytest.raises(ConfigError, match="keep long lists in a file that the trainer reads"):
+        hand_over("config.yaml", long)
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from(HOSTILE)
@@ -746,7 +780,7 @@ def test_jobs_and_their_trainers(project: Callable[[str], str], tmp_path: Path) 
         ("mytrain.Nothing", "trainer mytrain.Nothing: module mytrain has no such name"),
         ("mytrain.value", "module mytrain has 3 there; name a class with a method fit"),
         ("mytran.Trainer", "there is no module 'mytran' in"),
-        ("Trainer", "trainer is 'Trainer'; give the dotted path of a class"),
+        ("Trainer", r"trainer is 'Trainer' \(command line\); give the dotted path of a class"),
         ("mytrain.Bare", "trainer Bare does not say what its configuration is"),
         ("mytrain.Hidden", "annotation config: .*Nowhere.* of Hidden cannot be resolved"),
     ):
@@ -758,7 +792,7 @@ def test_jobs_and_their_trainers(project: Callable[[str], str], tmp_path: Path) 
         read_job(project("trainer: mytrain.Trainer\nwidht: 3"), [], {})
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        find_trainer("broken.Trainer", str(tmp_path))
+        read_job(file, ["--trainer", "broken.Trainer"], {})
 
 
 def test_a_script_of_ones_own(

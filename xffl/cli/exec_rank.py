@@ -16,16 +16,16 @@ KEPT = {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def main() -> None:
-    """Train as the configuration on the command line says."""
+    """Train as the configuration says that the command has read."""
     signal.pthread_sigmask(signal.SIG_BLOCK, KEPT)  # until the trainer listens
     here = os.path.dirname(os.path.abspath(__file__))
     # The modules of the command line are not for the trainer's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here]
-    from xffl.training.config.configuration import read_job
-    from xffl.training.config.launching import fit
+    from xffl.training.config.configuration import fit, take_over
     from xffl.training.signals import check_signals
 
-    trainer, resolved = read_job(sys.argv[1], sys.argv[2:])
+    # Whatever else this process starts is another job.
+    trainer, resolved = take_over(os.environ.pop("XFFL_RESOLVED"))
     # A trainer may have a configuration of its own, and listen to nothing.
     names = getattr(getattr(resolved.config, "experiment", None), "preempt_signals", ())
     heard = KEPT.intersection(check_signals(names))

@@ -205,31 +205,31 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 
 def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
-    from xffl.training.config.configuration import help_text, job_trainer, print_text, read_job
-    from xffl.training.config.launching import ask_for_cells, choose_federation, config_class, fit
+    from xffl.training.config import configuration
     from xffl.training.config.settings import read_words
 
     flags = read_words(words).flags
     if "help" in flags:
         usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
-        print(help_text(config_class(job_trainer(file, words)), usage), end="")
+        kind = configuration.config_class(configuration.job_trainer(file, words))
+        print(configuration.help_text(kind, usage), end="")
         return ExitCode.OK
     words = [*words, *_words_over_files(over_files)]
-    trainer, resolved = read_job(file, words)
+    trainer, resolved = configuration.read_job(file, words)
     if over_files:
         words = [*words, *_words_of_cell(over_files, resolved, options)]
-        trainer, resolved = read_job(file, words)
+        trainer, resolved = configuration.read_job(file, words)
         options.federated = None  # a job of one cell
     if "print_config" in flags:
-        print(print_text(resolved), end="")
+        print(configuration.print_text(resolved), end="")
         return ExitCode.OK
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     launch, origins = resolved.launch, resolved.origins
     if _started(options) is not None:
 
         def train() -> None:
-            ask_for_cells(resolved.config, launch, origins, federated=asked, hsdp=options.hsdp)
-            fit(trainer, resolved.config, origins)
+            configuration.ask_for_cells(resolved.config, launch, origins, federated=asked, hsdp=options.hsdp)
+            configuration.fit(trainer, resolved.config, origins)
 
         return _be_rank(options, train)
     if options.launcher == "auto" and options.hosts is None:
@@ -246,11 +246,12 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
     start = _find_start(options, processes, next((wish for wish in wishes if wish is not None), None), knob)
     if start is None:
         start = _Start("local", (Host(own_host().name, 1),))
-    federated, replica_size = choose_federation(
+    federated, replica_size = configuration.choose_federation(
         resolved.config, launch, origins, start.world_size, federated=asked, hsdp=options.hsdp
     )
     layout = lay_out(start.hosts, federated, replica_size)
-    return _start(options, start, layout, [str(_RANK), file, *words], federated=federated, limit_s=launch.timeout_s)
+    word = configuration.hand_over(file, resolved)
+    return _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
 
 
 def _words_over_files(over_files: OverFiles) -> list[str]:
@@ -415,14 +416,20 @@ def _start(
     *,
     federated: Federation | None,
     limit_s: float | None = None,
+    resolved: str | None = None,
 ) -> int:
-    """Start the processes, and tell how the job ended; ``limit_s`` is what a configuration has for ``--timeout``."""
+    """Start the processes, and tell how the job ended.
+
+    ``limit_s`` is what a configuration has for ``--timeout``, ``resolved`` what its ranks get of it.
+    """
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
     environ = federation_variables(layout.sizes, layout.replica_size) | read_over_files().variables()
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         cells = layout.topology.cells
         accept_cells(federated, cells, layout.topology.world_size, required_cells())
         environ["XFFL_LAUNCHED_CELLS"] = str(cells)
+    if resolved is not None:
+        environ["XFFL_RESOLVED"] = resolved
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
         if options.merge and log_dir is None and start.way == "local":

@@ -143,8 +143,7 @@ def _take_options(options: Namespace, words: Sequence[str]) -> tuple[Namespace, 
 
 
 def _help(file: str, words: Sequence[str]) -> int:
-    from xffl.training.config.configuration import help_text, job_trainer
-    from xffl.training.config.launching import config_class
+    from xffl.training.config.configuration import config_class, help_text, job_trainer
 
     usage = f"xffl submit {os.path.basename(file)} [options] [--KEY VALUE ...]"
     print(help_text(config_class(job_trainer(file, words)), usage), end="")

@@ -389,6 +389,7 @@ _OWN = (
     "XFFL_LIGHTHOUSE",
     "XFFL_PYTHON",
     "XFFL_REQUIRE_CELLS",
+    "XFFL_RESOLVED",
     "XFFL_SCHED",
     "XFFL_SRUN",
     "XFFL_SSH",

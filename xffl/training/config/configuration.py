@@ -1,4 +1,4 @@
-"""One configuration of four sources: defaults, files, the environment and the command line, each beating those before.
+"""A configuration of four sources (defaults, files, the environment, the command line), its trainer and its start.
 
 Every value knows where it came from, and so does every mistake.
 """
@@ -6,44 +6,61 @@ Every value knows where it came from, and so does every mistake.
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
+import inspect
 import os
 import sys
+import typing
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from xffl.cluster.environment import requested_settings
+from xffl.cluster.cells import Federation
+from xffl.cluster.environment import (
+    detect_environment,
+    request_federation,
+    requested_federation,
+    requested_settings,
+    sources_named,
+)
 from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.errors import ConfigError, XfflError
-from xffl.training.config.launching import LaunchConfig, ask_for_cells, config_class, find_trainer, fit
-from xffl.training.config.schema import Key, Section, describe
-from xffl.training.config.settings import COMMAND_LINE, DEFAULT, Settings, Source, read_words
-from xffl.training.config.typed import name_of_type, to_plain
-from xffl.training.config.yaml_text import write_yaml
+from xffl.topology import Topology
+from xffl.training.config.dataclasses import LaunchConfig
+from xffl.training.config.settings import COMMAND_LINE, DEFAULT, Key, Settings, Source, keys_of, read_words
+from xffl.training.config.values import load_file, load_text, name_of_type, to_plain, write_yaml
 
 __all__ = [
-    "LaunchConfig",
     "Resolved",
+    "ask_for_cells",
+    "choose_federation",
+    "config_class",
+    "fit",
+    "hand_over",
     "help_text",
     "job_trainer",
     "main",
     "print_text",
     "read_configuration",
     "read_job",
-    "to_plain",
+    "take_over",
 ]
 
 T = TypeVar("T")
 
-_TRAINER = Key(str | None, None, "Dotted path of the trainer's class.")
-_SECTIONS: dict[str, tuple[type, str]] = {
-    "launch": (LaunchConfig, "How xffl exec starts it."),
-    "slurm": (SlurmConfig, "What xffl submit asks SLURM for."),
+_JOB = {
+    "trainer": Key(str | None, "Dotted path of the trainer's class.", lambda: None),
+    "launch": Key(LaunchConfig, "How xffl exec starts it.", LaunchConfig, LaunchConfig),
+    "slurm": Key(SlurmConfig, "What xffl submit asks SLURM for.", SlurmConfig, SlurmConfig),
 }
 """Beside the keys of the configuration's class."""
+_LONGEST = 120_000
+"""Linux allows a variable of 128 KiB."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,11 @@ class Resolved(Generic[T]):
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     trainer: str | None = None
     """The dotted path of the trainer's class, where one was given."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """What the sources say, as YAML holds it."""
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def read_configuration(
@@ -77,35 +99,42 @@ def read_configuration(
     :param environ: Environment, of which variables such as ``XFFL_TRAINING__EPOCHS`` are read; ``None`` means the
         process's own.
     :return: The configuration and the origins of its values.
-    :raises ConfigError: if a file cannot be read, a key is unknown or a value cannot be meant.
+    :raises ConfigError: if a file cannot be read, a key is unknown or a value is invalid.
     """
     words = read_words(overrides)
-    root = describe(kind)
-    for name in ("trainer", *_SECTIONS, "config"):
-        if name in root.keys:
-            raise ConfigError(f"field {name!r} of {kind.__qualname__} is a word of xffl exec; name it otherwise")
-    sections = {name: dataclasses.replace(describe(one), doc=doc) for name, (one, doc) in _SECTIONS.items()}
-    job: dict[str, Key | Section] = {"trainer": _TRAINER, **sections}
-    import_module("xffl.training.callbacks")  # whose names stand for them in class_path
-    tree = Settings(dataclasses.replace(root, keys={**root.keys, **job}))
+    settings = _settings_of(kind)
     for file in (*files, *words.files):
-        tree.put_file(os.fspath(file))
-    tree.put_environment(requested_settings(environ))
+        settings.put_file(os.fspath(file))
+    settings.put_environment(requested_settings(environ))
     for key, text, is_added in words.settings:
         path = tuple(key.split("."))
         if is_added:
-            tree.add(path, text)
+            settings.add(path, text)
         else:
-            tree.put(path, text, Source(COMMAND_LINE, is_text=True))
-    config = tree.build(root, ())
-    chosen = {name: tree.build(section, (name,)) for name, section in sections.items()}
+            settings.put(path, text, Source(COMMAND_LINE), is_text=True)
+    return _resolve(kind, settings)
+
+
+def _settings_of(kind: type) -> Settings:
+    """Return settings of a configuration's class and of its start, none given yet."""
+    import_module("xffl.training.callbacks")  # whose names stand for them in class_path
+    for name in (*_JOB, "config"):
+        if name in keys_of(kind):
+            raise ConfigError(f"field {name!r} of {kind.__qualname__} is a word of xffl exec; rename it")
+    return Settings({**keys_of(kind), **_JOB})
+
+
+def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
+    config = settings.build(kind)
+    launch, slurm = (settings.build(one, (name,)) for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm")))
     # What is left out of the section slurm says nothing to anybody but xffl submit.
-    asked = {key: origin for key, origin in tree.origins(chosen["slurm"], ("slurm",)).items() if origin != DEFAULT}
-    origins = {**tree.origins(config, ()), **tree.origins(chosen["launch"], ("launch",)), **asked}
-    trainer = tree.value(("trainer",), _TRAINER) if ("trainer",) in tree.given else None
-    if trainer is not None:
-        origins["trainer"] = tree.given["trainer",].source.origin
-    return Resolved(config, origins, chosen["launch"], chosen["slurm"], trainer)
+    asked = {key: origin for key, origin in settings.origins(slurm, ("slurm",)).items() if origin != DEFAULT}
+    origins = {**settings.origins(config), **settings.origins(launch, ("launch",)), **asked}
+    trainer = None
+    if "trainer" in settings.tree:
+        trainer = settings.convert(settings.tree["trainer"], str | None, ("trainer",))
+        origins["trainer"] = settings.sources["trainer",].origin
+    return Resolved(config, origins, launch, slurm, trainer, settings.tree)
 
 
 def read_job(
@@ -117,55 +146,129 @@ def read_job(
     :param words: Words of a command line, as :func:`read_configuration` takes them.
     :param environ: Environment; ``None`` means the process's own.
     :return: The trainer's class, and its configuration.
-    :raises ConfigError: if there is no such trainer, or the configuration cannot be meant.
+    :raises ConfigError: if there is no such trainer, or the configuration is invalid.
     """
     trainer = job_trainer(file, words, environ)
     return trainer, read_configuration(config_class(trainer), [file], words, environ)
 
 
 def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> type:
-    """Return the class of the trainer that a configuration file names; the same as :func:`read_job` for the rest.
-
-    :param file: A YAML file with the key ``trainer``.
-    :param words: Words of a command line.
-    :param environ: Environment; ``None`` means the process's own.
-    :return: The class.
-    :raises ConfigError: if there is no such trainer.
-    """
-    settings = Settings(Section(LaunchConfig, {"trainer": _TRAINER}, MISSING))
-    for one in (file, *read_words(words).files):
-        settings.put_file(one, only="trainer")
-    variable = requested_settings(environ).get("XFFL_TRAINER")
-    given = [(f"environment {variable}", variable)] if variable is not None else []
-    given += [(COMMAND_LINE, text) for key, text, _ in read_words(words).settings if key == "trainer"]
-    for origin, text in given:
-        settings.put(("trainer",), text, Source(origin, is_text=True))
-    if ("trainer",) not in settings.given:
+    """Return the class of the trainer that a configuration file names, whatever else the file holds; local."""
+    told = read_words(words)
+    files = {f"file {one}": load_file(one)[0] for one in (file, *told.files)}
+    given = [(data["trainer"], origin) for origin, data in files.items() if "trainer" in data]
+    if (variable := requested_settings(environ).get("XFFL_TRAINER")) is not None:
+        given.append((variable, "environment XFFL_TRAINER"))
+    given += [(text, COMMAND_LINE) for key, text, _ in told.settings if key == "trainer"]
+    if not given:
         raise ConfigError(f"file {file} names no trainer; write trainer: train.MyTrainer, the dotted path of its class")
-    name = settings.value(("trainer",), _TRAINER)
-    return find_trainer(name, os.path.dirname(os.path.abspath(file)))
+    return _find_trainer(*given[-1], os.path.dirname(os.path.abspath(file)))
+
+
+def hand_over(file: str, resolved: Resolved[Any]) -> str:
+    """Return a configuration as one word, of which :func:`take_over` makes it again in the ranks.
+
+    They get what the sources said, not the objects made of it: a callback need not keep its arguments.
+    """
+    folder = os.path.dirname(os.path.abspath(file))
+    text = write_yaml([folder, resolved.trainer, resolved.given, resolved.origins])
+    word = base64.b64encode(zlib.compress(text.encode())).decode()
+    if len(word) > _LONGEST:
+        raise ConfigError(
+            f"the configuration takes {len(word)} bytes, and ranks can be given {_LONGEST}; keep long lists in a file "
+            "that the trainer reads"
+        )
+    return word
+
+
+def take_over(word: str) -> tuple[type, Resolved[Any]]:
+    """Return a trainer's class and its configuration from what :func:`hand_over` wrote; no source is read again."""
+    folder, name, given, origins = load_text(zlib.decompress(base64.b64decode(word)).decode())
+    trainer = _find_trainer(name, origins["trainer"], folder)
+    settings = _settings_of(config_class(trainer))
+    settings.tree = given
+    settings.sources = {tuple(key.split(".")): Source(origin) for key, origin in origins.items() if origin != DEFAULT}
+    return trainer, dataclasses.replace(_resolve(config_class(trainer), settings), origins=origins)
+
+
+def _find_trainer(name: Any, origin: str, folder: str) -> type:
+    """Import a trainer's class; from now on modules are looked for in the folder before all other places."""
+    module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    if not module or not attribute:
+        raise ConfigError(
+            f"trainer is {name!r} ({origin}); give the dotted path of a class, such as train.DigitsTrainer"
+        )
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another one
+        raise ConfigError(
+            f"trainer {name}: there is no module {error.name!r} in {folder}, nor installed; put {error.name}.py beside "
+            "the configuration"
+        ) from error
+    if not isinstance(found, type) or not callable(getattr(found, "fit", None)):
+        what = "has no such name" if found is None else f"has {found!r} there"
+        raise ConfigError(f"trainer {name}: module {module} {what}; name a class with a method fit")
+    return found
+
+
+def config_class(trainer: type) -> type:
+    """Return the dataclass that a trainer's annotation ``config`` names, of the first class in its order that says."""
+    for one in trainer.__mro__:
+        hint = inspect.get_annotations(one).get("config")
+        if hint is None:
+            continue
+        names = {**vars(sys.modules[one.__module__]), one.__name__: one}
+        try:
+            kind = typing.get_type_hints(SimpleNamespace(__annotations__={"config": hint}), globalns=names)["config"]
+        except NameError as error:
+            raise ConfigError(
+                f"annotation config: {hint} of {one.__qualname__} cannot be resolved: {error}; import it outside "
+                "'if TYPE_CHECKING'"
+            ) from error
+        if isinstance(kind, type) and is_dataclass(kind):
+            return kind
+    raise ConfigError(
+        f"trainer {trainer.__qualname__} does not say what its configuration is; annotate it: config: MyTrainerConfig"
+    )
+
+
+# Showing --------------------------------------------------------------------------------------------------------------
 
 
 def print_text(resolved: Resolved[Any]) -> str:
-    """Return a configuration as YAML, with the origin of each value behind it; it reads back as the same; local.
-
-    :param resolved: The configuration.
-    :return: The text.
-    """
-    job = {} if resolved.trainer is None else {"trainer": resolved.trainer}
-    slurm = {key: value for key, value in to_plain(resolved.slurm).items() if _is_given(resolved.origins, key)}
-    asked = {"slurm": slurm} if slurm else {}
-    plain = {**job, "launch": to_plain(resolved.launch), **asked, **to_plain(resolved.config)}
+    """Return a configuration as YAML, with the origin of each value behind it; it reads back as the same; local."""
+    plain: dict[str, Any] = {} if resolved.trainer is None else {"trainer": resolved.trainer}
+    plain |= {"launch": to_plain(resolved.launch), "slurm": to_plain(resolved.slurm), **to_plain(resolved.config)}
+    given = {key.split(".")[1] for key in resolved.origins if key.startswith("slurm.")}
+    plain["slurm"] = {key: value for key, value in plain["slurm"].items() if key in given}
+    if not given:
+        del plain["slurm"]
     return "".join(_annotated(plain, resolved.origins, ""))
 
 
-def help_text(kind: type, usage: str) -> str:
-    """Return what may be configured: all keys, with types, defaults and what is written about them; local.
+def _annotated(plain: Mapping[str, Any], origins: Mapping[str, str], above: str) -> Iterable[str]:
+    """Yield lines of YAML."""
+    indent = "  " * above.count(".")
+    for name, value in plain.items():
+        key = f"{above}{name}"
+        inside = f"{key}."
+        if isinstance(value, dict) and key not in origins and value:
+            yield f"{indent}{name}:\n"
+            yield from _annotated(value, origins, inside)
+            continue
+        told = [origins.get(key, DEFAULT)]
+        told += [f"{part[len(inside) :]}: {origin}" for part, origin in origins.items() if part.startswith(inside)]
+        first, *rest = write_yaml({name: value}).splitlines()
+        yield f"{indent}{first}  # {' '.join(', '.join(told).split())}\n"
+        yield from (f"{indent}{line}\n" for line in rest)
 
-    :param kind: The configuration's class.
-    :param usage: How to give them.
-    :return: The text.
-    """
+
+def help_text(kind: type, usage: str) -> str:
+    """Return what may be configured: all keys, with types, defaults and what is written about them; local."""
     parser = argparse.ArgumentParser(
         usage=usage,
         description="Defaults, then files, then the environment (XFFL_TRAINING__EPOCHS=3), then this command line: "
@@ -179,10 +282,37 @@ def help_text(kind: type, usage: str) -> str:
     shown = "Print the configuration with the origin of each value, and end."
     more.add_argument("--print_config", action="store_true", help=shown)
     more.add_argument("--help", action="store_true", help="Print this, and end.")
-    for name, (one, doc) in _SECTIONS.items():
-        _add_keys(parser, dataclasses.replace(describe(one), doc=doc), name)
-    _add_keys(parser, describe(kind), "")
+    for name in ("launch", "slurm"):
+        _add_keys(parser, _JOB[name], name, None)
+    _add_keys(parser, Key(kind, section=kind), "", None)
     return parser.format_help()
+
+
+def _add_keys(
+    parser: argparse.ArgumentParser, section: Key, name: str, default: Any, above: tuple[type, ...] = ()
+) -> None:
+    """Add the keys of a section, and of those inside it; ``default`` is the instance that is there by default."""
+    assert section.section is not None
+    group = parser.add_argument_group(name or "keys of the first level", section.doc or None)
+    inner = {}
+    for word, key in keys_of(section.section).items():
+        value = key.default() if default is None else getattr(default, word)
+        option = f"{name}.{word}".removeprefix(".")
+        if key.section is not None:
+            inner[option] = key, value
+            continue
+        is_required = default is None and key.factory is None
+        shown = write_yaml([to_plain(value)]).removeprefix("- ").strip().replace("\n", " ")
+        text = f"{key.doc}{'' if is_required else f' (default: {shown})'}".strip().replace("%", "%%")
+        group.add_argument(f"--{option}", metavar=name_of_type(key.hint).replace("%", "%%"), help=text, dest="_")
+    for option, (key, value) in inner.items():
+        if key.section not in above:  # a section may hold itself
+            is_left_out = value is None and key.factory is not None
+            doc = key.doc + (" By default left out." if is_left_out else "")
+            _add_keys(parser, dataclasses.replace(key, doc=doc), option, value, (*above, section.section))
+
+
+# Starting -------------------------------------------------------------------------------------------------------------
 
 
 def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
@@ -200,7 +330,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
     :param trainer: The trainer's class; its annotation ``config`` names the configuration's.
     :param argv: Words of the command line; ``None`` means this process's.
     :return: What ``fit`` returns; ``None`` after ``--help`` or ``--print_config``.
-    :raises SystemExit: if the configuration cannot be meant, or does not fit what was started.
+    :raises SystemExit: if the configuration is invalid, or does not fit what was started.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -220,44 +350,81 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
     return fit(trainer, resolved.config, resolved.origins)
 
 
-def _is_given(origins: Mapping[str, str], key: str) -> bool:
-    """Tell whether something else than a default has set a key of the section slurm, or a part of it."""
-    name = f"slurm.{key}"
-    return any(one == name or one.startswith(f"{name}.") for one in origins)
+def choose_federation(
+    config: object,
+    launch: LaunchConfig,
+    origins: Mapping[str, str],
+    world_size: int,
+    *,
+    federated: Federation | None = None,
+    hsdp: int | None = None,
+) -> tuple[Federation | None, int | None]:
+    """Return the cells and replicas that are asked for, as :func:`xffl.session` takes them; local.
+
+    Options of ``xffl exec`` beat the section ``launch`` where the command line or the environment has set it, which
+    beats ``XFFL_FEDERATED`` and ``XFFL_HSDP``, which beat it where a file has. ``distributed.federated`` of the
+    configuration may not differ.
+    """
+    variable, variable_hsdp = requested_federation()
+
+    def pick(option: Any, name: str, variable: Any) -> tuple[Any, str]:
+        """Return the value that beats the others, and where it comes from."""
+        origin = origins.get(f"launch.{name}", "default")
+        given = (getattr(launch, name), f"launch.{name} ({origin})")
+        told = (variable, f"XFFL_{name.upper()}")
+        order = (told, given) if origin.startswith("file ") else (given, told)
+        chosen = ((option, f"--{name}"), *order)
+        return next(((value, source) for value, source in chosen if value is not None), (None, ""))
+
+    sizes, source = pick(federated, "federated", variable)
+    replica_size, replica_source = pick(hsdp, "hsdp", variable_hsdp)
+
+    def fitted(sizes: int | tuple[int, ...] | None) -> Topology:
+        with sources_named(filter(None, (source, replica_source))):
+            return Topology(world_size, sizes, replica_size)
+
+    asked = getattr(getattr(config, "distributed", None), "federated", None)
+    if isinstance(asked, str):
+        # xffl exec has put what it found by a rule into the variable.
+        is_same = sizes in (None, asked, variable)
+        sizes = asked if sizes is None else sizes
+    elif asked is not None:
+        with sources_named(filter(None, ("distributed.federated", replica_source))):
+            wanted = Topology(world_size, asked, replica_size)
+        is_same = sizes is None or (not isinstance(sizes, str) and fitted(sizes) == wanted)
+    else:
+        is_same = True
+    if not is_same:
+        raise ConfigError(
+            f"cells of {sizes} are asked for by {source}, but distributed.federated is {asked}; leave one of them out"
+        )
+    if not isinstance(sizes, str):
+        fitted(sizes)
+    return sizes, replica_size
 
 
-def _annotated(plain: Mapping[str, Any], origins: Mapping[str, str], above: str) -> Iterable[str]:
-    """Yield lines of YAML."""
-    indent = "  " * above.count(".")
-    for name, value in plain.items():
-        key = f"{above}{name}"
-        inside = f"{key}."
-        if isinstance(value, dict) and key not in origins and value:
-            yield f"{indent}{name}:\n"
-            yield from _annotated(value, origins, inside)
-            continue
-        told = [origins.get(key, "default")]
-        told += [f"{part[len(inside) :]}: {origin}" for part, origin in origins.items() if part.startswith(inside)]
-        first, *rest = write_yaml({name: value}).splitlines()
-        yield f"{indent}{first}  # {' '.join(', '.join(told).split())}\n"
-        yield from (f"{indent}{line}\n" for line in rest)
+def ask_for_cells(
+    config: object,
+    launch: LaunchConfig,
+    origins: Mapping[str, str],
+    *,
+    federated: Federation | None = None,
+    hsdp: int | None = None,
+) -> None:
+    """Check that a configuration fits the processes that were started, and ask for its cells; local.
+
+    ``federated`` and ``hsdp`` are options that beat the configuration.
+    """
+    found = detect_environment()
+    if launch.processes not in (None, found.world_size):
+        by = "there is" if found.launcher == "none" else f"{found.launcher} has started"
+        raise ConfigError(
+            f"launch.processes is {launch.processes} ({origins.get('launch.processes')}), but {by} {found.world_size}; "
+            f"start {launch.processes}, or give --launch.processes {found.world_size}"
+        )
+    request_federation(*choose_federation(config, launch, origins, found.world_size, federated=federated, hsdp=hsdp))
 
 
-def _add_keys(parser: argparse.ArgumentParser, section: Section, name: str) -> None:
-    """Tell the keys of a section, and of those inside it."""
-    group = parser.add_argument_group(name or "keys of the first level", section.doc or None)
-    for key, one in section.keys.items():
-        if isinstance(one, Key):
-            value = one.default if section.default in (MISSING, None) else getattr(section.default, key)
-            default = "" if value is MISSING else f" (default: {_shown(value)})"
-            text = f"{one.doc}{default}".strip().replace("%", "%%")
-            kind = name_of_type(one.kind).replace("%", "%%")
-            group.add_argument(f"--{name}{'.' * bool(name)}{key}", metavar=kind, help=text, dest="_")
-    for key, one in section.keys.items():
-        if isinstance(one, Section):
-            inner = dataclasses.replace(one, doc=one.doc + (" By default left out." if one.default is None else ""))
-            _add_keys(parser, inner, f"{name}{'.' * bool(name)}{key}")
-
-
-def _shown(value: Any) -> str:
-    return write_yaml([to_plain(value)]).removeprefix("- ").strip().replace("\n", " ")
+def fit(trainer: type, config: object, origins: Mapping[str, str]) -> Any:
+    """Make a trainer and train. Every rank calls it."""
+    return trainer(config, origins=origins).fit()

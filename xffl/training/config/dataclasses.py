@@ -1,11 +1,12 @@
-"""What a trainer is asked for; every mixin adds a section of its own."""
+"""Sections of a configuration: the start of its processes, and what every trainer has; mixins add their own."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
 
-from xffl.checks import integer_fields, one_of
+from xffl.checks import integer_fields, number, one_of
+from xffl.cluster.cells import read_federation
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, TrainingConfig
@@ -13,9 +14,34 @@ from xffl.training.callbacks.base import Callback
 from xffl.training.mixins.logging import LoggerConfigMixin
 from xffl.training.signals import DEFAULT_SIGNALS, check_signals
 
-__all__ = ["BaseTrainerConfig", "ExperimentConfig", "TrainingParameters"]
+__all__ = ["BaseTrainerConfig", "ExperimentConfig", "LaunchConfig", "TrainingParameters"]
 
 INTERVALS = ("epoch", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How ``xffl exec`` starts a configuration.
+
+    :param processes: Processes to start; by default 1 on this machine, and as many as the job has tasks inside of one.
+        Where a launcher has started them, as many.
+    :param federated: Ranks of each cell, or of all cells, or a rule such as ``auto`` that finds them; the session takes
+        them as ``XFFL_FEDERATED``.
+    :param hsdp: Ranks that hold one copy of the model; the session takes them as ``XFFL_HSDP``.
+    :param timeout_s: Seconds after which processes started here are ended.
+    """
+
+    processes: int | None = None
+    federated: int | tuple[int, ...] | str | None = None
+    hsdp: int | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        hint = "give such a number, or leave it out"
+        integer_fields(self, "processes", "hsdp", prefix="launch.", hint=hint, may_be_none=True)
+        if self.timeout_s is not None:
+            number("launch.timeout_s", self.timeout_s, above=0, hint=hint)
+        object.__setattr__(self, "federated", read_federation(self.federated, "launch.federated"))
 
 
 @dataclass(frozen=True, kw_only=True)

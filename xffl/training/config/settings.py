@@ -1,50 +1,57 @@
-"""What files, the environment and a command line say of a configuration, key by key, and the dataclasses made of it."""
+"""Settings of files, the environment and a command line, merged key by key, and the dataclasses made of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+from xffl.checks import closest
 from xffl.errors import ConfigError
-from xffl.training.config.schema import Key, Path, Section, describe, find_nearest, walk
-from xffl.training.config.typed import Mismatch, members, name_of_type, nearest, read_text, to_plain, typed
-from xffl.training.config.yaml_text import Keys, load_file, load_text
+from xffl.training.config.values import (
+    LISTS,
+    MAPPINGS,
+    PLAIN,
+    SETS,
+    Path,
+    load_file,
+    load_text,
+    make_object,
+    members,
+    name_of_type,
+    plain_type,
+    to_plain,
+)
 
-__all__ = ["Settings", "Words", "read_words"]
+__all__ = ["COMMAND_LINE", "DEFAULT", "Key", "Settings", "Source", "Words", "keys_of", "read_words"]
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-
-
-@dataclass(frozen=True)
-class Words:
-    """A command line that was taken apart."""
-
-    files: tuple[str, ...]
-    settings: tuple[tuple[str, str, bool], ...]
-    """Dotted key, text, and whether it is added to a list."""
-    flags: frozenset[str]
-
-
 FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 
 
-def read_words(words: Sequence[str]) -> Words:
-    """Take a command line apart: ``--key value``, ``--key=value``, ``--key+=value``, ``--config FILE`` and flags.
+class Words(NamedTuple):
+    """A command line that was taken apart."""
 
-    :param words: The command line.
-    :return: Its parts.
-    :raises ConfigError: if a word is no option, or a value is missing.
-    """
-    files, settings, flags = [], [], set()
+    files: list[str]
+    settings: list[tuple[str, str, bool]]
+    """Dotted key, text, and whether it is added to a list."""
+    flags: set[str]
+
+
+def read_words(words: Sequence[str]) -> Words:
+    """Take a command line apart: ``--key value``, ``--key=value``, ``--key+=value``, ``--config FILE`` and flags."""
+    found = Words([], [], set())
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word in FLAGS:
-            flags.add(FLAGS[word])
+            found.flags.add(FLAGS[word])
             continue
         name, is_pair, text = word[2:].partition("=")
         if not word.startswith("--") or not name.removesuffix("+"):
@@ -54,310 +61,450 @@ def read_words(words: Sequence[str]) -> Words:
                 raise ConfigError(f"--{name} on the command line has no value; write --{name} VALUE or --{name}=VALUE")
             text = rest.pop(0)
         if name == "config":
-            files.append(text)
+            found.files.append(text)
         else:
-            settings.append((name.removesuffix("+"), text, name.endswith("+")))
-    return Words(tuple(files), tuple(settings), frozenset(flags))
+            found.settings.append((name.removesuffix("+"), text, name.endswith("+")))
+    return found
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field of a dataclass, and what is written about it."""
+
+    hint: Any
+    doc: str = ""
+    factory: Callable[[], Any] | None = None
+    """Makes its default; ``None`` where a value is required."""
+    section: type | None = None
+    """The dataclass whose keys are set one by one, where it holds one."""
+
+    def default(self) -> Any:
+        """Return its default, ``None`` where there is none."""
+        return None if self.factory is None else self.factory()
+
+
+_PARAM = re.compile(r":param\s+(?:[^:\n]*\s)?(\w+):\s*(.*?)(?=\n\s*:[a-z]|\n\s*\n|\Z)", re.DOTALL)
+_ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?([^`]+)`")
+
+
+@cache
+def keys_of(kind: type) -> dict[str, Key]:
+    """Return the keys of a dataclass."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise ConfigError(f"configuration {kind!r} is no dataclass; decorate it with @dataclass(kw_only=True)")
+    try:
+        hints = typing.get_type_hints(kind, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"an annotation of {kind.__qualname__} cannot be resolved: {error}; import what it names outside "
+            "'if TYPE_CHECKING'"
+        ) from error
+    docs = {}
+    for one in reversed(kind.__mro__):
+        for name, text in _PARAM.findall(inspect.cleandoc(one.__dict__.get("__doc__") or "")):
+            docs[name] = _ROLE.sub(r"\1", " ".join(text.split())).replace("``", "")
+    return {
+        one.name: _key(one, hints[one.name], docs.get(one.name, "")) for one in dataclasses.fields(kind) if one.init
+    }
+
+
+def _key(one: dataclasses.Field[Any], hint: Any, doc: str) -> Key:
+    factory = None if one.default_factory is MISSING else one.default_factory
+    if one.default is not MISSING:
+        factory = lambda: one.default  # noqa: E731
+    kinds = [kind for kind in members(hint) if kind is not type(None)]
+    section = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
+    if section is not None and factory is not None and (default := factory()) is not None:
+        section = type(default)  # maybe a class below the annotation, with more keys
+    return Key(hint, doc, factory, section)
+
+
+def _nearest(keys: Mapping[str, Key], path: Path) -> str | None:
+    """Return the key nearest to an unknown one: by the last name in its section or in any, else as a whole."""
+
+    def walk(keys: Mapping[str, Key], above: Path, sections: tuple[type, ...]) -> Iterator[Path]:
+        for name, key in keys.items():
+            yield (*above, name)
+            if key.section is not None and key.section not in sections:  # a section may hold itself
+                yield from walk(keys_of(key.section), (*above, name), (*sections, key.section))
+
+    known = list(walk(keys, (), ()))
+    for near in ([one for one in known if one[:-1] == path[:-1]], known):
+        if word := closest(path[-1], [one[-1] for one in near]):
+            return ".".join(next(one for one in near if one[-1] == word))
+    return closest(".".join(path), map(".".join, known))
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where values come from."""
+    """A file, a variable or the command line."""
 
     origin: str
-    is_text: bool = False
-    lines: Keys = field(default_factory=dict)
-    is_caseless: bool = False
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    """Lines of a file's keys."""
 
-    def at(self, written: Path) -> str:
-        """Tell the place, with the line where there is one."""
-        line = next((self.lines[written[:n]] for n in range(len(written), 0, -1) if written[:n] in self.lines), None)
+    def place(self, path: Path) -> str:
+        """Return the place of a key, with the line where there is one."""
+        line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
         place = "on the command line" if self.origin == COMMAND_LINE else f"in {self.origin}"
         return place + ("" if line is None else f", line {line}")
 
 
-@dataclass(frozen=True)
-class Given:
-    """A value that something else than a default has given."""
+class _Mismatch(Exception):
+    """Says that the value at a path is of another type, for a reason or none."""
 
-    value: Any
-    source: Source
-    where: str
-    is_text: bool = False
+    def __init__(self, text: str, path: Path, reason: str) -> None:
+        super().__init__(text)
+        self.path, self.reason = path, reason
 
 
 class Settings:
-    """What was given so far, key by key.
+    """What sources say of some keys: each setting replaces those before."""
 
-    :param root: All keys that there are.
-    :param prefix: Keys that lead to it, for messages.
-    """
-
-    def __init__(self, root: Section, prefix: Path = ()) -> None:
-        self.root, self.prefix = root, prefix
-        self.given: dict[Path, Given] = {}
-        self.parts: dict[str, str] = {}
-        """Origins of what was set inside of values, by dotted key."""
+    def __init__(self, keys: Mapping[str, Key]) -> None:
+        self.keys = keys
+        self.tree: dict[str, Any] = {}
+        """Values as YAML holds them; sections are mappings."""
+        self.sources: dict[Path, Source] = {}
+        """Sources of values, and of parts of values that were set on their own."""
 
     # What sources say -------------------------------------------------------------------------------------------------
 
-    def put_file(self, name: str, only: str | None = None) -> None:
-        """Take a file over, or one key of its first level."""
-        try:
-            with open(name, encoding="utf-8") as file:
-                data, lines = load_file(file.read(), name)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"file {name} is no text in UTF-8: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"file {name} cannot be read: {error.strerror}; give the path of a YAML file") from error
-        if only is not None:
-            data = {key: value for key, value in data.items() if key == only}
-        self._put_mapping((), data, Source(f"file {name}", lines=lines), ())
+    def put_file(self, name: str) -> None:
+        """Take a file over."""
+        data, lines = load_file(name)
+        self._put_items((), data, Source(f"file {name}", lines))
 
     def put_environment(self, settings: Mapping[str, str]) -> None:
-        """Take variables over; one without a double underscore counts where it names a key of the first level."""
-        first = {name.lower(): name for name in self.root.keys}
+        """Take variables over; one without a double underscore counts where it looks like a key of the first level."""
+        first = [name.lower() for name in self.keys]
         for variable, text in sorted(settings.items()):
             path = tuple(variable.removeprefix("XFFL_").strip("_").lower().split("__"))
-            if len(path) == 1 and path[0] not in first and not variable.startswith("XFFL__"):
-                if near := nearest(path[0], first):
-                    raise ConfigError(
-                        f"{path[0]} in environment {variable} is unknown; did you mean XFFL_{near.upper()}?"
-                    )
-                continue
-            self.put(path, text, Source(f"environment {variable}", is_text=True, is_caseless=True))
+            if len(path) > 1 or variable.startswith("XFFL__") or closest(path[0], first):
+                self.put(path, text, Source(f"environment {variable}"), is_text=True)
 
-    def put(self, path: Path, value: Any, source: Source, written: Path | None = None) -> None:
-        """Take a value over."""
-        written = path if written is None else written
-        path, node, rest = self._find(path, source, written)
-        where = source.at(written)
-        if isinstance(node, Section):
-            self._put_section(path, node, value, source, written)
-            return
-        if rest:
-            old = self._raw(path, node)
+    def _put_items(self, path: Path, values: Mapping[Any, Any], source: Source) -> None:
+        for key, value in values.items():
+            self.put((*path, *str(key).split(".")), value, source)
+
+    def put(self, path: Path, value: Any, source: Source, *, is_text: bool = False) -> None:
+        """Take a value over: of a key, of all keys of a section, or a part of a value, such as an item of a mapping.
+
+        The type of the key says how a text of the environment or the command line is read.
+        """
+        path, key, rest = self._find(path, source)
+        if key.section is not None:
+            self._put_section(path, key, value, source, is_text=is_text)
+        elif rest:
+            old = self._plain(path, key)
             if isinstance(old, list) and old and not rest[0].isdecimal():
                 rest = (str(len(old) - 1), *rest)  # the last item, which was added just before
-            raw = _assign(old, rest, value, self._name(path), where)
-            self._set_part(path, rest, Given(raw, source, where))
+            self._set(path, _with_part(old, rest, value, ".".join(path), source.place(path)), source, rest)
         else:
-            self._set(path, Given(value, source, where, source.is_text))
+            self._set(path, value, source)
+            if is_text:
+                self._holder(path)[path[-1]] = self._read_text(value, key.hint, path)
 
     def add(self, path: Path, text: str) -> None:
         """Add what the command line says to a list."""
-        source = Source(COMMAND_LINE, is_text=True)
-        path, node, rest = self._find(path, source, path)
-        old = None if isinstance(node, Section) else self._raw(path, node)
-        if isinstance(node, Section) or rest or not isinstance(old, (list, type(None))):
+        path, key, rest = self._find(path, Source(COMMAND_LINE))
+        old = None if key.section is not None else self._plain(path, key)
+        if key.section is not None or rest or not isinstance(old, list | None):
             raise ConfigError(f"--{'.'.join((*path, *rest))}+ adds to a list, which that is not; leave the + out")
-        try:
-            new = load_text(text)
-        except ValueError:
-            new = text
+        new = _read(text)
         for item in new if isinstance(new, list) else [new]:
             old = [*(old or []), item]
-            self._set_part(path, (str(len(old) - 1),), Given(old, source, source.at(path)))
+            self._set(path, old, Source(COMMAND_LINE), (str(len(old) - 1),))
 
-    def _put_mapping(self, path: Path, values: Mapping[Any, Any], source: Source, written: Path) -> None:
-        plain = dataclasses.replace(source, is_text=False)
-        for key, value in values.items():
-            self.put((*path, *str(key).split(".")), value, plain, (*written, str(key)))
-
-    def _put_section(self, path: Path, node: Section, value: Any, source: Source, written: Path) -> None:
-        if source.is_text:
-            try:
-                value = load_text(value)
-            except ValueError as error:
-                raise ConfigError(f"{self._name(path)} {source.at(written)} is no YAML: {error}") from error
+    def _put_section(self, path: Path, key: Key, value: Any, source: Source, *, is_text: bool) -> None:
+        name, place = ".".join(path), source.place(path)
+        value = _read(value) if is_text else value
         if isinstance(value, Mapping):
-            self._drop_none((*path, ""))
-            if not value and node.is_optional:
-                self.given[path] = Given({}, source, source.at(written))
-            self._put_mapping(path, value, source, written)
-        elif value is not None or (source.is_text and not node.is_optional):
-            raise ConfigError(
-                f"{self._name(path)} {source.at(written)} is {value!r}, but it is a section; give some of its keys: "
-                f"{', '.join(node.keys)}"
-            )
-        elif node.is_optional:
-            for one in [one for one in self.given if one[: len(path)] == path]:
-                del self.given[one]
-            self._set(path, Given(None, source, source.at(written)))
+            self._holder((*path, ""))
+            self._put_items(path, value, source)
+        elif value is None and type(None) in members(key.hint):
+            self._set(path, None, source)
+        elif value is not None or is_text:  # else nothing stands below the key of a file
+            assert key.section is not None
+            keys = ", ".join(keys_of(key.section))
+            raise ConfigError(f"{name} {place} is {value!r}, but it is a section; give some of its keys: {keys}")
 
-    def _set(self, path: Path, given: Given, *, is_part: bool = False) -> None:
-        self._drop_none(path)
-        if not is_part:
-            name = self._name(path) + "."
-            self.parts = {key: origin for key, origin in self.parts.items() if not key.startswith(name)}
-        self.given[path] = given
+    def _holder(self, path: Path) -> dict[str, Any]:
+        """Return the mapping that holds a key; a section that was left out is there from now on."""
+        holder = self.tree
+        for at, name in enumerate(path[:-1]):
+            if holder.get(name) is None:
+                holder[name] = {}
+                self.sources.pop(path[: at + 1], None)
+            holder = holder[name]
+        return holder
 
-    def _set_part(self, path: Path, rest: Path, given: Given) -> None:
-        """Take over a value of which a part has changed; the other parts stay where they came from."""
-        if path in self.given:
-            self.parts[self._name((*path, *rest))] = given.source.origin
-            given = dataclasses.replace(given, source=self.given[path].source)
-        self._set(path, given, is_part=True)
-
-    def _drop_none(self, path: Path) -> None:
-        """Forget that a section around a key was left out."""
-        for length in range(1, len(path)):
-            self.given.pop(path[:length], None)
-
-    def _find(self, path: Path, source: Source, written: Path) -> tuple[Path, Key | Section, Path]:
-        """Return a key's own name, the key, and what of the path leads into its value."""
-        node: Key | Section = self.root
-        for at, word in enumerate(path):
-            if isinstance(node, Key):
-                if _is_closed(node.kind):
-                    break
-                return path[:at], node, path[at:]
-            names = {name.lower(): name for name in node.keys} if source.is_caseless else {word: word}
-            name = names.get(word)
-            if name is None or name not in node.keys:
-                break
-            path = (*path[:at], name, *path[at + 1 :])
-            node = node.keys[name]
+    def _set(self, path: Path, value: Any, source: Source, part: Path = ()) -> None:
+        """Set a value; where only a part of it is new, the whole stays where it came from."""
+        self._holder(path)[path[-1]] = value
+        if part and path in self.sources:
+            self.sources[(*path, *part)] = source
         else:
-            return path, node, ()
-        near = find_nearest(self.root, path)
-        hint = f"; did you mean {self._name((near,))}?" if near else f"; there are: {', '.join(self.root.keys)}"
-        raise ConfigError(f"{self._name(path)} {source.at(written)} is unknown{hint}")
+            self.sources = {one: known for one, known in self.sources.items() if one[: len(path)] != path}
+            self.sources[path] = source
 
-    def _raw(self, path: Path, key: Key) -> Any:
+    def _find(self, path: Path, source: Source) -> tuple[Path, Key, Path]:
+        """Return a key's own path, the key, and what of the path leads into its value."""
+        keys = self.keys
+        for at, word in enumerate(path):
+            if source.origin.startswith("environment "):  # variables are written in capitals
+                word = next((name for name in keys if name.lower() == word), word)
+                path = (*path[:at], word, *path[at + 1 :])
+            key, rest = keys.get(word), path[at + 1 :]
+            is_plain = key is not None and all(kind in (*PLAIN, type(None), type) for kind in members(key.hint))
+            if key is None or (rest and is_plain):
+                break
+            if key.section is None or not rest:
+                return path[: at + 1], key, rest
+            keys = keys_of(key.section)
+        raise self._unknown(path, source, self.keys)
+
+    def _unknown(self, path: Path, source: Source, keys: Mapping[str, Key], above: Path = ()) -> ConfigError:
+        near = _nearest(keys, path[len(above) :])
+        hint = f"did you mean {'.'.join((*above, near))}?" if near else f"there are: {', '.join(keys)}"
+        return ConfigError(f"{'.'.join(path)} {source.place(path)} is unknown; {hint}")
+
+    def _plain(self, path: Path, key: Key) -> Any:
         """Return a key's value as YAML would hold it."""
-        if path not in self.given:
-            return None if key.default is MISSING else to_plain(key.default)
-        given = self.given[path]
-        if not given.is_text:
-            return given.value
-        try:
-            return read_text(given.value, key.kind)
-        except Mismatch as error:
-            raise self._mismatch(path, key, given, error) from error
+        return self._holder(path)[path[-1]] if path in self.sources else to_plain(key.default())
+
+    def _read_text(self, text: str, kind: Any, path: Path) -> Any:
+        """Return what a text says where a type is expected, as YAML would hold it.
+
+        Where a text may stand it is taken as it is, unless another of the types that may stand there fits. Only
+        ``null`` is ``None``.
+        """
+
+        def fits(value: Any, kind: Any) -> bool:
+            try:
+                self.convert(value, kind, path)
+            except ConfigError:
+                return False
+            return True
+
+        choices = members(kind)
+        if text == "null" and (type(None) in choices or Any in choices):
+            return None
+        rest = [choice for choice in choices if choice is not type(None)]
+        if rest == [str]:
+            return text
+        value = _read(text)
+        if value is None or isinstance(value, str):
+            return value if isinstance(value, str) and text[:1] in ("'", '"') else text
+        by_text = [one for one in rest if one is str or (_is_named(one) and not isinstance(value, dict))]
+        return text if by_text and not any(fits(value, one) for one in rest if one not in by_text) else value
 
     # What comes of it -------------------------------------------------------------------------------------------------
 
-    def build(self, section: Section, path: Path) -> Any:
-        """Make a section's dataclass."""
-        arguments = {} if section.default in (MISSING, None) else _told_apart(section.default)
-        for name, one in section.keys.items():
+    def build(self, kind: type, path: Path = (), values: Mapping[str, Any] | None = None, default: Any = None) -> Any:
+        """Make the dataclass of a section; ``default`` is the instance that is there where nothing is given."""
+        if values is None:
+            values = self.tree if not path else self.tree.get(path[0], {})
+        arguments = {} if default is None else _arguments(default)
+        for name, key in keys_of(kind).items():
             here = (*path, name)
-            if isinstance(one, Key):
-                if here in self.given:
-                    arguments[name] = self.value(here, one)
-                elif one.default is MISSING and name not in arguments:
-                    raise ConfigError(
-                        f"{self._name(here)} is missing; give it in a file, or --{self._name(here)} VALUE"
-                    )
-            elif here in self.given and self.given[here].value is None:
-                arguments[name] = None
-            elif any(given[: len(here)] == here for given in self.given) or one.default is MISSING:
-                inner = dataclasses.replace(one, default=arguments[name]) if name in arguments else one
-                arguments[name] = self.build(inner, here)
+            if name in values and (key.section is None or not isinstance(values[name], Mapping)):
+                arguments[name] = self.convert(values[name], key.hint, here)
+            elif key.section is not None and (name in values or key.factory is None):
+                inner = arguments.get(name, key.default())
+                arguments[name] = self.build(key.section, here, values.get(name, {}), inner)
+            elif key.factory is None and name not in arguments:
+                option = ".".join(here)
+                raise ConfigError(f"{option} is missing; give it in a file, or --{option} VALUE")
         try:
-            return section.kind(**arguments)
+            return kind(**arguments)
         except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(self._refused(section, path, str(error))) from error
+            text, section = str(error), ".".join(path)
+            told = text if not section or text.startswith(f"{section}.") else f"{section}: {text}"
+            given = {one[-1]: source.origin for one, source in self.sources.items() if one[:-1] == path}
+            named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", text)]
+            origins = ", ".join(f"{'.'.join((*path, name))}: {given[name]}" for name in named)
+            raise ConfigError(f"{told} ({origins})" if origins else told) from error
 
-    def value(self, path: Path, key: Key) -> Any:
-        """Return a given value in its type."""
-        given = self.given[path]
+    def convert(self, value: Any, kind: Any, path: Path) -> Any:
+        """Return a value as YAML holds it in the type that an annotation asks for.
 
-        def make(kind: type, values: Mapping[str, Any], inside: Path) -> Any:
-            tree = Settings(describe(kind), (*self.prefix, *path, *inside))
-            tree._put_mapping((), values, given.source, (*path, *inside))
-            return tree.build(tree.root, ())
-
+        Lists may become tuples, integers floats, mappings dataclasses, texts what they name; nothing is guessed: a
+        quoted ``"3"`` is no integer, and no text is true or false.
+        """
         try:
-            return typed(self._raw(path, key), key.kind, make)
-        except Mismatch as error:
-            raise self._mismatch(path, key, given, error) from error
+            return self._convert(value, kind, path)
+        except _Mismatch as error:
+            raise ConfigError(str(error)) from error
 
-    def origins(self, value: Any, path: Path) -> dict[str, str]:
-        """Return the origin of each value of a configuration."""
-        if not is_dataclass(value) or (path and not isinstance(self._node(path), Section)):
-            given = self.given.get(path)
-            found = {".".join(path): DEFAULT if given is None else given.source.origin}
-            inside = ".".join(path) + "."
-            return {**found, **{key: origin for key, origin in self.parts.items() if key.startswith(inside)}}
-        found = {}
-        for one in dataclasses.fields(value):
-            if one.init:
-                found |= self.origins(getattr(value, one.name), (*path, one.name))
+    def _convert(self, value: Any, kind: Any, path: Path) -> Any:
+        kind = plain_type(kind)
+        origin = get_origin(kind) or kind
+        if kind in (Any, object):
+            return value
+        if len(members(kind)) > 1:
+            return self._convert_union(value, kind, path)
+        if origin in (*LISTS, *MAPPINGS, *SETS):
+            return self._convert_items(value, kind, path)
+        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
+            for name in value:
+                if name not in keys_of(kind):
+                    raise self._unknown((*path, str(name)), self._source(path), keys_of(kind), path)
+            return self.build(kind, path, value)
+        if origin is Literal:
+            if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
+                return value
+        elif kind in (*PLAIN, type(None)):
+            if type(value) is kind:
+                return value
+            if kind is float and type(value) is int:
+                return float(value)
+        elif isinstance(kind, type) and origin is not type and isinstance(value, kind):
+            return value
+        elif value is not None and not (isinstance(kind, type) and is_dataclass(kind)):
+            try:
+                return make_object(value, kind)
+            except ValueError as error:
+                if isinstance(error, ConfigError) or isinstance(value, Mapping):
+                    place = self._source(path).place(path)
+                    raise ConfigError(f"{'.'.join(path)} {place} is invalid: {error}") from error
+                raise self._mismatch(value, kind, path, str(error) if isinstance(value, str) else "") from error
+        raise self._mismatch(value, kind, path)
+
+    def _convert_union(self, value: Any, kind: Any, path: Path) -> Any:
+        """Return a value in the first type of several that it fits, its own before all."""
+        errors: list[_Mismatch | ConfigError] = []
+        for one in sorted(members(kind), key=lambda one: one is not type(value)):
+            try:
+                return self._convert(value, one, path)
+            except (_Mismatch, ConfigError) as error:
+                errors.append(error)
+        # What is wrong deep inside tells more than that the other types do not fit at all.
+        here = [error for error in errors if isinstance(error, _Mismatch) and error.path == path]
+        if deep := [error for error in errors if error not in here]:
+            raise deep[0]
+        raise self._mismatch(value, kind, path, next((error.reason for error in here if error.reason), ""))
+
+    def _convert_items(self, value: Any, kind: Any, path: Path) -> Any:
+        """Return a list, tuple, set or mapping with items of their types."""
+        origin, inner = get_origin(kind) or kind, get_args(kind)
+        if origin in MAPPINGS:
+            if not isinstance(value, Mapping):
+                raise self._mismatch(value, kind, path)
+            key_kind, item_kind = inner or (Any, Any)
+            return {
+                self._convert(key, key_kind, (*path, str(key))): self._convert(item, item_kind, (*path, str(key)))
+                for key, item in value.items()
+            }
+        if not isinstance(value, list | tuple) and not (origin in SETS and isinstance(value, set | frozenset)):
+            raise self._mismatch(value, kind, path)
+        kinds = (inner[0] if inner else Any,) * len(value)
+        if origin is tuple and inner and inner[-1] is not Ellipsis:
+            kinds = () if inner == ((),) else inner
+            if len(kinds) != len(value):
+                raise self._mismatch(value, kind, path, f"it has {len(value)} items")
+        items = [self._convert(one, kinds[at], (*path, str(at))) for at, one in enumerate(value)]
+        return (origin if origin in (tuple, frozenset) else set if origin in SETS else list)(items)
+
+    def origins(self, config: Any, path: Path = ()) -> dict[str, str]:
+        """Return the origin of each value of a section, and of parts that come from elsewhere, by dotted key."""
+        found: dict[str, str] = {}
+        kind: type = type(config)
+        for name, key in keys_of(kind).items():
+            here, value = (*path, name), getattr(config, name)
+            if key.section is not None and is_dataclass(value):
+                found |= self.origins(value, here)
+                continue
+            found[".".join(here)] = DEFAULT
+            found |= {".".join(one): source.origin for one, source in self.sources.items() if one[: len(here)] == here}
         return found
 
-    def _node(self, path: Path) -> Key | Section | None:
-        return next((node for found, node in walk(self.root) if found == path), None)
+    def _source(self, path: Path) -> Source:
+        """Return where a value comes from, or the part of it that was set last."""
+        below = [source for one, source in self.sources.items() if one[: len(path)] == path]
+        above = (self.sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.sources)
+        return below[-1] if below else next(above, Source(DEFAULT))
 
-    def _mismatch(self, path: Path, key: Key, given: Given, error: Mismatch) -> ConfigError:
-        name = self._name((*path, *error.path))
-        if error.path:
-            return ConfigError(f"{name} {given.where} cannot be meant: {error.reason}")
-        hint = f"; {error.reason}" if error.reason else ""
-        value = repr(given.value)
-        value = value if len(value) <= 200 else f"{value[:200]}..."
-        return ConfigError(f"{name} {given.where} is {value}, but {name_of_type(key.kind)} is expected{hint}")
-
-    def _refused(self, section: Section, path: Path, text: str) -> str:
-        """Say in which section values were refused, and where those came from that the message names."""
-        name = self._name(path)
-        told = text if not name or text.startswith(f"{name}.") else f"{name}: {text}"
-        origins = [
-            f"{self._name(given)}: {found.source.origin}"
-            for given, found in self.given.items()
-            if given[:-1] == path and re.search(rf"\b{re.escape(given[-1])}\b", text)
-        ]
-        return f"{told} ({', '.join(origins)})" if origins else told
-
-    def _name(self, path: Path) -> str:
-        return ".".join((*self.prefix, *path))
+    def _mismatch(self, value: Any, kind: Any, path: Path, reason: str = "") -> _Mismatch:
+        shown = repr(value)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+        hint = reason or _hint(value, members(kind))
+        place = self._source(path).place(path)
+        text = f"{'.'.join(path)} {place} is {shown}, but {name_of_type(kind)} is expected"
+        return _Mismatch(f"{text}; {hint}" if hint else text, path, reason)
 
 
-def _is_closed(kind: Any) -> bool:
-    """Tell whether values of this type have nothing inside that has a name."""
-    return all(choice in (bool, int, float, str, type(None), type) for choice in members(kind))
+def _hint(value: Any, kinds: Sequence[Any]) -> str:
+    """Say how a value of a wrong type may have been meant."""
+    if isinstance(value, str):
+        if bool in kinds and value in ("yes", "no", "on", "off"):
+            return "write true or false"
+        if str not in kinds and type(_read(value)) in kinds:
+            return "leave out the quotes"
+        literals = [str(one) for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
+        enums = [name for kind in kinds for name in getattr(kind, "__members__", ())]
+        if near := closest(value, [*literals, *enums]):
+            return f"did you mean {near!r}?"
+    if isinstance(value, PLAIN):
+        if any((get_origin(kind) or kind) in (*LISTS, *SETS) for kind in kinds):
+            return "write a list in brackets"
+        if str in kinds:
+            return "put it in quotes"
+    return ""
 
 
-def _assign(raw: Any, rest: Path, value: Any, name: str, where: str) -> Any:
+def _is_named(kind: Any) -> bool:
+    """Tell whether values of this type are named by texts, so that a number is a text, too."""
+    return not ((get_origin(kind) or kind) in (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS) or is_dataclass(kind))
+
+
+def _read(text: str) -> Any:
+    """Return what YAML says, or the text where it is none."""
+    try:
+        return load_text(text)
+    except ValueError:
+        return text
+
+
+def _with_part(old: Any, rest: Path, value: Any, name: str, place: str) -> Any:
     """Return a plain value with a part of it replaced."""
     if not rest:
-        if not isinstance(value, str):
-            return value
-        try:
-            return load_text(value) if value else value
-        except ValueError:
-            return value
+        return _read(value) if isinstance(value, str) and value else value
     word = rest[0]
-    if isinstance(raw, list):
-        at = int(word) if word.isdecimal() else len(raw)
-        if at >= len(raw):
-            raise ConfigError(f"{name}.{word} {where} is unknown; there are {len(raw)} items, counted from 0")
-        return [*raw[:at], _assign(raw[at], rest[1:], value, f"{name}.{at}", where), *raw[at + 1 :]]
-    if isinstance(raw, str) and raw[:1].isidentifier():
-        raw = {"class_path": raw}
-    if not isinstance(raw, (Mapping, type(None))):
-        raise ConfigError(f"{name} {where} is {raw!r}, and has no {word}")
-    raw = dict(raw or {})
-    if "class_path" in raw and word not in ("class_path", "init_args"):
+    if isinstance(old, list):
+        at = int(word) if word.isdecimal() else len(old)
+        if at >= len(old):
+            raise ConfigError(f"{name}.{word} {place} is unknown; there are {len(old)} items, counted from 0")
+        return [*old[:at], _with_part(old[at], rest[1:], value, f"{name}.{at}", place), *old[at + 1 :]]
+    if isinstance(old, str) and old[:1].isidentifier():
+        old = {"class_path": old}
+    if not isinstance(old, Mapping | None):
+        raise ConfigError(f"{name} {place} is {old!r}, and has no {word}")
+    old = dict(old or {})
+    if "class_path" in old and word not in ("class_path", "init_args"):
         word, rest = "init_args", ("init_args", *rest)
-    if "class_path" in raw and len(rest) == 2 and word == "init_args":
+    if "class_path" in old and len(rest) == 2 and word == "init_args":
         # jsonargparse reads texts for the types of arguments.
-        return {**raw, word: {**(raw.get(word) or {}), rest[1]: value}}
-    return {**raw, word: _assign(raw.get(word), rest[1:], value, f"{name}.{word}", where)}
+        return {**old, word: {**(old.get(word) or {}), rest[1]: value}}
+    return {**old, word: _with_part(old.get(word), rest[1:], value, f"{name}.{word}", place)}
 
 
-def _told_apart(instance: Any) -> dict[str, Any]:
+def _arguments(instance: Any) -> dict[str, Any]:
     """Return the arguments that an instance was made with, as far as others do not follow from them.
 
     A name of a folder that follows from the name of a run must follow the new name where that is changed.
     """
-    kind = type(instance)
     values = {one.name: getattr(instance, one.name) for one in dataclasses.fields(instance) if one.init}
     for name in list(values):
         fewer = {key: value for key, value in values.items() if key != name}
         try:
-            if getattr(kind(**fewer), name) == values[name]:
+            if getattr(type(instance)(**fewer), name) == values[name]:
                 values = fewer
         except (TypeError, ValueError):
             continue
