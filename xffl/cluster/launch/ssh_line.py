@@ -39,15 +39,16 @@ def _python(environ: Mapping[str, str]) -> str:
     return environ.get("XFFL_PYTHON") or sys.executable
 
 
-def ssh_command(host: Host, environ: Mapping[str, str]) -> list[str]:
+def ssh_command(host: Host, environ: Mapping[str, str], program: str = _BOOT) -> list[str]:
     """Return the command line that reaches a host and starts what answers there.
 
     :param host: The host.
     :param environ: Environment to read: ``XFFL_SSH`` holds the command to use instead, with its options, and
         ``XFFL_PYTHON`` the path of Python on the hosts, where that is another one than here.
+    :param program: The Python program to run there; it reads its job as a line of JSON.
     :return: The words; the last one is for the shell of the host.
     """
-    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(_BOOT)}"
+    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(program)}"
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
