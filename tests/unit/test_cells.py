@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from tests.unit.test_allocation import THREE_LEVELS
 from xffl.cli.main import main
+from xffl.cluster import cells as cells_module
 from xffl.cluster.cells import (
     Arrangement,
     arrange,
     check_federation,
     is_rule,
     name_cells,
+    order_hosts,
     parse_federation,
     parse_sizes,
     sizes_of_ranks,
 )
 from xffl.cluster.environment import federation_variables, request_federation, requested_federation
-from xffl.cluster.launch import placement
-from xffl.cluster.launch.placement import order_hosts
 from xffl.cluster.slurm.allocation import Host, read_topology, with_switches
 from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -308,7 +308,7 @@ def test_many_hosts() -> None:
 
 def test_too_many_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all choices are looked through the order still has every host, and replicas few of them."""
-    monkeypatch.setattr(placement, "_MAX_STATES", 30)
+    monkeypatch.setattr(cells_module, "_MAX_STATES", 30)
     odd = [Host(f"n{n}", 1 + n % 5) for n in range(30)]
     ordered = order_hosts(odd, 9)
     assert sorted(ranks_of(ordered)) == sorted(ranks_of(odd)) and touched(ordered, 9) <= touched(odd, 9)

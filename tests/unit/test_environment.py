@@ -20,8 +20,7 @@ from xffl.cluster.environment import (
     use_interface,
 )
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
-from xffl.cluster.launch.launchers import LAUNCHERS
-from xffl.cluster.launch.mpi import Claim, number_nodes
+from xffl.cluster.launch.launchers import LAUNCHERS, Claim, number_nodes
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.process_group import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError

@@ -15,20 +15,18 @@ from pathlib import Path
 import pytest
 
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch import rank_files, runner, srun
+from xffl.cluster.launch import logs, runner, srun
 from xffl.cluster.launch.failure import RankFailure
-from xffl.cluster.launch.line_buffer import LineCutter
-from xffl.cluster.launch.rank_files import RankFile, Stream
+from xffl.cluster.launch.logs import LineCutter, MarkedLines, RankFile, Stream
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends
-from xffl.cluster.launch.stderr_frames import MarkedLines
 
 DEADLINE_S = 30
 EXEC = [sys.executable, "-m", "xffl", "exec"]
 BEGIN = """
 import json, os, signal, sys, time
 from pathlib import Path
-from xffl.cluster.launch.stderr_frames import mark
+from xffl.cluster.launch.logs import mark
 
 def say(text, stream=2):
     os.write(stream, text if isinstance(text, bytes) else text.encode())
@@ -117,7 +115,7 @@ def test_lines_are_cut() -> None:
 
 
 def test_log_files_of_many_ranks_are_looked_at_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_files, "_FILES_PER_S", 10)
+    monkeypatch.setattr(logs, "_FILES_PER_S", 10)
     for rank in range(30):
         RankFile(rank, None, tmp_path).path.write_text("1%\r2%")
     waited: list[float] = []

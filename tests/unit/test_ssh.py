@@ -54,10 +54,10 @@ os.rename(file.name, "child." + os.environ["RANK"])
 """
 PAUSED = """
 import sys
-from xffl.cluster.launch import ssh, ssh_line
+from xffl.cluster.launch import ssh
 from xffl.cluster.slurm.allocation import Host
 from xffl.cluster.launch.job_layout import lay_out
-ssh.BEAT_S = ssh_line.BEAT_S = 0.1
+ssh.BEAT_S = 0.1
 sys.exit(ssh.launch_ssh(lay_out((Host("a", 1),), None, None), ["script.py"], environ={}))
 """
 TALK = """

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch.rank_files import Stream, list_rank_files
+from xffl.cluster.launch.logs import Stream, list_rank_files
 from xffl.errors import ConfigError
 
 __all__ = ["build_parser", "run"]

@@ -19,11 +19,7 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class JobWatch:
-    """Collects how ranks end, and tells when the rest is to be ended.
-
-    :param timeout_s: Seconds from now on that the job may take; ``None`` for no limit.
-    :param grace_s: Seconds that ranks get to end by themselves after a signal or another rank's failure.
-    """
+    """Collects how ranks end, and tells when the rest is to be ended."""
 
     def __init__(self, timeout_s: float | None, grace_s: float) -> None:
         self.grace_s = grace_s
@@ -51,10 +47,6 @@ class JobWatch:
 
         Of ranks that left no record the first counts: the launcher ends the others. An end by SIGTERM counts only where
         there is no other, since the launcher ends ranks so.
-
-        :param rank: The rank.
-        :param code: Its exit code, other than 0.
-        :param is_own: Whether it is known that the launcher did not end it.
         """
         if rank not in self._records and code != -signal.SIGTERM and not self._codes:
             self._codes[rank] = code
@@ -94,8 +86,8 @@ class JobWatch:
     def result(self) -> RankFailure | int | None:
         """Return the failure that ended the job or its exit code, once all ranks have ended.
 
-        :return: 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
-            not manage to end in order); ``None`` where no rank has told or shown a failure.
+        Returns 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
+        not manage to end in order); ``None`` where no rank has told or shown a failure.
         """
         failure = self._failure()
         if self.stopped_by is not None:
@@ -128,8 +120,8 @@ class JobWatch:
 def caught_signals() -> Iterator[Callable[[], list[tuple[int, bool]]]]:
     """Collect the signals that come while the block runs. What was ignored before (nohup) stays so.
 
-    :yield: A function that takes out what has come: each signal's number, and whether it ends the job (INT, TERM, HUP
-        and QUIT) or means something to the ranks (USR1 and USR2).
+    Returns a function that takes out what has come: each signal's number, and whether it ends the job (INT, TERM, HUP
+    and QUIT) or means something to the ranks (USR1 and USR2).
     """
     before = {number: signal.getsignal(number) for number in (*_STOPPING, *_PASSED_ON)}
     come: deque[int] = deque()

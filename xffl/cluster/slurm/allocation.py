@@ -71,14 +71,8 @@ def find_allocation(
 
     Local; ``scontrol`` is asked once for the network where the switches are wanted or needed.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :param wants_switches: Ask for the network; where it cannot be asked for, ``switches`` stay empty.
-    :param needs_switches: Ask for the network, and raise where it cannot be asked for.
-    :return: The job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process
-        as one rank of several already.
-    :raises LaunchError: if the job's variables are incomplete or contradict each other, the job has several components
-        (a heterogeneous job), its GPUs cannot be spread over its nodes though nobody asked for tasks, or the network is
-        needed but cannot be asked for.
+    Returns the job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process as
+    one rank of several already.
     """
     environ = os.environ if environ is None else environ
     job = environ.get("SLURM_JOB_ID")
@@ -167,12 +161,7 @@ def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def show_topology(environ: Mapping[str, str] | None = None) -> str:
-    """Ask SLURM's controller for its network.
-
-    :param environ: Environment for ``scontrol``; ``None`` means the process's own.
-    :return: The output of ``scontrol show topology``.
-    :raises LaunchError: if there is no ``scontrol`` in ``PATH``, it fails, or it does not answer.
-    """
+    """Ask SLURM's controller for its network."""
     environ = dict(os.environ if environ is None else environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
     program = shutil.which("scontrol", path=environ.get("PATH"))
@@ -205,14 +194,7 @@ def show_topology(environ: Mapping[str, str] | None = None) -> str:
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:
-    """Read the output of ``scontrol show topology``, or a ``topology.conf``.
-
-    :param text: One switch on each line (``SwitchName=s1 Nodes=n[1-4]``, ``SwitchName=core Switches=s[1-2]``), or one
-        block (``BlockName=b1 Nodes=n[1-4]``).
-    :return: The switches of each node, from the top one to its own. Several switches of a node at one level count as
-        one, whose name is theirs joined by ``+``.
-    :raises LaunchError: if a list cannot be read, or a switch stands above itself.
-    """
+    """Read the output of ``scontrol show topology``, or a ``topology.conf``."""
     leaves: dict[str, set[str]] = {}  # node to the switches that it hangs on
     parents: dict[str, set[str]] = {}
     children: dict[str, tuple[str, ...]] = {}
@@ -266,19 +248,13 @@ def _path(own: Iterable[str], parents: Mapping[str, set[str]], heights: Mapping[
 def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]) -> tuple[Host, ...]:
     """Return hosts with the switches that a topology names for them.
 
-    :param hosts: The hosts.
-    :param topology: What :func:`read_topology` returns.
-    :return: The same hosts in the same order; those that the topology does not name stay as they are.
+    Returns the same hosts in the same order; those that the topology does not name stay as they are.
     """
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 
 def own_host(environ: Mapping[str, str] | None = None) -> Host:
-    """Tell where this process runs, from what a SLURM step or else the host itself says; nobody is asked.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The host, with its switches from ``SLURM_TOPOLOGY_ADDR`` where this process is a task of a step.
-    """
+    """Tell where this process runs, from what a SLURM step or else the host itself says; nobody is asked."""
     environ = os.environ if environ is None else environ
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
@@ -297,10 +273,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
     A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1``; ``gpus=4`` and ``switches=core.s1`` may follow, and
     what stands behind ``#`` is left out.
-
-    :param text: What was typed.
-    :return: The hosts, in their order.
-    :raises ConfigError: if it cannot be read, a host has no slots or occurs twice, or the file cannot be read.
     """
     if text.startswith("@"):
         hosts = _read_hosts(Path(text[1:]))

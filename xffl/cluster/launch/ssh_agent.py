@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
-from xffl.cluster.launch.line_buffer import LineCutter
+from xffl.cluster.launch.logs import LineCutter
 
 __all__ = ["free_port", "main"]
 
@@ -36,10 +36,7 @@ _POLL_S = 0.1
 
 
 def main(job: dict[str, Any]) -> None:
-    """Be the launcher of this host.
-
-    :param job: What the first line of the input holds.
-    """
+    """Be the launcher of this host."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says so, too, and leaves time for it
     refused = _refusal(job)
     if refused is not None:
@@ -50,11 +47,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def free_port() -> int:
-    """Find a port of this host where nobody listens.
-
-    :return: The port.
-    :raises OSError: if none is found.
-    """
+    """Find a port of this host where nobody listens."""
     for port in random.sample(_PORTS, _TRIES):
         with socket.socket() as probe:
             try:
