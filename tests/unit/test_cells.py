@@ -70,7 +70,7 @@ def test_federations(text: str, expected: object) -> None:
         ("auto:x", "auto:LEVEL"),
         ("auto:", "auto:LEVEL"),
         ("hosts:", "names nothing"),
-        ("hosts:(", "regular expression is wrong: missing \\), unterminated"),
+        ("hosts:(", "regular expression is invalid: missing \\), unterminated"),
         ("file:", "names nothing"),
         ("Auto", "give auto, auto:LEVEL, hosts:REGEX, file:PATH, or sizes"),
         ("4,x", "give sizes like 4,4"),
@@ -85,7 +85,7 @@ def test_wrong_federations(text: str, told: str) -> None:
 
 def test_arguments_are_numbers_or_rules() -> None:
     assert [check_federation(given, "x") for given in (None, 4, (4, 2), " auto")] == [None, 4, (4, 2), "auto"]
-    with pytest.raises(TopologyError, match=r"sizes '4,2' is no whole number and no rule; .* such as \(4, 2\)"):
+    with pytest.raises(TopologyError, match=r"sizes '4,2' is neither a number nor a rule; .* such as \(4, 2\)"):
         check_federation("4,2", "sizes")
     with pytest.raises(ConfigError, match="sizes 'auto:0'|sizes is 'auto:0'"):
         check_federation("auto:0", "sizes")
@@ -133,7 +133,7 @@ def test_cells_by_names() -> None:
     assert name_cells(named, r"hosts:rack(\d+)") == ("1", "1", "12")
     assert name_cells(named, r"hosts:^rack\d+") == ("rack1", "rack1", "rack12")
     assert name_cells(named, r"hosts:-(?P<place>n\d)") == ("n1", "n2", "n1")
-    with pytest.raises(TopologyError, match="names no cell for hosts rack1-n1, rack1-n2; mend the expression"):
+    with pytest.raises(TopologyError, match="names no cell for hosts rack1-n1, rack1-n2; correct the expression"):
         name_cells(named, "hosts:rack12")
     with pytest.raises(TopologyError, match="names no cell for hosts rack1-n1, rack1-n2;"):
         name_cells(named, "hosts:rack1(2)?")  # a group that takes no part

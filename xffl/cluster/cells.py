@@ -102,7 +102,7 @@ def parse_federation(text: str, knob: str) -> Federation:
         try:
             re.compile(rest)
         except re.error as error:
-            raise ConfigError(f"{knob} is {text!r}, whose regular expression is wrong: {error}; mend it") from error
+            raise ConfigError(f"{knob} is {text!r}, whose regular expression is invalid: {error}") from error
         return plain
     if kind == "file" and rest:
         return plain
@@ -117,7 +117,7 @@ def check_federation(federation: Federation | None, knob: str) -> Federation | N
     """Return what a program gives as a federation, if it can be meant: text must be a rule."""
     found = read_federation(federation, knob)
     if isinstance(federation, str) and not isinstance(found, str):
-        raise TopologyError(f"{knob} {federation!r} is no whole number and no rule; give numbers, such as {found}")
+        raise TopologyError(f"{knob} {federation!r} is neither a number nor a rule; give numbers, such as {found}")
     return found
 
 
@@ -176,7 +176,7 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
     if kind == "hosts":
         pattern = re.compile(rest)
         found = {host.name: _matched(pattern.search(host.name)) for host in hosts}
-        remedy = "mend the expression, whose first group (or else the whole match) names the cell"
+        remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
         found = {host.name: listed.get(host.name) for host in hosts}

@@ -1,4 +1,4 @@
-"""Who started this process: explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
+"""The place of this process among all: told by explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
 :mod:`xffl.cluster.launch.launchers`.
@@ -46,7 +46,7 @@ _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node
 class ProcessEnvironment:
     """Where this process stands among all.
 
-    The rendezvous is ``None`` where the world is this one process and nobody gave an address. Nodes may hold different
+    The rendezvous is ``None`` where the world is this one process and no address was given. Nodes may hold different
     numbers of ranks; ``node_local_size`` is that of this rank's node.
     """
 
@@ -177,7 +177,7 @@ def _check(found: Fields) -> None:
             raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
     port = found.get("master_port")
     if port is not None and not 0 < port < 65536:
-        raise LaunchError(f"{sources['master_port']}={port} is no port; give 1 to 65535")
+        raise LaunchError(f"{sources['master_port']}={port} must be a port from 1 to 65535")
     if any(whole not in found for _, whole in _PARTS):
         return
     world, local, nodes = (found[whole] for _, whole in _PARTS)

@@ -102,7 +102,7 @@ def node_address(name: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            f"node {name!r} does not resolve, and scontrol was asked in vain: {error}; set MASTER_ADDR to an address "
+            f"node {name!r} does not resolve, and scontrol did not answer: {error}; set MASTER_ADDR to an address "
             "of the first node"
         ) from error
     match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)

@@ -137,7 +137,7 @@ class Timeouts:
         for name, value in levels:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not (math.isfinite(value) and 0 < value < 1e9):
-                raise ConfigError(f"{name} {value!r} is no positive number of seconds; give one, such as 600")
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
         for (inner, short), (outer, long) in pairwise(levels):
             if not short < long:
                 order = " < ".join(level.name for level in fields(self))
@@ -150,7 +150,7 @@ class Timeouts:
         """Return the levels that fit below the timeout of a session."""
         is_number = isinstance(session_s, (int, float)) and not isinstance(session_s, bool)
         if not is_number or not 0 < session_s < 1e9:
-            raise ConfigError(f"session_s {session_s!r} is no positive number of seconds; give one, such as 600")
+            raise ConfigError(f"session_s must be a positive number of seconds, got {session_s!r}")
         return cls(
             connect_s=min(_CONNECT_S, session_s / 4),
             home_s=session_s / 2,

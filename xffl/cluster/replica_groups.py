@@ -1,4 +1,4 @@
-"""What a job is told as one of several replica groups: its number, where the lighthouse is, and the run's token."""
+"""Variables of a job that is one of several replica groups: its number, the lighthouse, and the run's token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores and how many threads a rank takes, so that the ranks of a node do not crowd each other."""
+"""Cores and threads of a rank, so that the ranks of a node do not crowd each other."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def bind_if_asked(environ: MutableMapping[str, str] | None = None) -> Binding | None:
-    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; nobody is asked.
+    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; local.
 
     :param environ: Environment to read and change; ``None`` means the process's own.
     :return: What the rank has now, ``None`` where nothing was asked for or no launcher started this process.
-    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable cannot be meant.
+    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable is invalid.
     """
     environ = os.environ if environ is None else environ
     place = _place(environ) if is_wanted(environ) else None
@@ -135,7 +135,7 @@ def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
 
     :param environ: Environment to read; ``None`` means the process's own.
     :return: Whether this process, and what it starts later, waits so from now on.
-    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable cannot be meant, or what it asks for is not allowed.
+    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable is invalid, or what it asks for is not allowed.
     """
     environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_SCHED", "").strip().lower()

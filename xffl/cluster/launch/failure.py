@@ -1,4 +1,4 @@
-"""How a rank's failure reaches the launcher: a small file for each rank, and the rule for who failed first.
+"""Failures of ranks: a small record from each rank to the launcher, and the rule for which one was first.
 
 When one rank fails, the others soon fail too, with "connection closed by peer" and the like. The launcher shows the
 first failure alone, so ranks print no traceback but write a record, and :func:`first_failure` picks one.

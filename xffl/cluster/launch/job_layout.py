@@ -1,4 +1,4 @@
-"""Which hosts take which ranks, and what was asked for against what was found. Nothing is started here."""
+"""The layout of ranks over hosts, and checks of what was asked for. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
             f"{knob} is {processes}, but job {allocation.job} has {slots} tasks ({_shown(hosts)}). HINT: ask SLURM "
             f"for --ntasks={processes} (or --nodes and --ntasks-per-node), or leave {knob} out: each task is one rank"
         )
-    # Nobody asked for tasks: SLURM's count is one for each node, or one for each of its CPUs.
+    # No tasks were asked for: SLURM's count is one for each node, or one for each of its CPUs.
     if processes < len(hosts):
         raise LaunchError(
             f"{knob} is {processes}, but job {allocation.job} has {len(hosts)} nodes, of which each takes a rank at "

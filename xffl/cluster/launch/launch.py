@@ -1,4 +1,4 @@
-"""Start processes on this machine and see them through; without torch, which takes a second and more to import."""
+"""Local processes as the ranks of a job; without torch, which takes a second and more to import."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def launch_local(
     """
     check_script(command[0])
     watch = JobWatch(timeout_s, grace_s)
-    # An agent above this process is none of the ranks'.
+    # The variables of an agent above this process are not for the ranks.
     own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     variables = {**own, **environ}
     limit_threads(variables)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns how a process has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
     with folder as failures, _held_port() as port, caught_signals() as take_signals:
         variables |= RankJob(log_dir=log_dir, failures=failures, parent=os.getpid()).variables()
@@ -187,9 +187,9 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> bool:
 
 @contextmanager
 def _held_port() -> Iterator[int]:
-    """Hold a free port of all addresses while the block runs: Linux gives it to nobody, but a rank may listen there.
+    """Hold a free port of all addresses while the block runs: no other program gets it, but a rank may listen there.
 
-    That may who asks for it by number with SO_REUSEADDR, as torch's store does, while nobody listens.
+    A program that asks for it by number with SO_REUSEADDR, as torch's store does, gets it while no one listens.
     """
     both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as holder:
@@ -223,7 +223,7 @@ def launch_distributed(
     """
     check_script(script)
     if num_nodes < 1 or gpus_per_node < 1:
-        raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are no job; give at least 1 of each")
+        raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are invalid; give at least 1 of each")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus_per_node}"]
     if num_nodes == 1 and master_port is None:
         command.append("--standalone")

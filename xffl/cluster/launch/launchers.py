@@ -250,7 +250,7 @@ def read_number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name} is {text!r}; it must be a whole number") from None
+        raise LaunchError(f"{name} is {text!r}; it must be an integer") from None
 
 
 def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:

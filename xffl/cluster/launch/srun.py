@@ -1,4 +1,4 @@
-"""Start ranks inside a SLURM allocation with srun, in an order of this program's choice, and see them through."""
+"""Ranks as a step of a SLURM job: srun starts them, in an order of this program's choice."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class _Step:
                             out.write(shown)
                             out.flush()
                     except Exception as error:  # noqa: BLE001 - raised in the main thread
-                        # Go on reading: ranks whose output nobody takes would wait for ever.
+                        # Go on reading: ranks whose output is not read would wait for ever.
                         self._trouble = self._trouble or error
                     is_begun = not line.endswith(b"\n")
                 if not piece:

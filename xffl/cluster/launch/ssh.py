@@ -1,4 +1,4 @@
-"""Start ranks on hosts by ssh: one connection to each, no shared shell string, and see them through.
+"""Ranks on hosts that ssh reaches: one connection to each, no shared shell string.
 
 What ssh runs is a fixed, quoted line of Python that reads what to do from standard input as JSON, and answers with
 lines of JSON (:mod:`xffl.cluster.launch.ssh_agent`). When the connection ends, so do the ranks there.

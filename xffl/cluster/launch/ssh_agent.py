@@ -1,4 +1,4 @@
-"""What ``xffl exec --hosts`` runs on each host: it starts ranks, brings home what they print, and ends them.
+"""The program that ``xffl exec --hosts`` runs on each host: it starts ranks, sends back what they print, and ends them.
 
 Lines of JSON come on standard input and go on standard output; when the input ends, so do the ranks.
 """

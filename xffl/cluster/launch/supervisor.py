@@ -1,4 +1,4 @@
-"""What a launcher learns of ranks that it cannot see itself, and how signals and the time limit reach them."""
+"""The end of a job, as a launcher sees it: failures of ranks, signals and the time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts that a job may use: what SLURM has given to it, or what somebody wrote down. Nothing is started here."""
+"""Hosts that a job may use: of a SLURM allocation, or of a list. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Host:
     """Where to reach it, if not by its name."""
     switches: tuple[str, ...] = ()
     gpus: int | None = None
-    """GPUs that the job may use there; ``None`` where nobody tells."""
+    """GPUs that the job may use there; ``None`` if unknown."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _heights(children: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     while waiting:
         known = [name for name, below in waiting.items() if not any(child in waiting for child in below)]
         if not known:
-            raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; mend Switches= of one")
+            raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; correct Switches= of one")
         for name in known:
             heights[name] = max((heights.get(child, 0) + 1 for child in waiting[name]), default=0)
         for name in known:
@@ -254,7 +254,7 @@ def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]
 
 
 def own_host(environ: Mapping[str, str] | None = None) -> Host:
-    """Tell where this process runs, from what a SLURM step or else the host itself says; nobody is asked."""
+    """Tell where this process runs, from what a SLURM step or else the host itself says; local."""
     environ = os.environ if environ is None else environ
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
@@ -316,9 +316,7 @@ def _hosts(words: list[str], where: str) -> list[Host]:
         raise ConfigError(f"hosts: {where!r} does not say how many ranks {names!r} takes; write {names}:4")
     counts = {key: int(told[key]) if told[key].isdecimal() else 0 for key in ("slots", "gpus") if key in told}
     if counts["slots"] < 1 or ("gpus" in told and not told["gpus"].isdecimal()):
-        raise ConfigError(
-            f"hosts: {where!r} has slots {told['slots']!r} or gpus that are no such number; give 1 or more"
-        )
+        raise ConfigError(f"hosts: {where!r} has slots {told['slots']!r} or gpus that are not valid; give 1 or more")
     try:
         expanded = expand_hosts(names)
     except LaunchError as error:

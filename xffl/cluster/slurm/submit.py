@@ -105,7 +105,7 @@ class SlurmConfig:
             raise ConfigError(f"slurm.signal {self.signal!r} is no signal; give its name, such as USR2")
         if self.gpus_per_node is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(self.gpus_per_node)):
             raise ConfigError(
-                f"slurm.gpus_per_node {self.gpus_per_node!r} is no number of GPUs; give one, such as 4 or a100:4"
+                f"slurm.gpus_per_node {self.gpus_per_node!r} must be a number of GPUs, such as 4 or a100:4"
             )
         limit_s = _seconds(self.time)
         if limit_s is not None and self.signal_s is not None and limit_s <= self.signal_s:
