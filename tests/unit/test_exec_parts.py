@@ -279,8 +279,8 @@ def test_long_texts_lose_their_middle() -> None:
 def test_the_variable_of_a_rank_is_taken_out() -> None:
     job = RankJob(("a b", ":", "\n"), "logs", is_marked=True, is_tied=False)
     environ = {"PATH": "x", **job.variables()}
-    assert RankJob.take(environ) == job and environ == {"PATH": "x"}
-    assert RankJob.take(environ) == RankJob()
+    assert RankJob.pop(environ) == job and environ == {"PATH": "x"}
+    assert RankJob.pop(environ) == RankJob()
 
 
 # srun and ssh ---------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class _Ranks:
         """Tell those that are left to end, once."""
         if not self.are_ending:
             self._ending_since = time.time()
-            self._watch.lose_patience()
+            self._watch.start_grace()
             for process in self._running.values():
                 _kill(process, number)
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from xffl.errors import ConfigError
 
 __all__ = [
-    "LineCutter",
+    "LineBuffer",
     "MarkedLines",
     "Message",
     "RankFile",
@@ -35,7 +35,7 @@ __all__ = [
 _LONGEST_BYTES = 1 << 16
 
 
-class LineCutter:
+class LineBuffer:
     """Cuts at each newline, and at each carriage return, with which a progress bar begins anew.
 
     What has no end is kept until it has one or is 64 KiB long, so that an endless line costs neither memory nor time.
@@ -44,7 +44,7 @@ class LineCutter:
     def __init__(self) -> None:
         self._rest = b""
 
-    def add(self, piece: bytes) -> list[bytes]:
+    def feed(self, piece: bytes) -> list[bytes]:
         """Take the next piece.
 
         Returns the lines that are complete now, with their ends, and what is too long to be kept.
@@ -53,10 +53,10 @@ class LineCutter:
         # A carriage return that comes last may be half of the end of a line.
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if len(self._rest) > _LONGEST_BYTES:
-            lines.append(self.take_rest())
+            lines.append(self.flush())
         return lines
 
-    def take_rest(self) -> bytes:
+    def flush(self) -> bytes:
         """Return what has no end yet, and forget it."""
         rest, self._rest = self._rest, b""
         return rest
@@ -216,7 +216,7 @@ class Stream:
     ) -> None:
         self.folder, self.out, self.ranks = folder, out, ranks
         self._read_to = dict(begin or {})
-        self._cutters: defaultdict[Path, LineCutter] = defaultdict(LineCutter)
+        self._buffers: defaultdict[Path, LineBuffer] = defaultdict(LineBuffer)
         self._looked_at = 0
 
     def copy(self, *, is_end: bool = False) -> None:
@@ -229,15 +229,15 @@ class Stream:
 
     def _copy_one(self, file: RankFile, is_end: bool) -> None:
         prefix, at, path = line_prefix(file.rank, file.cell), self._read_to.get(file.path, 0), file.path
-        cutter = self._cutters[path]
+        buffer = self._buffers[path]
         if os.path.exists(path) and path.stat().st_size > at:  # somebody may have removed it
             with path.open("rb") as log:
                 log.seek(at)
                 while chunk := log.read(_CHUNK_BYTES):
-                    lines = cutter.add(chunk)
+                    lines = buffer.feed(chunk)
                     self.out.writelines(prefix + line + _lacking_end(line) for line in lines)
                 self._read_to[path] = log.tell()
-        if is_end and (rest := cutter.take_rest()):
+        if is_end and (rest := buffer.flush()):
             self.out.write(prefix + rest + b"\n")
 
     def follow(self, wait: Callable[[float], bool]) -> None:

@@ -75,7 +75,7 @@ class RankJob:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> RankJob:
+    def pop(cls, environ: MutableMapping[str, str]) -> RankJob:
         """Read the variable, and take it out of the environment."""
         told = json.loads(environ.pop(_VARIABLE, "{}"))
         return cls(**{**told, "command": tuple(told.get("command", ()))})
@@ -83,7 +83,7 @@ class RankJob:
 
 def main() -> None:
     """Run the script that the launcher names, and leave with its exit code."""
-    job = RankJob.take(os.environ)
+    job = RankJob.pop(os.environ)
     if job.is_tied:
         _die_with_parent()
     if job.parent is not None and os.getppid() != job.parent:

@@ -22,7 +22,7 @@ from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import FailureRecord, RankFailure
 from xffl.cluster.launch.job_layout import JobLayout
-from xffl.cluster.launch.logs import LineCutter, MarkedLines, Message, line_prefix
+from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
 from xffl.cluster.launch.runner import RankJob, check_script
 from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.errors import LaunchError
@@ -224,10 +224,10 @@ class _Step:
     def _read(self, stream: IO[bytes] | None, out: BinaryIO, show: Callable[[bytes, bool], bytes]) -> threading.Thread:
         def copy() -> None:
             assert stream is not None
-            cutter, is_begun = LineCutter(), False
+            buffer, is_begun = LineBuffer(), False
             while True:
                 piece = os.read(stream.fileno(), _CHUNK_BYTES)
-                for line in cutter.add(piece) if piece else filter(None, [cutter.take_rest()]):
+                for line in buffer.feed(piece) if piece else filter(None, [buffer.flush()]):
                     try:
                         shown = show(line, is_begun)
                         if shown and self._trouble is None:

@@ -33,7 +33,7 @@ from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 
-__all__ = ["BEAT_S", "Line", "allow_files", "launch_ssh", "shared_environment", "ssh_command"]
+__all__ = ["BEAT_S", "HostConnection", "allow_files", "launch_ssh", "shared_environment", "ssh_command"]
 
 BEAT_S = 10.0
 """How often each host hears from here."""
@@ -73,7 +73,7 @@ def allow_files(hosts: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-class Line:
+class HostConnection:
     """One connection, with threads of its own: neither a host that does not read nor a paused terminal stops it."""
 
     def __init__(
@@ -255,7 +255,7 @@ class _Job:
         self._take_signals = take_signals
         """Gives signals."""
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        self._lines: list[Line] = []
+        self._connections: list[HostConnection] = []
         self._marked = MarkedLines()
         self._is_stopping = False
         self._failed: list[tuple[int, int]] = []
@@ -267,29 +267,31 @@ class _Job:
         allow_files(len(hosts))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
-            self._lines.append(Line(number, host, {**told, **place}, self._events))
+            self._connections.append(HostConnection(number, host, {**told, **place}, self._events))
             first += host.slots
         port = self._wait_for_answers()
         if self._watch.stopped_by is None:
             host = self._layout.hosts[0]
             # An address of ssh may name a user, or be known to ssh's configuration alone.
             address = os.environ.get("MASTER_ADDR") or (host.address or host.name).rpartition("@")[2]
-            address = "127.0.0.1" if len(self._lines) == 1 else address
-            for line in self._lines:
-                line.send({"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}})
+            address = "127.0.0.1" if len(self._connections) == 1 else address
+            for connection in self._connections:
+                connection.send(
+                    {"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}}
+                )
 
     def wait(self) -> RankFailure | int:
         """Show what the ranks print until the last has ended, and tell how the job ended."""
-        while any(not line.is_over for line in self._lines):
+        while any(not connection.is_over for connection in self._connections):
             self._check_limits()
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            self._handle(self._lines[number], event)
+            self._handle(self._connections[number], event)
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
-        trouble = next((line.trouble for line in self._lines if line.trouble is not None), None)
+        trouble = next((connection.trouble for connection in self._connections if connection.trouble is not None), None)
         if trouble is None and ended is None and self._failed:  # whoever ended it
             rank, code = self._failed[0]
             trouble = f"rank {rank} {RankFailure(rank, code if code > 0 else code_of_signal(-code), None).describe()}"
@@ -305,21 +307,21 @@ class _Job:
 
     def forward_signal(self, number: int) -> None:
         """Pass a signal on to the ranks."""
-        for line in self._lines:
-            line.send({"signal": number})
+        for connection in self._connections:
+            connection.send({"signal": number})
 
     def leave(self) -> None:
         """Hang up everywhere."""
-        for line in self._lines:
-            line.disconnect()
+        for connection in self._connections:
+            connection.disconnect()
         deadline = time.monotonic() + self._watch.grace_s + _SLACK_S
-        for line in self._lines:
-            line.wait(max(0.1, deadline - time.monotonic()) if line.is_ready else 0.1)
+        for connection in self._connections:
+            connection.wait(max(0.1, deadline - time.monotonic()) if connection.is_ready else 0.1)
 
     def _stop_ranks(self, number: int) -> None:
         self._is_stopping = True
-        for line in self._lines:
-            line.send({"stop": number})
+        for connection in self._connections:
+            connection.send({"stop": number})
 
     def _check_limits(self) -> None:
         """Do what signals and clocks say."""
@@ -330,46 +332,45 @@ class _Job:
         if self._watch.is_overdue() and not self._is_stopping:
             self._stop_ranks(signal.SIGTERM)
         if self._watch.is_overdue(_SLACK_S):  # the host itself does not answer any more
-            for line in self._lines:
-                line.kill()
+            for connection in self._connections:
+                connection.kill()
 
     def _wait_for_answers(self) -> int:
         """Wait until every host is ready, and return the port that is free on the first."""
         port, deadline = 0, time.monotonic() + _ANSWER_S
-        while waiting := [line for line in self._lines if not line.is_ready]:
+        while waiting := [connection for connection in self._connections if not connection.is_ready]:
             self._check_limits()
             if self._watch.stopped_by is not None:
                 return port
             if time.monotonic() > deadline:
-                names = ", ".join(line.host.name for line in waiting)
+                names = ", ".join(connection.host.name for connection in waiting)
                 raise LaunchError(f"no answer from {names} within {_ANSWER_S:g} s. HINT: try ssh {names.split(',')[0]}")
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            line = self._lines[number]
+            connection = self._connections[number]
             if "over" in event:
-                raise LaunchError(line.explain(event["over"]))
+                raise LaunchError(connection.explain(event["over"]))
             if "refused" in event:
-                raise LaunchError(f"host {line.host.name}: {event['refused']}")
+                raise LaunchError(f"host {connection.host.name}: {event['refused']}")
             if "ready" in event:
-                line.is_ready = True
+                connection.is_ready = True
                 port = port or int(event["ready"])
             else:
-                self._handle(line, event)
+                self._handle(connection, event)
         return port
 
-    def _handle(self, line: Line, event: Mapping[str, Any]) -> None:
+    def _handle(self, connection: HostConnection, event: Mapping[str, Any]) -> None:
         if "over" in event:
-            line.is_over = True
-            if line.left:  # its ranks are gone with it
-                self._lose_host(
-                    line, f"the connection to {line.host.name} broke: {' '.join(line.stderr) or 'ssh says nothing'}"
-                )
+            connection.is_over = True
+            if connection.left:  # its ranks are gone with it
+                said = " ".join(connection.stderr) or "ssh says nothing"
+                self._lose_host(connection, f"the connection to {connection.host.name} broke: {said}")
         elif "given_up" in event:
-            self._lose_host(line, f"{line.host.name} ended its ranks: {event['given_up']}")
+            self._lose_host(connection, f"{connection.host.name} ended its ranks: {event['given_up']}")
         elif "code" in event:
-            line.left -= 1
+            connection.left -= 1
             if event["code"] != 0:
                 self._failed.append((event["rank"], event["code"]))
             if event["code"] != 0 and not event["is_stopped"]:
@@ -380,12 +381,12 @@ class _Job:
         elif "lines" in event:
             self._show(event["rank"], base64.b64decode(event["lines"]), is_error=event["is_error"])
         elif "print" in event:
-            sys.stderr.write(f"[{line.host.name}] {event['print']}")
+            sys.stderr.write(f"[{connection.host.name}] {event['print']}")
 
-    def _lose_host(self, line: Line, trouble: str) -> None:
+    def _lose_host(self, connection: HostConnection, trouble: str) -> None:
         """Note that a host is lost, and end the ranks of the others."""
-        line.trouble = line.trouble or trouble
-        self._watch.lose_patience()
+        connection.trouble = connection.trouble or trouble
+        self._watch.start_grace()
         self._stop_ranks(signal.SIGTERM)
 
     def _show(self, rank: int, lines: bytes, *, is_error: bool) -> None:

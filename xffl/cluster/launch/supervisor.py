@@ -26,7 +26,7 @@ class JobWatch:
         self.stopped_by: int | None = None
         """The signal that stopped the job, or 0 for the time limit."""
         self._limit = None if timeout_s is None else time.monotonic() + timeout_s
-        self._patience: float | None = None
+        self._grace_until: float | None = None
         self._records: dict[int, FailureRecord] = {}
         self._codes: dict[int, int] = {}
         self._terminated: dict[int, int] = {}
@@ -40,7 +40,7 @@ class JobWatch:
         """Take over what a rank has told of its failure."""
         self._records[rank] = record
         if not record.lost_peer:
-            self.lose_patience()
+            self.start_grace()
 
     def add_code(self, rank: int, code: int, *, is_own: bool = False) -> None:
         """Take over that a rank has ended, with -n after signal n.
@@ -53,7 +53,7 @@ class JobWatch:
         elif rank not in self._records and code == -signal.SIGTERM and not self._terminated:
             self._terminated[rank] = code
             self._is_ended_by_others = is_own
-        self.lose_patience()
+        self.start_grace()
 
     def add_left(self, rank: int) -> None:
         """Take over that a rank has left with code 0 before any was told to end: others may still wait for it."""
@@ -63,16 +63,16 @@ class JobWatch:
         """Take over which ranks went on after others had lost a peer, until all were told to end."""
         self._lasting.update(ranks)
 
-    def lose_patience(self) -> None:
+    def start_grace(self) -> None:
         """Give the ranks that are left no more than their grace."""
-        if self._patience is None:
-            self._patience = time.monotonic() + self.grace_s
+        if self._grace_until is None:
+            self._grace_until = time.monotonic() + self.grace_s
 
     def stop(self, number: int) -> None:
         """Note that a signal stops the job, or with 0 the time limit."""
         if self.stopped_by is None:
             self.stopped_by = number
-        self.lose_patience()
+        self.start_grace()
 
     @property
     def is_late(self) -> bool:
@@ -81,7 +81,7 @@ class JobWatch:
 
     def is_overdue(self, more_s: float = 0.0) -> bool:
         """Tell whether ranks that are left have had their grace, and so many seconds more."""
-        return self._patience is not None and time.monotonic() > self._patience + more_s
+        return self._grace_until is not None and time.monotonic() > self._grace_until + more_s
 
     def result(self) -> RankFailure | int | None:
         """Return the failure that ended the job or its exit code, once all ranks have ended.
