@@ -51,8 +51,12 @@ __all__ = [
     "rank_facts",
 ]
 
-OK, WARNING, ERROR = "ok", "warning", "error"
-"""Nothing to do; the job may run, but not as well as it could; the job will fail or compute wrongly."""
+OK = "ok"
+"""Nothing to do."""
+WARNING = "warning"
+"""The job may run, but not as well as it could."""
+ERROR = "error"
+"""The job will fail, or compute wrongly."""
 
 REQUIRED = {
     "torch": (2, 11),

@@ -37,6 +37,8 @@ __all__ = ["BEAT_S", "HostConnection", "allow_files", "launch_ssh", "shared_envi
 
 BEAT_S = 10.0
 """How often each host hears from here."""
+_SILENCE_S = 12 * BEAT_S
+"""A host that hears nothing for so long ends its ranks."""
 _LAST_WORDS_S = 1.0
 _FILES_PER_HOST, _FILES_BESIDES = 3, 64
 _SSH = (
@@ -226,7 +228,7 @@ def launch_ssh(
         "version": xffl.__version__,
         "python": sys.version.split()[0],
         "grace_s": grace_s,
-        "silence_s": 12 * BEAT_S,
+        "silence_s": _SILENCE_S,
         "world_size": layout.topology.world_size,
     }
     with caught_signals() as take_signals:
