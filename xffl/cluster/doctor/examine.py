@@ -68,6 +68,8 @@ _PROBE_S = 90.0
 """For a host's checks of itself, beside torch: four programs of 20 s each."""
 _FOLDER_S = 10.0
 _SLACK_S = 30.0
+_TABLE = ("name", "address", "ports")
+"""What a host is told of another one."""
 _BOOT = (
     "import json, platform, sys; job = json.loads(sys.stdin.readline()); sys.path.append(job['path']); import xffl; "
     "print(json.dumps({'xffl': xffl.__version__, 'python': platform.python_version()}), flush=True); "
@@ -398,7 +400,7 @@ class Examination:
             found += [replace(Finding(**each), host=name) for each in probe["findings"]]
             probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
             # Without a name or an interface that works, a host is at least known by where its connection came from.
-            probe["address"] = probe["address"] or self._hosts[name].address
+            probe["address"] = probe["address"] or self._hosts[name].address or "127.0.0.1"
         if len(probes) > 1:
             found += compare_versions({name: probe["versions"] for name, probe in probes.items()})
             found += compare_clocks(clocks)
@@ -426,14 +428,13 @@ class Examination:
                 tasks[units[pair[rank]][1]].append((pair, rank))
         for number, name in enumerate(names):
             stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
-            self._send(
-                name,
-                {
-                    "hosts": {names[at]: probes[names[at]] for at in partners(number, len(names))},
-                    "folder": {**folder, "host": number},
-                    "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
-                },
-            )
+            others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
+            table = {
+                "hosts": {other: {key: probe[key] for key in _TABLE} for other, probe in others.items()},
+                "folder": {**folder, "host": number},
+                "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
+            }
+            self._send(name, table)
         most = max(map(len, tasks.values()), default=0)
         answers = self._hear("host", self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S)
         found: list[Finding] = []
