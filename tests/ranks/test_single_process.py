@@ -18,7 +18,7 @@ from torch import nn
 import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, full_weights
-from xffl.cluster.devices import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.launch import launch_distributed
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedStrategy, shard
@@ -199,7 +199,7 @@ def test_launch_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         launch_distributed(str(script), str(out), gpus_per_node=1)
     for asked, said in (
         ({"num_nodes": 2}, "2 nodes need a port to meet at; give master_port"),
-        ({"gpus_per_node": 0}, "1 nodes of 0 processes are no job"),
+        ({"gpus_per_node": 0}, "1 nodes of 0 processes are invalid"),
         ({"num_nodes": 2, "master_port": 1}, "NODE_RANK is '' on one of 2 nodes; set it to 0 to 1"),
     ):
         monkeypatch.delenv("NODE_RANK", raising=False)

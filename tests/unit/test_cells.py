@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from tests.unit.test_allocation import THREE_LEVELS
 from xffl.cli.main import main
+from xffl.cluster import cells as cells_module
 from xffl.cluster.cells import (
     Arrangement,
     arrange,
     check_federation,
     is_rule,
     name_cells,
+    order_hosts,
     parse_federation,
     parse_sizes,
     sizes_of_ranks,
 )
 from xffl.cluster.environment import federation_variables, request_federation, requested_federation
-from xffl.cluster.launch import placement
-from xffl.cluster.launch.placement import order_hosts
 from xffl.cluster.slurm.allocation import Host, read_topology, with_switches
 from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -70,7 +70,7 @@ def test_federations(text: str, expected: object) -> None:
         ("auto:x", "auto:LEVEL"),
         ("auto:", "auto:LEVEL"),
         ("hosts:", "names nothing"),
-        ("hosts:(", "regular expression is wrong: missing \\), unterminated"),
+        ("hosts:(", "regular expression is invalid: missing \\), unterminated"),
         ("file:", "names nothing"),
         ("Auto", "give auto, auto:LEVEL, hosts:REGEX, file:PATH, or sizes"),
         ("4,x", "give sizes like 4,4"),
@@ -85,7 +85,7 @@ def test_wrong_federations(text: str, told: str) -> None:
 
 def test_arguments_are_numbers_or_rules() -> None:
     assert [check_federation(given, "x") for given in (None, 4, (4, 2), " auto")] == [None, 4, (4, 2), "auto"]
-    with pytest.raises(TopologyError, match=r"sizes '4,2' is no whole number and no rule; .* such as \(4, 2\)"):
+    with pytest.raises(TopologyError, match=r"sizes '4,2' is neither a number nor a rule; .* such as \(4, 2\)"):
         check_federation("4,2", "sizes")
     with pytest.raises(ConfigError, match="sizes 'auto:0'|sizes is 'auto:0'"):
         check_federation("auto:0", "sizes")
@@ -133,7 +133,7 @@ def test_cells_by_names() -> None:
     assert name_cells(named, r"hosts:rack(\d+)") == ("1", "1", "12")
     assert name_cells(named, r"hosts:^rack\d+") == ("rack1", "rack1", "rack12")
     assert name_cells(named, r"hosts:-(?P<place>n\d)") == ("n1", "n2", "n1")
-    with pytest.raises(TopologyError, match="names no cell for hosts rack1-n1, rack1-n2; mend the expression"):
+    with pytest.raises(TopologyError, match="names no cell for hosts rack1-n1, rack1-n2; correct the expression"):
         name_cells(named, "hosts:rack12")
     with pytest.raises(TopologyError, match="names no cell for hosts rack1-n1, rack1-n2;"):
         name_cells(named, "hosts:rack1(2)?")  # a group that takes no part
@@ -308,7 +308,7 @@ def test_many_hosts() -> None:
 
 def test_too_many_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all choices are looked through the order still has every host, and replicas few of them."""
-    monkeypatch.setattr(placement, "_MAX_STATES", 30)
+    monkeypatch.setattr(cells_module, "_MAX_STATES", 30)
     odd = [Host(f"n{n}", 1 + n % 5) for n in range(30)]
     ordered = order_hosts(odd, 9)
     assert sorted(ranks_of(ordered)) == sorted(ranks_of(odd)) and touched(ordered, 9) <= touched(odd, 9)

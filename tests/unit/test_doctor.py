@@ -1,4 +1,4 @@
-"""The doctor's judgement, part by part: without launchers, without other hosts, without torch."""
+"""The doctor's judgement, part by part: without launchers, without other hosts, and mostly without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import configparser
 import json
 import os
 import re
-import resource
 import signal
 import socket
 import struct
@@ -14,49 +13,52 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ports import free_port
-from xffl.cluster.doctor.examine import examine
-from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, Report, merge
-from xffl.cluster.doctor.folder import Folder, compare_folders, find_file_system, visit
-from xffl.cluster.doctor.host import (
-    REQUIRED,
-    check_interfaces,
-    check_limits,
-    check_packages,
-    check_threads,
-    find_physical,
-    find_versions,
-)
-from xffl.cluster.doctor.lead import LOOK_S, Lead, meeting_s, patience_s
-from xffl.cluster.doctor.meeting import Hub, answer, join
-from xffl.cluster.doctor.pairs import TorchProcess, check_torch, compare_pairs
-from xffl.cluster.doctor.programs import MPI_LIMIT_S, check_gpus, check_mpi, check_slurm, find_family
-from xffl.cluster.doctor.reach import (
-    Listeners,
+from xffl.cluster.doctor import agent
+from xffl.cluster.doctor.agent import HostChecks, Line, Program, take_part, visit_folder
+from xffl.cluster.doctor.compare import (
+    Report,
     compare_clocks,
+    compare_environments,
+    compare_folders,
     compare_names,
+    compare_pairs,
     compare_ports,
     compare_versions,
-    peers_of,
-    try_hosts,
+    merge,
+    partners,
 )
-from xffl.cluster.doctor.rounds import ROUNDS_S, Unit, add_in_rounds, pair_up
-from xffl.cluster.doctor.side import HostSide, Request, import_limit_s, introduce
-from xffl.cluster.environment import ProcessEnvironment
+from xffl.cluster.doctor.examine import Examination, Peer, examine
+from xffl.cluster.doctor.probe import (
+    ERROR,
+    OK,
+    REQUIRED,
+    WARNING,
+    Finding,
+    Request,
+    check_gpus,
+    check_interfaces,
+    check_limits,
+    check_mpi,
+    check_packages,
+    check_slurm,
+    check_threads,
+    check_torch,
+    find_family,
+    find_physical,
+    find_versions,
+    rank_facts,
+)
 from xffl.cluster.network import Interface
-from xffl.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIR_PROGRAM = ROOT / "xffl" / "cli" / "doctor_pair.py"
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -210,15 +212,15 @@ def test_control_and_data_are_both_looked_at() -> None:
 
 
 def test_a_name_that_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.doctor.host.resolve", lambda name: ("127.0.1.1",))
+    monkeypatch.setattr("xffl.cluster.doctor.probe.resolve", lambda name: ("127.0.1.1",))
     (found,), address = check_interfaces({}, 2, KNOWN)
     assert found.status == ERROR and "127.0.1.1" in found.text and "XFFL_IFNAME" in found.advice and address is None
     (found,), address = check_interfaces({}, 1, KNOWN)
     assert found.status == OK and address == "127.0.0.1"
-    monkeypatch.setattr("xffl.cluster.doctor.host.resolve", lambda name: ("127.0.1.1", "10.9.0.1"))
+    monkeypatch.setattr("xffl.cluster.doctor.probe.resolve", lambda name: ("127.0.1.1", "10.9.0.1"))
     (found,), address = check_interfaces({}, 2, KNOWN)
     assert found.status == ERROR and "127.0.1.1" in found.text and address is None  # gloo takes the first
-    monkeypatch.setattr("xffl.cluster.doctor.host.resolve", lambda name: ("10.7.7.7", "10.9.0.1"))
+    monkeypatch.setattr("xffl.cluster.doctor.probe.resolve", lambda name: ("10.7.7.7", "10.9.0.1"))
     (found,), address = check_interfaces({}, 2, KNOWN)
     assert found.status == OK and address == "10.9.0.1"  # it cannot listen at an address of nobody
 
@@ -239,7 +241,7 @@ def test_a_bridge_that_says_it_is_faster_is_not(tmp_path: Path) -> None:
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"soft": 1024}
-    module = "xffl.cluster.doctor.host.resource.getrlimit"
+    module = "xffl.cluster.doctor.probe.resource.getrlimit"
     monkeypatch.setattr(module, lambda kind: (limits["soft"], 4096))
     assert check_limits(8)[0].status == OK
     assert check_limits(1000)[0].status == WARNING and "ulimit -n 4256" not in check_limits(1000)[0].text
@@ -279,11 +281,11 @@ def test_whose_mpi_it_is() -> None:
 
 def test_an_mpi_that_did_not_start_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     library = "print('MPICH Version: 4.2')"
-    monkeypatch.setattr("xffl.cluster.doctor.programs._ASK_MPI", library)
+    monkeypatch.setattr("xffl.cluster.doctor.probe._ASK_MPI", library)
     assert check_mpi("mpich", False, {}).status == OK
     found = check_mpi("openmpi", False, {})
     assert found.status == ERROR and "mpirun of openmpi" in found.text
-    monkeypatch.setattr("xffl.cluster.doctor.programs._ASK_MPI", "import os; os.abort()")
+    monkeypatch.setattr("xffl.cluster.doctor.probe._ASK_MPI", "import os; os.abort()")
     assert check_mpi("none", False, {}).status == WARNING and check_mpi("openmpi", False, {}).status == ERROR
 
 
@@ -323,67 +325,50 @@ def test_gpus(tmp_path: Path) -> None:
 # Between hosts --------------------------------------------------------------------------------------------------------
 
 
-def host(name: str, address: str | None, ports: list[int], token: str = "", *addresses: str) -> dict[str, Any]:
-    return {"name": name, "address": address, "ports": ports, "token": token, "addresses": list(addresses)}
+def host(name: str, address: str | None, ports: list[int], *addresses: str) -> dict[str, Any]:
+    return {"name": name, "address": address, "ports": ports, "addresses": list(addresses)}
 
 
-def test_listeners_are_reached_and_told_apart() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        refused = unused.getsockname()[1]
-    listeners = Listeners("right")
+def test_hosts_connect_and_tell_why_they_cannot() -> None:
+    checks = HostChecks(Request(with_torch=False, timeout_s=2.0), {})
     try:
-        assert 20000 <= listeners.ports[0] <= 31999 and len(listeners.ports) == 2
-        hosts = {
-            "0": host("me", "127.0.0.1", [refused]),
-            "1": host("good", "127.0.0.1", listeners.ports, "right"),
-            "2": host("other", "127.0.0.1", listeners.ports[:1], "wrong"),
-            "3": host("shut", "127.0.0.1", [refused], "right"),
-            "4": host("lost", None, [1], "right"),
-        }
-        found = try_hosts({number: each for number, each in hosts.items() if number != "0"}, 2.0)
-    finally:
-        listeners.close()
-    assert found["tried"] == 5
-    failures = {number: reason for number, _, reason in found["failures"]}
-    assert failures == {"2": "another program answers", "3": "Connection refused", "4": "it has no address"}
-    told = compare_ports({int(number): each for number, each in hosts.items()}, {0: found})
-    assert statuses(told) == [ERROR] * 3 and all(finding.host == "me" for finding in told)
-    assert compare_ports({0: hosts["0"], 1: hosts["1"]}, {0: {"failures": [], "tried": 2}})[0].status == OK
-
-
-def test_a_listener_outlives_a_peer_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    listeners = Listeners("right")
-    try:
-        for _ in range(50):
-            with socket.create_connection(("127.0.0.1", listeners.ports[1])) as rude:
+        ports = checks.probe(2, 2)["ports"]
+        assert 20000 <= ports[0] <= 31999 and len(ports) == 2
+        for _ in range(50):  # peers that reset the connection do not end the listener
+            with socket.create_connection(("127.0.0.1", ports[1])) as rude:
                 rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        found = try_hosts({"1": host("good", "127.0.0.1", listeners.ports, "right")}, 2.0)
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            refused = unused.getsockname()[1]
+        hosts = {"good": host("good", "127.0.0.1", ports), "shut": host("shut", "127.0.0.1", [refused])}
+        found = agent._try_hosts(hosts, 2.0)
     finally:
-        listeners.close()
-    assert found["failures"] == []
+        checks.close()
+    assert found["tried"] == 3 and found["failures"] == [["shut", refused, "Connection refused"]]
+    (told,) = compare_ports({**hosts, "me": host("me", "127.0.0.1", [])}, {"me": found})
+    assert told.status == ERROR and told.host == "me" and "shut (127.0.0.1:" in told.text
+    assert compare_ports(hosts, {"good": {"failures": [], "tried": 2}})[0].status == OK
 
 
 def test_names_that_do_not_resolve_or_lead_elsewhere() -> None:
-    hosts = {0: host("a", "1.1.1.1", [], "", "1.1.1.1"), 1: host("b", "1.1.1.2", [], "", "1.1.1.2", "127.0.0.1")}
-    good = {"names": {"1": ["1.1.1.2"]}}
-    assert statuses(compare_names(hosts, {0: good, 1: {"names": {"0": ["1.1.1.1"]}}})) == [OK]
-    found = compare_names(hosts, {0: good, 1: {"names": {"0": []}}})
+    hosts = {"a": host("a", "1.1.1.1", [], "1.1.1.1"), "b": host("b", "1.1.1.2", [], "1.1.1.2", "127.0.0.1")}
+    good = {"names": {"b": ["1.1.1.2"]}}
+    assert statuses(compare_names(hosts, {"a": good, "b": {"names": {"a": ["1.1.1.1"]}}})) == [OK]
+    found = compare_names(hosts, {"a": good, "b": {"names": {"a": []}}})
     assert [(f.status, f.host) for f in found] == [(WARNING, "b")] and "a not found" in found[0].text
-    (found_,) = compare_names(hosts, {0: {"names": {"1": ["9.9.9.9"]}}})
+    (found_,) = compare_names(hosts, {"a": {"names": {"b": ["9.9.9.9"]}}})
     assert found_.status == WARNING and "b is 9.9.9.9, none of its 1.1.1.2" in found_.text
-    assert compare_names({0: hosts[0], 1: {**hosts[1], "name": "a"}}, {})[0].status == OK
+    assert compare_names({"a": hosts["a"], "b": {**hosts["b"], "name": "a"}}, {})[0].status == OK
 
 
 def test_large_jobs_try_a_few_hosts_that_join_all() -> None:
-    assert peers_of(1, range(3)) == [0, 2]
-    nodes = list(range(1000))
-    found = {node: peers_of(node, nodes) for node in nodes}
-    assert all(len(set(others)) == 10 and node not in others for node, others in found.items())
+    assert partners(1, 3) == [0, 2]
+    found = {own: partners(own, 1000) for own in range(1000)}
+    assert all(len(set(others)) == 10 and own not in others for own, others in found.items())
     reached, edge = {0}, {0}
     while edge:
-        edge = {other for node in edge for other in found[node]} - reached
+        edge = {other for own in edge for other in found[own]} - reached
         reached |= edge
-    assert reached == set(nodes)
+    assert reached == set(range(1000))
 
 
 @pytest.mark.parametrize(
@@ -410,31 +395,27 @@ def test_versions_that_differ() -> None:
 # A shared folder ------------------------------------------------------------------------------------------------------
 
 
+def visit_both(path: Path, other: Path, token: str = "t0", patience_s: float = 1.0) -> dict[str, Any]:
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(visit_folder, str(other), token, 1, 2, patience_s)
+        return {"a": visit_folder(str(path), token, 0, 2, patience_s), "b": second.result()}
+
+
 def test_a_folder_that_two_hosts_share(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "t0")
-    assert folder.open() is None
-    question = {"folder": str(tmp_path), "token": "t0", "node": 1, "patience_s": 1.0}
-    answers: dict[int, dict[str, Any]] = {}
-    other = threading.Thread(target=lambda: answers.update({1: visit(question)}))
-    other.start()
-    answers[0] = folder.turn()
-    other.join()
-    names = {0: "a", 1: "b"}
-    unseen = folder.close(names, 1.0)
-    assert unseen == [] and not list(tmp_path.iterdir())
-    assert statuses(compare_folders(tmp_path, names, answers, unseen)) == [OK]
+    answers = visit_both(tmp_path, tmp_path)
+    assert answers["a"]["unseen"] == [] and not list(tmp_path.iterdir())
+    assert statuses(compare_folders(str(tmp_path), answers)) == [OK]
 
 
 def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "t1")
-    assert folder.open() is None
-    other = visit({"folder": str(tmp_path / "no"), "token": "t1", "node": 1, "patience_s": 0.1})
-    assert other["seen_s"] is None and "not there" in other["error"]
-    blind = visit({"folder": str(tmp_path), "token": "t2", "node": 1, "patience_s": 0.1})
-    assert blind["seen_s"] is None and "not seen" in blind["error"]
-    assert folder.close({1: "b"}, 0.1) == ["b"]
-    good = {"seen_s": 0.0, "torn": 0, "error": None, "free": 2**40, "kind": "nfs"}
-    names = {0: "a", 1: "b"}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for other, word in ((tmp_path / "no", "is not there"), (empty, "is not seen")):
+        answers = visit_both(tmp_path, other, patience_s=0.2)
+        assert answers["a"]["unseen"] == [1] and word in answers["b"]["error"]
+        (found,) = compare_folders(str(tmp_path), answers)
+        assert found.status == ERROR and found.host == "b" and word in found.text
+    good = {"seen_s": 0.0, "torn": 0, "error": None, "free": 2**40, "kind": "nfs", "unseen": []}
     for changes, status in (
         ({}, OK),
         ({"torn": 2}, ERROR),
@@ -442,166 +423,130 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
         ({"seen_s": 4.0}, WARNING),
         ({"free": 2**20}, WARNING),
     ):
-        assert compare_folders(tmp_path, names, {0: good, 1: {**good, **changes}}, [])[0].status == status
-    assert compare_folders(tmp_path, names, {0: good, 1: good}, ["b"])[0].status == ERROR
+        assert compare_folders("/s", {"a": good, "b": {**good, **changes}})[0].status == status
+    (found,) = compare_folders("/s", {"a": {**good, "unseen": ["b"]}, "b": good})
+    assert found.status == ERROR and "does not see what b wrote" in found.text
 
 
 def test_a_reader_sees_a_torn_file(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "t3")
-    assert folder.open() is None
-    (folder.own / "turning").write_text("ab" * 2048)
-    assert visit({"folder": str(tmp_path), "token": "t3", "node": 1, "patience_s": 1.0})["torn"] > 0
+    own = tmp_path / ".xffl-doctor-t3"
+    own.mkdir()
+    (own / "turning").write_text("ab" * 2048)
+    (own / "seen").write_text("t3")
+    assert visit_folder(str(tmp_path), "t3", 1, 2, 1.0)["torn"] > 0
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    assert Folder(tmp_path / "none", "t").open() == "No such file or directory"
-    assert find_file_system(Path("/proc/self")) == "proc"
+    answer = visit_folder(str(tmp_path / "none"), "t", 0, 1, 0.1)
+    assert "No such file or directory" in answer["error"]
+    assert statuses(compare_folders("/s", {"a": answer})) == [ERROR]
+    assert statuses(compare_folders("/s", {"a": answer}, is_named=False)) == [WARNING]
 
 
-# The meeting ----------------------------------------------------------------------------------------------------------
+# The examination ------------------------------------------------------------------------------------------------------
 
 
-def spoke(port: int, number: int, world_size: int, handlers: dict[str, Callable[[Any], Any]]) -> threading.Thread:
-    def run() -> None:
-        connection = join("127.0.0.1", port, number, world_size, {"mine": number}, 5.0)
-        answer(connection, handlers, 5.0)
+class Checks(HostChecks):
+    """The checks of a pretended host: something happens before its probe, or its torch is silent after it."""
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+    def __init__(self, request: Request, before: Callable[[], None] = lambda: None, *, is_silent: bool = False) -> None:
+        super().__init__(request, {}, mpi=Finding("mpi", OK, ""))
+        self._before, self._is_silent = before, is_silent
 
-
-def test_ranks_meet_answer_and_leave() -> None:
-    port = free_port()
-    threads = [spoke(port, number, 3, {"double": lambda q: {"is": 2 * q["x"]}}) for number in (1, 2)]
-    hub = Hub(port, 3)
-    # A stranger who says something else, and one who says nothing.
-    with socket.create_connection(("127.0.0.1", port)) as stranger, socket.create_connection(("127.0.0.1", port)):
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert hub.wait_for_ranks(5.0) == {1: {"mine": 1}, 2: {"mine": 2}}
-    assert hub.ask({n: {"do": "double", "x": n} for n in (1, 2)}, 5.0, lambda: {"is": 0}) == {
-        0: {"is": 0},
-        1: {"is": 2},
-        2: {"is": 4},
-    }
-    ahead = hub.measure_clock(2, 5.0)
-    assert ahead is not None and abs(ahead[0]) <= ahead[1] + 0.01 and ahead[1] < 0.5
-    hub.close()
-    for thread in threads:
-        thread.join(5)
-        assert not thread.is_alive()
-    assert hub.lost == {}
+    def probe(self, machines: int, ranks: int) -> dict[str, Any]:
+        self._before()
+        found = super().probe(machines, ranks)
+        if self._is_silent:
+            assert self._torch is not None
+            os.kill(self._torch._process.pid, signal.SIGSTOP)
+        return found
 
 
-def test_who_does_not_come_or_goes_is_not_waited_for() -> None:
-    port = free_port()
-    hub = Hub(port, 4)
-    spoke(port, 1, 4, {"wait": lambda q: time.sleep(3) or {}})
-    connection = join("127.0.0.1", port, 2, 4, {}, 5.0)
-    started = time.monotonic()
-    assert set(hub.wait_for_ranks(2.0)) == {1, 2}
-    connection.close()
-    assert set(hub.ask({n: {"do": "wait"} for n in (1, 2, 3)}, 0.5, dict)) == {0}
-    assert set(hub.lost) == {1, 2} and "no answer to 'wait'" in hub.lost[1]
-    assert hub.measure_clock(1, 0.1) is None and time.monotonic() - started < 6.5
-    hub.close()
+def peer(name: str, number: int, checks: HostChecks) -> Peer:
+    facts = {**rank_facts({}), "host": {"name": name, "switches": []}, "rank": number}
+    own, other = map(Line, socket.socketpair())
+    threading.Thread(target=take_part, args=(other, facts, checks), daemon=True).start()
+    return Peer(own, [own.receive(5.0)], "127.0.0.1")
 
 
-def test_an_error_of_a_host_is_told_and_the_host_goes_on() -> None:
-    port = free_port()
-    hub = Hub(port, 2)
-
-    def forbidden(question: Any) -> dict[str, Any]:
-        raise PermissionError(13, "Permission denied", "/scratch")
-
-    spoke(port, 1, 2, {"look": forbidden, "add": lambda q: {"is": 1}})
-    hub.wait_for_ranks(5.0)
-    failed = hub.ask({1: {"do": "look"}}, 5.0, dict)[1]["failed"]
-    assert "PermissionError" in failed and "/scratch" in failed
-    assert hub.ask({1: {"do": "add"}}, 5.0, dict)[1] == {"is": 1} and hub.lost == {}
-    hub.close()
+def examine_two(tmp_path: Path, probe: Callable[[], None], **options: Any) -> Report:
+    """Examine a host that is well and one that does something before its probe."""
+    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=2.0, **options)
+    checks = [Checks(request), Checks(request, probe)]
+    try:
+        return Examination(request, [peer("a", 0, checks[0]), peer("b", 1, checks[1])], 2).run()
+    finally:
+        for each in checks:
+            each.close()
 
 
-def test_rank_0_tells_of_a_host_whose_look_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    port = free_port()
-    request = Request(pair_program=PAIR_PROGRAM, shared=tmp_path, federated=1, with_torch=False, timeout_s=3.0)
-    place = ProcessEnvironment(0, 2, 0, 1, 0, 2, "127.0.0.1", port, "torchrun")
-    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
+def test_an_error_of_a_host_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    def forbidden() -> None:
+        raise OSError(24, "Too many open files")
 
-    def other() -> None:
-        there = ProcessEnvironment(1, 2, 0, 1, 1, 2, "127.0.0.1", port, "torchrun")
-        facts = {**introduce(there, {}), "host": {**introduce(there, {})["host"], "name": "b"}}
-
-        def forbidden(question: Any) -> dict[str, Any]:
-            raise OSError(24, "Too many open files")
-
-        own = HostSide(request, there, "torchrun", Finding("mpi", OK, ""), {})
-        answer(join("127.0.0.1", port, 1, 2, facts, 5.0), {**own.handlers, "look": forbidden}, 20.0)
-
-    threading.Thread(target=other, daemon=True).start()
-    report = Lead(side, place, Hub(port, 2), port).examine()
-    side.close()
+    report = examine_two(tmp_path, forbidden, federated=1)
     wrong = [finding for finding in report.findings if finding.status == ERROR]
     assert [(finding.check, finding.host) for finding in wrong] == [("host", "b")], wrong
     assert "Too many open files" in wrong[0].text
+    assert {finding.check for finding in report.findings} >= {"packages", "threads", "shared folder", "cells"}
 
 
-def test_rank_0_is_patient_for_as_long_as_it_may_take() -> None:
-    for timeout_s in (1.0, 15.0, 60.0):
-        assert meeting_s(timeout_s) >= timeout_s + MPI_LIMIT_S
-        assert patience_s(timeout_s) > meeting_s(timeout_s) + LOOK_S + import_limit_s(timeout_s) + ROUNDS_S
+def test_a_host_that_is_silent_or_goes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xffl.cluster.doctor.examine._PROBE_S", -46.0)
+    started = time.monotonic()
+    report = examine_two(tmp_path, lambda: time.sleep(4))
+    (lost,) = [finding for finding in report.findings if finding.status == ERROR]
+    assert lost.host == "b" and "did not answer in time" in lost.text and time.monotonic() - started < 4
 
 
-def test_no_files_left_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+def test_a_clock_that_is_ahead_is_measured(tmp_path: Path) -> None:
+    class Ahead:
+        """The line to a host whose clock is a hundred seconds ahead, and slow."""
+
+        def __init__(self, line: Line) -> None:
+            self._line = line
+
+        def receive(self, timeout_s: float) -> dict[str, Any]:
+            message = self._line.receive(timeout_s)
+            time.sleep(0.01)
+            return {**message, "time": message["time"] + 100} if "time" in message else message
+
+        def send(self, message: dict[str, Any]) -> None:
+            time.sleep(0.01)
+            self._line.send(message)
+
+    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=5.0)
+    checks = [Checks(request), Checks(request)]
+    peers = [peer("a", 0, checks[0]), peer("b", 1, checks[1])]
+    peers[1].line = Ahead(peers[1].line)  # type: ignore[assignment]
     try:
-        hub = Hub(port, 200)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
-        connections = [join("127.0.0.1", port, number, 200, {}, 5.0) for number in range(1, 100)]
-        taken = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
-        told = hub.wait_for_ranks(1.0)
+        report = Examination(request, peers, 2).run()
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert 0 < len(told) < 99 and hub.refused == "Too many open files"
-    place = ProcessEnvironment(0, 200, 0, 100, 0, 2, "127.0.0.1", port, "torchrun")
-    request = Request(pair_program=PAIR_PROGRAM, with_torch=False)
-    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
-    assert [f.check for f in Lead(side, place, hub, port)._judge_meeting()] == ["open files", "meeting"]
-    hub.close()
-    for connection in connections:
-        connection.close()
+        for each in checks:
+            each.close()
+    (found,) = [finding for finding in report.findings if finding.check == "clock"]
+    assert found.status == ERROR and found.host == "b"
+    ahead, doubt = re.findall(r"[0-9.]+(?= s)", found.text)
+    assert abs(float(ahead) - 100) <= float(doubt) + 0.01 < 1
 
 
 def test_ranks_that_differ_in_a_secret() -> None:
-    place = ProcessEnvironment(0, 3, 0, 1, 0, 3, "h", 1, "torchrun")
-    request = Request(pair_program=PAIR_PROGRAM, with_torch=False)
-    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
-    environs: list[dict[str, str]] = [
+    environs = [
         {"XFFL_TRACKING__TOKEN": "hush-1", "XFFL_KEY": "hush-3", "XFFL_IFNAME": "eth0", "NCCL_DEBUG": "INFO"},
         {"XFFL_TRACKING__TOKEN": "hush-2", "XFFL_IFNAME": "ib0", "NCCL_DEBUG": "INFO"},
     ]
-    told = [introduce(place, environ) for environ in environs]
+    told = [rank_facts(environ) for environ in environs]
     assert "hush" not in json.dumps(told)
-    with closing(Hub(free_port(), 3)) as hub:
-        lead = Lead(side, place, hub, 1)
-        lead.told = dict(enumerate(told))
-        (found,) = lead._compare_environments()
+    (found,) = compare_environments(told)
     assert found.text.endswith("XFFL_TRACKING__TOKEN (differs), XFFL_KEY (set, unset), XFFL_IFNAME (eth0, ib0)")
 
 
-def test_cells_are_not_dropped_in_silence() -> None:
-    place = ProcessEnvironment(0, 3, 0, 1, 0, 3, "h", 1, "torchrun")
-    request = Request(pair_program=PAIR_PROGRAM, with_torch=False, federated=(1, 2))
-    side = HostSide(request, place, "torchrun", Finding("mpi", OK, ""), {})
-    with closing(Hub(free_port(), 3)) as hub:
-        lead = Lead(side, place, hub, 1)
-        lead.told = {0: introduce(place, {})}
-        lead._name_hosts()
-        lead.hosts = {0: {}}
-        (found,) = lead._places()[1]
+def test_cells_are_not_dropped_in_silence(tmp_path: Path) -> None:
+    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=2.0, federated=(1, 2))
+    checks = Checks(request)
+    report = Examination(request, [peer("a", 0, checks)], 3).run()
+    checks.close()
+    (found,) = [finding for finding in report.findings if finding.check == "cells"]
     assert found.status == WARNING and "2 of 3 ranks are missing" in found.text
 
 
@@ -613,126 +558,86 @@ def test_cells_of_a_job_from_its_batch_script(tmp_path: Path) -> None:
         (environ, (3, 3), OK, "2 cells of 3, 3"),
         (environ, (3, 4), ERROR, "7"),
         (environ, "hosts:x([a-z])", ERROR, "a1"),
-        ({"PATH": ""}, "hosts:([a-z])", WARNING, "not looked at"),
+        ({"PATH": ""}, "hosts:([a-z])", WARNING, "not checked"),
     ):
         reports: list[Report] = []
-        request = Request(pair_program=PAIR_PROGRAM, shared=tmp_path, federated=asked, with_torch=False)
+        request = Request(shared=str(tmp_path), federated=asked, with_torch=False)
         examine(request, reports.append, variables)
         (found,) = [finding for finding in reports[0].findings if finding.check == "cells"]
         assert found.status == status and word in found.text, found
 
 
-def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_that_is_not_there_or_cannot_listen(tmp_path: Path) -> None:
     port = free_port()
-    hub = Hub(port, 2)
-    connection = join("127.0.0.1", port, 1, 2, {}, 5.0)
-
-    def skewed() -> None:
-        with connection, connection.makefile("rw") as lines:
-            for _ in range(8):
-                lines.readline()
-                time.sleep(0.01)
-                lines.write(json.dumps({"time": time.time() + 100}) + "\n")
-                lines.flush()
-
-    threading.Thread(target=skewed, daemon=True).start()
-    hub.wait_for_ranks(5.0)
-    measured = hub.measure_clock(1, 5.0)
-    assert measured is not None and abs(measured[0] - 100) <= measured[1] + 0.01
-    hub.close()
+    job = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ("--json", "--skip-torch", "--timeout", "0.3", "--shared", str(tmp_path))
+    with socket.create_server(("", port)):
+        first = doctor(*words, RANK="0", GROUP_RANK="0", **job)
+    other = doctor(*words, RANK="1", GROUP_RANK="1", **job)
+    for ran, word in ((first, f"cannot listen at port {port}"), (other, f"rank 0 at 127.0.0.1:{port} (Connection ref")):
+        report = json.loads(ran.stdout)
+        (found,) = [finding for finding in report["findings"] if finding["check"] == "meeting"]
+        assert ran.returncode == 1 and word in found["text"], found
+        assert {"packages", "interface"} <= {finding["check"] for finding in report["findings"]}
 
 
-def test_rank_0_that_is_not_there_or_cannot_listen() -> None:
+def test_strangers_at_the_meeting_are_sent_away(tmp_path: Path) -> None:
     port = free_port()
-    with pytest.raises(LaunchError, match=rf"rank 1 cannot reach rank 0 at 127.0.0.1:{port} .*refused.*firewall"):
-        join("127.0.0.1", port, 1, 2, {}, 0.3)
-    with socket.create_server(("", port)), pytest.raises(LaunchError, match=f"port {port} .*MASTER_PORT"):
-        Hub(port, 2)
+    job = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ("--json", "--skip-torch", "--shared", str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(doctor, *words, RANK="0", GROUP_RANK="0", **job)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        strangers[0].sendall(b'GET / HTTP/1.1\r\n\r\n{"rank": 1, "world_size": 7}\n')
+        second = pool.submit(doctor, *words, RANK="1", GROUP_RANK="1", **job)
+        ran = first.result()
+    for stranger in strangers:
+        stranger.close()
+    (found,) = [finding for finding in json.loads(ran.stdout)["findings"] if finding["check"] == "meeting"]
+    assert found["status"] == OK and second.result().returncode == 0, found
 
 
 # torch ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", range(1, 12))
-def test_all_pairs_meet_once_and_nobody_is_in_two_pairs_at_once(count: int) -> None:
-    rounds = pair_up(count)
-    assert len(rounds) <= max(1, count)
-    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(count), 2))
-    for pairs in rounds:
-        assert len({number for pair in pairs for number in pair}) == 2 * len(pairs)
-
-
-def test_of_many_a_few_pairs_meet() -> None:
-    rounds = pair_up(1000)
-    met = [pair for pairs in rounds for pair in pairs]
-    assert set(met) == {(min(a, b), max(a, b)) for a in range(1000) for b in peers_of(a, range(1000))}
-    assert len(met) == len(set(met)) <= 10_000 and len(rounds) < 40
-    for pairs in rounds:
-        assert len({number for pair in pairs for number in pair}) == 2 * len(pairs)
-
-
-@pytest.mark.parametrize("silent", [0, 3])
-def test_a_silent_partner_does_not_spoil_the_others(silent: int) -> None:
-    """0 would lend its store to the others, 3 would come to theirs."""
-    limit_s = 6.0
-    asked: list[set[str]] = []
-    processes = [TorchProcess(PAIR_PROGRAM, dict(os.environ), limit_s) for _ in range(4)]
-    side = HostSide(
-        Request(pair_program=PAIR_PROGRAM, with_torch=False, timeout_s=limit_s),
-        None,
-        "none",
-        Finding("mpi", OK, ""),
-        {},
-    )
-    side._torch = processes
+def test_silent_partners_do_not_spoil_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first would lend its store to the others, the last would come to theirs."""
+    monkeypatch.setattr(agent, "_SLACK_S", 0.5)
+    request = Request(shared=str(tmp_path), timeout_s=3.0)
+    checks = [Checks(request, is_silent=number in (0, 3)) for number in range(4)]
     try:
-        told = [process.hear(time.monotonic() + 60) for process in processes]
-        units = [Unit("abcd"[at], 0, at, ("127.0.0.1", found["port"])) for at, found in enumerate(told)]
-        os.kill(processes[silent]._process.pid, signal.SIGSTOP)
-
-        def ask(questions: Mapping[int, Any], _: float) -> dict[int, Any]:
-            asked.append(set(questions[0]["processes"]))
-            return {0: side.pairs(questions[0])}
-
-        found = add_in_rounds(units, ask, limit_s)
+        report = Examination(request, [peer("abcd"[at], at, checks[at]) for at in range(4)], 4).run()
     finally:
-        side.close()
-    # It is waited for in the first round, and not asked again.
-    assert len(asked) == 3 and [str(silent) in processes for processes in asked] == [True, False, False]
-    assert statuses(found) == [ERROR, OK], found
-    others = [unit.name for unit in units if unit is not units[silent]]
-    name = units[silent].name
-    assert found[0].text == f"{name} and {', '.join(others)}: {name}: it did not answer in time"
-    assert found[1].text.startswith("3 pairs of 4")
-
-
-def test_pairs_without_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.doctor.rounds.ROUNDS_S", 0.05)
-    units = [Unit("abcd"[at], at, 0, ("h", 1)) for at in range(4)]
-
-    def ask(questions: Mapping[int, Any], limit_s: float) -> dict[int, Any]:
-        time.sleep(0.1)
-        assert limit_s > 9
-        turn = questions[0]["turn"]
-        return {node: {"results": {"0": {"turn": turn, "seconds": 1.0, "mib": 1.0}}} for node in questions}
-
-    found = add_in_rounds(units, ask, 9.0)
-    assert statuses(found) == [WARNING, OK] and "4 of 6 pairs" in found[0].text and "2 pairs" in found[1].text
+        for each in checks:
+            each.close()
+    found = [(finding.status, finding.text) for finding in report.findings if finding.check == "all-reduce"]
+    assert found[:2] == [
+        (ERROR, "a and b, c, d: a: it did not answer in time"),
+        (ERROR, "d and b, c: d: it did not answer in time"),
+    ], report.findings
+    assert len(found) == 3 and found[2][0] == OK and found[2][1].startswith("1 pair of 4"), found
 
 
 def test_a_torch_that_cannot_be_loaded_or_hangs(tmp_path: Path) -> None:
     for script, word in (
         ("raise ImportError('libtorch.so: undefined symbol')", "undefined symbol"),
-        ("import os; os.abort()", "ended with code -6"),
+        ("import os; os.abort()", "exit code -6"),
         ("import time; time.sleep(60)", "did not answer in time"),
     ):
-        (tmp_path / "torch_process.py").write_text(script)
-        process = TorchProcess(tmp_path / "torch_process.py", dict(os.environ), 1.0)
-        told = process.hear(time.monotonic() + (1.0 if "sleep" in script else 20.0))
-        process.tell({"unit": 0})
-        process.end()
-        found = check_torch(told, 0, {})
-        assert found.status == ERROR and word in found.text
+        process = Program([sys.executable, "-c", script], os.environ)
+        with pytest.raises(OSError, match=word) as caught:
+            process.receive(0.5 if "sleep" in script else 20.0)
+        process.close()
+        assert check_torch({"error": str(caught.value)}, 0, {}).status == ERROR
 
 
 @pytest.mark.parametrize(
@@ -770,10 +675,15 @@ def test_what_gpus_can_do_is_told(nccl: list[int], environ: dict[str, str], told
     assert found.status == status and found.text.endswith(told)
 
 
-def test_pairs_that_failed_are_named_by_host() -> None:
-    good = {"turn": 0, "seconds": 0.5, "mib": 4.0}
-    bad = {"turn": 0, "error": "refused"}
-    results = {(0, 1): (good, good), (0, 2): (bad, good), (1, 2): (good, {"error": "silent"}), (0, 3): (good, bad)}
+def test_pairs_that_failed_or_are_slow_are_named_by_host() -> None:
+    good = {"seconds": 0.5, "mib": 4.0}
+    bad, silent = {"error": "refused"}, {"error": "silent", "is_silent": True}
+    results = {(0, 1): (good, good), (0, 2): (bad, good), (1, 2): (bad, silent), (0, 3): (good, bad)}
     found = compare_pairs(["x", "y", "z", "w"], results)
     assert [(f.status, f.text) for f in found[:2]] == [(ERROR, "x and z, w: refused"), (ERROR, "y and z: silent")]
     assert found[2].status == OK and "8 MiB/s" in found[2].text
+    (well,) = compare_pairs(["x", "y", "z"], {(0, 1): (good, good), (0, 2): ({**good, "seconds": 2.0}, good)})
+    assert well.status == OK  # the faster side counts: the other may have started late
+    slow, well = compare_pairs(["x", "y", "z"], {(0, 1): (good, good), (0, 2): ({**good, "seconds": 2.0},) * 2})
+    assert slow.status == WARNING and slow.text == "slow: x and z: 2.0 MiB/s"
+    assert well.text == "2 pairs of 3 over gloo, 2 MiB/s (x and z) to 8 MiB/s (x and y)"

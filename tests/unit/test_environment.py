@@ -20,8 +20,7 @@ from xffl.cluster.environment import (
     use_interface,
 )
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
-from xffl.cluster.launch.launchers import LAUNCHERS
-from xffl.cluster.launch.mpi import Claim, number_nodes
+from xffl.cluster.launch.launchers import LAUNCHERS, Claim, number_nodes
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.process_group import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError
@@ -335,15 +334,15 @@ def test_bad_values(environ: dict[str, str], given: dict[str, Any], message: str
 
 TWO = {"rank": 1, "world_size": 2}
 SOURCES = [
-    ({"MASTER_PORT": "99999", "MASTER_ADDR": "h"}, TWO, "MASTER_PORT=99999 is no port"),
+    ({"MASTER_PORT": "99999", "MASTER_ADDR": "h"}, TWO, "MASTER_PORT=99999 must be a port"),
     ({"MASTER_PORT": "9.5", "MASTER_ADDR": "h"}, TWO, "MASTER_PORT is '9.5'"),
-    ({"MASTER_PORT": "9"}, {**TWO, "master_port": 99999, "master_addr": "h"}, "argument master_port=99999 is no port"),
-    ({**SRUN, "MASTER_PORT": "99999"}, {}, "MASTER_PORT=99999 is no port"),
-    ({**SRUN, "MASTER_PORT": "9"}, {"master_port": 0}, "argument master_port=0 is no port"),
+    ({"MASTER_PORT": "9"}, {**TWO, "master_port": 99999, "master_addr": "h"}, "argument master_port=99999 must be"),
+    ({**SRUN, "MASTER_PORT": "99999"}, {}, "MASTER_PORT=99999 must be a port"),
+    ({**SRUN, "MASTER_PORT": "9"}, {"master_port": 0}, "argument master_port=0 must be a port"),
     ({**SRUN, "SLURM_LOCALID": "2"}, {}, "SLURM_LOCALID=2 .* 0 to 1, as SLURM_STEP_TASKS_PER_NODE=2 says"),
     ({**SRUN, "SLURM_PROCID": "9"}, {"world_size": 4}, "SLURM_PROCID=9 .* 0 to 3, as argument world_size=4 says"),
     (TORCHRUN, {"node_local_rank": 7}, "argument node_local_rank=7 .* as LOCAL_WORLD_SIZE=2 says"),
-    ({**TORCHRUN, "MASTER_PORT": "0"}, {"rank": 0}, "MASTER_PORT=0 is no port"),
+    ({**TORCHRUN, "MASTER_PORT": "0"}, {"rank": 0}, "MASTER_PORT=0 must be a port"),
     ({}, {**TWO, "node_rank": 0, "node_world_size": 1}, "node_rank=0, node_world_size=1 leaves node_local_rank, node_"),
 ]
 
@@ -369,7 +368,7 @@ def test_callers_name_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> No
         setup_distributed_process_group(0, 2, group_rank=0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "99999")
-    with pytest.raises(LaunchError, match="^MASTER_PORT=99999 is no port; give 1 to 65535"):
+    with pytest.raises(LaunchError, match="^MASTER_PORT=99999 must be a port from 1 to 65535"):
         setup_distributed_process_group(0, 2)
 
 
@@ -398,7 +397,7 @@ def test_cells_that_do_not_fit_are_told_with_where_they_came_from(
 
 
 def test_port_0_is_none() -> None:
-    with pytest.raises(LaunchError, match="is no port"):
+    with pytest.raises(LaunchError, match="must be a port"):
         detect_environment({}, rank=0, world_size=2, master_addr="a", master_port=0)
 
 

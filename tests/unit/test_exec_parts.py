@@ -16,13 +16,12 @@ from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
 from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.launch import rank_process, srun
+from xffl.cluster.launch import runner, srun
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
-from xffl.cluster.launch.rank_files import RankFile, Stream, following, list_rank_files, sizes_now
+from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, following, list_rank_files, mark, sizes_now
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
 from xffl.cluster.launch.ssh import shared_environment, ssh_command
-from xffl.cluster.launch.stderr_frames import MarkedLines, Message, mark
 from xffl.cluster.launch.supervisor import JobWatch
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -174,14 +173,14 @@ def test_a_rank_in_place_takes_its_threads(
     variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"PATH": "x", **variables}
-    monkeypatch.setattr(rank_process.os, "environ", environ)
+    monkeypatch.setattr(runner.os, "environ", environ)
     monkeypatch.setattr(
-        rank_process, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
+        runner, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
     )
-    rank_process.take_share()
+    runner.take_share()
     assert environ == {"PATH": "x", **variables}, "no launcher has started this process"
     environ |= OF_ONE_RANK
-    rank_process.take_share()
+    runner.take_share()
     assert environ["OMP_NUM_THREADS"] == told
 
 
@@ -221,7 +220,7 @@ def test_how_a_rank_in_place_ends(script: str, words: list[str], code: int, said
     command = [sys.executable, "-m", "xffl", "exec", *words, "script.py"]
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr.endswith(said)) == (code, True), ran.stderr
-    assert ran.stderr.count("Traceback") == ("ValueError" in said) and "rank_process.py" not in ran.stderr
+    assert ran.stderr.count("Traceback") == ("ValueError" in said) and "runner.py" not in ran.stderr
     log = tmp_path / "logs" / "rank_00000.log"
     assert "begun\n" in (log.read_text() if words[:1] == ["--log-dir"] else ran.stdout)
     assert not log.exists() or said in log.read_text()
@@ -280,8 +279,8 @@ def test_long_texts_lose_their_middle() -> None:
 def test_the_variable_of_a_rank_is_taken_out() -> None:
     job = RankJob(("a b", ":", "\n"), "logs", is_marked=True, is_tied=False)
     environ = {"PATH": "x", **job.variables()}
-    assert RankJob.take(environ) == job and environ == {"PATH": "x"}
-    assert RankJob.take(environ) == RankJob()
+    assert RankJob.pop(environ) == job and environ == {"PATH": "x"}
+    assert RankJob.pop(environ) == RankJob()
 
 
 # srun and ssh ---------------------------------------------------------------------------------------------------------
@@ -400,7 +399,7 @@ def test_a_stream_of_log_files(tmp_path: Path) -> None:
 
 def test_a_log_file_keeps_what_it_holds_and_only_what_is_new_is_shown(tmp_path: Path) -> None:
     file, out = RankFile(3, 1, tmp_path), io.BytesIO()
-    imports = "from pathlib import Path; from xffl.cluster.launch.rank_files import *"
+    imports = "from pathlib import Path; from xffl.cluster.launch.logs import *"
     code = imports + "; redirect(RankFile(3, 1, Path())); print({})"
     subprocess.run([sys.executable, "-c", code.format("'old'")], cwd=tmp_path, check=True, timeout=60)
     with following(tmp_path, out):

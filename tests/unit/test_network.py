@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.unit.test_environment import FakeWorld, fake_mpi
 from xffl.cluster import hosts, network
 from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
-from xffl.cluster.launch import mpi
-from xffl.cluster.launch.mpi import Claim
+from xffl.cluster.launch import launchers
+from xffl.cluster.launch.launchers import Claim
 from xffl.cluster.network import (
     Interface,
     Timeouts,
@@ -52,7 +52,7 @@ def test_an_inner_level_that_outlives_the_next_is_named(inner: str, outer: str, 
 @pytest.mark.parametrize("name", list(GOOD))
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "60", 1e9])
 def test_what_is_no_time_is_named(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} .* is no positive number of seconds"):
+    with pytest.raises(ConfigError, match=rf"{name} must be a positive number of seconds"):
         Timeouts(**{**GOOD, name: value})
 
 
@@ -127,9 +127,9 @@ def test_rank_0_of_mpi_listens_on_the_control_interface(monkeypatch: pytest.Monk
     monkeypatch.setattr(network, "interface_address", lambda name, _: addresses[name])
     rows = [(Claim(0, 0, 1, "a"), "a"), (Claim(1, 0, 1, "b"), "b")]
     environ = {"XFFL_IFNAME": "ib0"}
-    assert mpi._listen_at(0, rows, environ, None, 1) == ("10.9.0.1", 1)
-    assert mpi._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, None, 1) == ("10.0.0.1", 1)
-    assert mpi._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, "n1", 1) == ("n1", 1)
+    assert launchers._listen_at(0, rows, environ, None, 1) == ("10.9.0.1", 1)
+    assert launchers._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, None, 1) == ("10.0.0.1", 1)
+    assert launchers._listen_at(0, rows, {**environ, "XFFL_CONTROL_IFNAME": "eth0"}, "n1", 1) == ("n1", 1)
 
 
 def test_data_interfaces_without_an_address_are_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,12 +208,12 @@ def test_whatever_rank_0_meets_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(mpi, "_listen_at", fail)
+    monkeypatch.setattr(launchers, "_listen_at", fail)
     for claim, _ in rows:
         with pytest.raises(
             LaunchError, match="rank 0 has no rendezvous: OSError: .*Too many open files; set MASTER_ADDR"
         ):
-            mpi.meet(claim, 2, {}, address=None, port=None)
+            launchers.meet(claim, 2, {}, address=None, port=None)
 
 
 def test_names_of_variables_are_no_settings() -> None:

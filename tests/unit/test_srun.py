@@ -15,20 +15,18 @@ from pathlib import Path
 import pytest
 
 from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch import rank_files, runner, srun
+from xffl.cluster.launch import logs, runner, srun
 from xffl.cluster.launch.failure import RankFailure
-from xffl.cluster.launch.line_buffer import LineCutter
-from xffl.cluster.launch.rank_files import RankFile, Stream
+from xffl.cluster.launch.logs import LineBuffer, MarkedLines, RankFile, Stream
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends
-from xffl.cluster.launch.stderr_frames import MarkedLines
 
 DEADLINE_S = 30
 EXEC = [sys.executable, "-m", "xffl", "exec"]
 BEGIN = """
 import json, os, signal, sys, time
 from pathlib import Path
-from xffl.cluster.launch.stderr_frames import mark
+from xffl.cluster.launch.logs import mark
 
 def say(text, stream=2):
     os.write(stream, text if isinstance(text, bytes) else text.encode())
@@ -107,17 +105,17 @@ def test_a_progress_bar_is_seen_as_it_grows(fake: Fake) -> None:
 
 
 def test_lines_are_cut() -> None:
-    cutter = LineCutter()
-    pieces = [cutter.add(piece) for piece in (b"a\nb", b"c\r", b"\n\x85d\r1%\r2", b"\r", b"")]
+    buffer = LineBuffer()
+    pieces = [buffer.feed(piece) for piece in (b"a\nb", b"c\r", b"\n\x85d\r1%\r2", b"\r", b"")]
     assert pieces == [[b"a\n"], [], [b"bc\r\n", b"\x85d\r", b"1%\r"], [], []]
-    assert cutter.take_rest() == b"2\r" and cutter.take_rest() == b""
+    assert buffer.flush() == b"2\r" and buffer.flush() == b""
     given = [b"x" * 1000] * 10_000
-    assert sum(len(line) for piece in given for line in cutter.add(piece)) + len(cutter.take_rest()) == 10**7
-    assert max(map(len, cutter.add(b"x" * 10**6))) == 10**6  # what is too long is not kept
+    assert sum(len(line) for piece in given for line in buffer.feed(piece)) + len(buffer.flush()) == 10**7
+    assert max(map(len, buffer.feed(b"x" * 10**6))) == 10**6  # what is too long is not kept
 
 
 def test_log_files_of_many_ranks_are_looked_at_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_files, "_FILES_PER_S", 10)
+    monkeypatch.setattr(logs, "_FILES_PER_S", 10)
     for rank in range(30):
         RankFile(rank, None, tmp_path).path.write_text("1%\r2%")
     waited: list[float] = []

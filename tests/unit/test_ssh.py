@@ -54,10 +54,10 @@ os.rename(file.name, "child." + os.environ["RANK"])
 """
 PAUSED = """
 import sys
-from xffl.cluster.launch import ssh, ssh_line
+from xffl.cluster.launch import ssh
 from xffl.cluster.slurm.allocation import Host
 from xffl.cluster.launch.job_layout import lay_out
-ssh.BEAT_S = ssh_line.BEAT_S = 0.1
+ssh.BEAT_S, ssh._SILENCE_S = 0.1, 1.2
 sys.exit(ssh.launch_ssh(lay_out((Host("a", 1),), None, None), ["script.py"], environ={}))
 """
 TALK = """
@@ -143,10 +143,10 @@ def test_a_lost_host_is_named(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_host_that_hears_nothing_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(ssh, "BEAT_S", 0.5)  # what the hosts are told, but not what is kept
+    monkeypatch.setattr(ssh, "_SILENCE_S", 3.0)  # less than a beat
     assert launch("import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)") == 1
     said = capfd.readouterr().err
-    assert "ended its ranks: it has heard nothing for 6 s; all ranks were stopped" in said
+    assert "ended its ranks: it has heard nothing for 3 s; all ranks were stopped" in said
 
 
 def test_a_paused_reader_stops_nothing() -> None:

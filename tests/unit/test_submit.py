@@ -17,7 +17,6 @@ import pytest
 from xffl.cli import submit as command
 from xffl.cli.main import main
 from xffl.cluster.exit_codes import code_of_signal
-from xffl.cluster.slurm.commands import find_busy, run_slurm, submit_job
 from xffl.cluster.slurm.job_monitor import (
     Ending,
     Follower,
@@ -30,8 +29,11 @@ from xffl.cluster.slurm.job_monitor import (
 from xffl.cluster.slurm.submit import (
     Job,
     SlurmConfig,
+    find_busy,
     find_template,
     render_script,
+    run_slurm,
+    submit_job,
     tasks_of_node,
     tasks_of_sweep,
     word_of,

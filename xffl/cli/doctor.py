@@ -1,27 +1,23 @@
-"""``xffl doctor``: look at the machines of a job before it waits in the queue."""
+"""``xffl doctor``: checks of the machines of a job before it waits in the queue."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.checks import number, one_of
 from xffl.cli.formatter import HelpFormatter
-from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xffl.cluster.doctor.findings import Report
-    from xffl.cluster.doctor.side import Request
+    from xffl.cluster.doctor.compare import Report
 
-__all__ = ["build_parser", "run", "tell_home"]
+__all__ = ["build_parser", "run"]
 
 _NEEDS = ("mpi", "slurm", "gpu")
-_PAIR = Path(__file__).with_name("doctor_pair.py")
-_RANK = Path(__file__).with_name("doctor_rank.py")
 
 _EXAMPLES = """\
 examples:
@@ -38,7 +34,7 @@ Each line is ok, warning or error with what to do. The exit code is 1 where ther
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = ArgumentParser(
-        description="Look at the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
+        description="Check the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
         "file system, clocks, limits, threads, and an all-reduce of every pair of cells.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
@@ -56,65 +52,38 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Look, and print what was found; under a launcher every rank runs it, and rank 0 prints.
+    """Check, and print what was found; under a launcher every rank runs it, and rank 0 prints.
 
     :param options: What :func:`build_parser` parses.
     :return: Exit code: 1 where there is an error.
-    :raises ConfigError: if an option cannot be meant.
+    :raises ConfigError: if an option is invalid.
     """
-    from xffl.cluster.doctor.by_ssh import examine_hosts
-    from xffl.cluster.doctor.examine import examine
+    from xffl.cluster.cells import parse_federation
+    from xffl.cluster.doctor.examine import examine, examine_hosts
+    from xffl.cluster.doctor.probe import Request
+    from xffl.cluster.environment import complete_federation
     from xffl.cluster.slurm.allocation import parse_hosts
 
-    request = _request(options)
-    tell = _print_json if options.json else _print
-    if options.hosts is None:
-        return examine(request, tell)
-    told = {"--shared": options.shared, "--need": options.need or None, "--timeout": str(options.timeout)}
-    told["--federated"] = options.federated or os.environ.get("XFFL_FEDERATED") or None
-    words = [word for name, text in told.items() if text is not None for word in (name, text)]
-    words += ["--skip-torch"] if options.skip_torch else []
-    report = examine_hosts(parse_hosts(options.hosts), [str(_RANK), *words], os.environ, options.timeout)
-    tell(report)
-    return report.exit_code
-
-
-def tell_home(options: Namespace) -> None:
-    """Look as one rank of a job that the doctor has started, and print the report as one line.
-
-    :param options: What :func:`build_parser` parses.
-    """
-    from xffl.cluster.doctor.by_ssh import MARK
-    from xffl.cluster.doctor.examine import examine
-
-    def tell(report: Report) -> None:
-        sys.stdout.write(MARK + json.dumps(report.as_json()) + "\n")
-        sys.stdout.flush()
-
-    examine(_request(options), tell)
-
-
-def _request(options: Namespace) -> Request:
-    from xffl.cluster.cells import parse_federation
-    from xffl.cluster.doctor.side import Request
-    from xffl.cluster.environment import complete_federation
-
-    needs = frozenset(word.strip() for word in options.need.split(",") if word.strip())
-    if unknown := sorted(needs - set(_NEEDS)):
-        raise ConfigError(f"--need {', '.join(unknown)} is not known; give some of {','.join(_NEEDS)}")
-    if not 0 < options.timeout < 1e6:
-        raise ConfigError(f"--timeout is {options.timeout}; give seconds above 0")
+    needs = tuple(word.strip() for word in options.need.split(",") if word.strip())
+    for need in needs:
+        one_of("--need", need, _NEEDS)
+    number("--timeout", options.timeout, above=0, below=1e6)
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
-    federated, _, variables = complete_federation(asked, 0)  # replicas are not looked at
-    return Request(
-        pair_program=_PAIR,
-        shared=None if options.shared is None else Path(options.shared),
+    federated, _, variables = complete_federation(asked, 0)  # replicas are not checked
+    request = Request(
+        shared=options.shared,
         needs=needs,
         federated=federated,
         federated_by="XFFL_FEDERATED" if variables else "--federated",
         with_torch=not options.skip_torch,
         timeout_s=options.timeout,
     )
+    tell = _print_json if options.json else _print
+    if options.hosts is None:
+        return examine(request, tell)
+    report = examine_hosts(parse_hosts(options.hosts), request, os.environ)
+    tell(report)
+    return report.exit_code
 
 
 def _print_json(report: Report) -> None:
@@ -124,12 +93,11 @@ def _print_json(report: Report) -> None:
 
 def _print(report: Report) -> None:
     """Print in one write, so that several hosts' reports do not mix."""
-    from xffl.cluster.doctor.findings import ERROR, OK, WARNING
+    from xffl.cluster.doctor.probe import ERROR, OK, WARNING
 
-    several = len(report.hosts) > 1
     lines = []
     for finding in report.findings:
-        where = f"{finding.host}: " if several and finding.host else ""
+        where = "" if not finding.host or (finding.host,) == report.hosts else f"{finding.host}: "
         lines.append(f"{finding.status:<8} {finding.check:<14} {where}{finding.text}")
         if finding.status != OK and finding.advice:
             lines.append(f"{'':<8} {'':<14} -> {finding.advice}")

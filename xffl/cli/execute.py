@@ -36,9 +36,8 @@ from xffl.cluster.launch.failure import RankFailure
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.launchers import LAUNCHERS
-from xffl.cluster.launch.rank_files import following, make_log_dir
-from xffl.cluster.launch.rank_process import be_rank, take_share
-from xffl.cluster.launch.runner import run_script
+from xffl.cluster.launch.logs import following, make_log_dir
+from xffl.cluster.launch.runner import be_rank, run_script, take_share
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.slurm.allocation import (

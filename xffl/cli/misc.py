@@ -19,7 +19,7 @@ from xffl.checks import integer, number, one_of
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
 from xffl.cluster.launch.launchers import LAUNCHERS
-from xffl.cluster.launch.rank_files import Stream, list_rank_files
+from xffl.cluster.launch.logs import Stream, list_rank_files
 from xffl.cluster.replica_groups import make_token_file, read_address
 from xffl.errors import ConfigError
 from xffl.extras import install_command, optional_import

@@ -20,13 +20,14 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.checks import integer
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.slurm.commands import cancel_job, submit_job
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import (
     Job,
     SlurmConfig,
+    cancel_job,
     find_template,
     render_script,
+    submit_job,
     tasks_of_node,
     tasks_of_sweep,
     word_of,

@@ -1,1 +1,1 @@
-"""Where am I, and who started me: launchers, hosts, and the start of local processes. No torch at import."""
+"""The machines of a job: the environment of a rank, hosts, cells, launchers, SLURM, checks. No torch at import."""

@@ -9,12 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from xffl.checks import index_of
 from xffl.cluster.hosts import expand_hosts
-from xffl.cluster.launch.placement import order_hosts
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
@@ -27,6 +27,7 @@ __all__ = [
     "is_rule",
     "lone_cell",
     "name_cells",
+    "order_hosts",
     "parse_cell",
     "parse_federation",
     "parse_sizes",
@@ -57,13 +58,7 @@ class Arrangement:
 
 
 def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
-    """Read federated sizes such as ``4``, ``4,4`` or ``(4, 4)``.
-
-    :param text: What was typed.
-    :param knob: Name of the option or variable, for the message.
-    :return: A number for equal cells of that size, or the size of each cell.
-    :raises ConfigError: if it is not numbers joined by commas.
-    """
+    """Read federated sizes such as ``4``, ``4,4`` or ``(4, 4)``."""
     plain = text.strip()
     if plain[:1] + plain[-1:] in ("()", "[]"):
         plain = plain[1:-1]
@@ -77,10 +72,7 @@ def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
 def parse_cell(text: str, knob: str) -> tuple[int, int | tuple[int, ...]]:
     """Read which cell a job is, where each cell is a job of its own: ``0/2``, or ``0/4,2`` with the cells' ranks.
 
-    :param text: What was typed.
-    :param knob: Name of the option, for the message.
-    :return: The cell's number, from 0, and how many cells there are, or the ranks of each.
-    :raises ConfigError: if it cannot be meant.
+    Returns the cell's number, from 0, and how many cells there are, or the ranks of each.
     """
     number, _, rest = text.strip().partition("/")
     cells = parse_sizes(rest, knob) if rest else 0
@@ -99,11 +91,6 @@ def parse_federation(text: str, knob: str) -> Federation:
     Rules are ``auto`` (cells are what stands below the top switch), ``auto:LEVEL`` (what stands that many levels below
     it), ``hosts:REGEX`` (the expression is searched in a host's name; its first group, or else the whole match, names
     the cell) and ``file:PATH`` (lines such as ``a n[1-4]``, or the same as YAML). A file is not read yet.
-
-    :param text: What was typed.
-    :param knob: Name of the option or variable, for the message.
-    :return: The sizes, or the rule.
-    :raises ConfigError: if it is neither, or a rule cannot be read.
     """
     plain = text.strip()
     kind, colon, rest = plain.partition(":")
@@ -115,7 +102,7 @@ def parse_federation(text: str, knob: str) -> Federation:
         try:
             re.compile(rest)
         except re.error as error:
-            raise ConfigError(f"{knob} is {text!r}, whose regular expression is wrong: {error}; mend it") from error
+            raise ConfigError(f"{knob} is {text!r}, whose regular expression is invalid: {error}") from error
         return plain
     if kind == "file" and rest:
         return plain
@@ -127,28 +114,15 @@ def parse_federation(text: str, knob: str) -> Federation:
 
 
 def check_federation(federation: Federation | None, knob: str) -> Federation | None:
-    """Return what a program gives as a federation, if it can be meant: text must be a rule.
-
-    :param federation: Sizes, of which integers become plain ones and nothing is checked here, or a rule.
-    :param knob: Name of the argument, for the message.
-    :return: The same, as :func:`parse_federation` returns a rule.
-    :raises ConfigError: if a rule cannot be read.
-    :raises TopologyError: if sizes are given as text.
-    """
+    """Return what a program gives as a federation, if it can be meant: text must be a rule."""
     found = read_federation(federation, knob)
     if isinstance(federation, str) and not isinstance(found, str):
-        raise TopologyError(f"{knob} {federation!r} is no whole number and no rule; give numbers, such as {found}")
+        raise TopologyError(f"{knob} {federation!r} is neither a number nor a rule; give numbers, such as {found}")
     return found
 
 
 def read_federation(federation: Federation | None, knob: str) -> Federation | None:
-    """Return a federation of a program or a configuration: text is parsed, integers become plain ones.
-
-    :param federation: Sizes, which are compared with the world later, or a text.
-    :param knob: Name of the argument, for the message.
-    :return: Sizes or a rule.
-    :raises ConfigError: if a text cannot be read.
-    """
+    """Return a federation of a program or a configuration: text is parsed, integers become plain ones."""
     if isinstance(federation, str):
         return parse_federation(federation, knob)
     is_list = isinstance(federation, (list, tuple))
@@ -165,13 +139,7 @@ def is_rule(federation: Federation | None) -> bool:
 
 
 def check_cells(cells: int, required: int | None, asked: Federation | None) -> None:
-    """Refuse fewer cells than are required.
-
-    :param cells: How many there are.
-    :param required: How many there must be at least; ``None`` for any number.
-    :param asked: What was asked for: sizes, a rule, or nothing.
-    :raises TopologyError: if there are fewer.
-    """
+    """Refuse fewer cells than are required."""
     if required is not None and cells < required:
         how = "no federation was asked for" if asked is None else f"federated {_shown(asked)} makes {cells}"
         raise TopologyError(
@@ -181,12 +149,7 @@ def check_cells(cells: int, required: int | None, asked: Federation | None) -> N
 
 
 def lone_cell(asked: Federation, world_size: int) -> str:
-    """Return the line that says that a federation was asked for, and all ranks are in one cell.
-
-    :param asked: Sizes, or a rule.
-    :param world_size: Number of ranks.
-    :return: The line.
-    """
+    """Return the line that says that a federation was asked for, and all ranks are in one cell."""
     ranks = "the only rank" if world_size == 1 else f"all {world_size} ranks"
     return (
         f"xffl: federated {_shown(asked)} puts {ranks} into one cell: there is no federation, and nothing is averaged "
@@ -202,14 +165,7 @@ def _shown(federation: Federation) -> str:
 
 
 def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
-    """Return the name of each host's cell.
-
-    :param hosts: The hosts.
-    :param rule: A rule as :func:`parse_federation` returns it.
-    :return: One name for each host, in their order.
-    :raises ConfigError: if the rule or its file cannot be read.
-    :raises TopologyError: if the rule names no cell for a host.
-    """
+    """Return the name of each host's cell."""
     if not hosts:
         raise TopologyError(f"rule {rule!r} has no hosts to find cells of; give at least one")
     kind, _, rest = rule.partition(":")
@@ -220,7 +176,7 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
     if kind == "hosts":
         pattern = re.compile(rest)
         found = {host.name: _matched(pattern.search(host.name)) for host in hosts}
-        remedy = "mend the expression, whose first group (or else the whole match) names the cell"
+        remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
         found = {host.name: listed.get(host.name) for host in hosts}
@@ -315,12 +271,7 @@ def arrange(hosts: Sequence[Host], rule: str, replica_size: int | None = None) -
     Cells come in the order of their first host. Inside a cell hosts below one switch are neighbours, as far as that
     lets replicas stay on as few hosts.
 
-    :param hosts: The hosts; each takes as many ranks as it has slots.
-    :param rule: A rule as :func:`parse_federation` returns it.
-    :param replica_size: Ranks that hold one copy of the model; ``None`` where each cell is one replica.
-    :return: The hosts in their new order, and the cells.
-    :raises ConfigError: if the rule or its file cannot be read.
-    :raises TopologyError: if the rule names no cell for a host, or the replica size does not divide a cell.
+    Returns the hosts in their new order, and the cells.
     """
     members: dict[str, list[Host]] = {}
     for host, named in zip(hosts, name_cells(hosts, rule), strict=True):
@@ -339,14 +290,7 @@ def arrange(hosts: Sequence[Host], rule: str, replica_size: int | None = None) -
 
 
 def sizes_of_ranks(places: Sequence[Host], rule: str) -> tuple[int, ...]:
-    """Return the sizes of the cells that running ranks form.
-
-    :param places: Host of each rank, in the order of the ranks.
-    :param rule: A rule as :func:`parse_federation` returns it.
-    :return: Ranks of each cell, in the order of the ranks.
-    :raises ConfigError: if the rule or its file cannot be read.
-    :raises TopologyError: if the rule names no cell for a host, or the ranks of a cell are not contiguous.
-    """
+    """Return the sizes of the cells that running ranks form."""
     cells = dict(zip((host.name for host in places), name_cells(places, rule), strict=True))
     runs: list[list[Any]] = []  # name, first rank, size
     for rank, place in enumerate(places):
@@ -369,3 +313,122 @@ def _listed(names: Sequence[str]) -> str:
     each = list(dict.fromkeys(names))
     more = f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
     return f"{'host' if len(each) == 1 else 'hosts'} {', '.join(each[:_SHOWN])}{more}"
+
+
+# The order of the hosts of a cell -------------------------------------------------------------------------------------
+
+
+_MAX_STATES = 100_000
+"""Choices that are looked through for the best groups: about a second."""
+
+
+def order_hosts(hosts: Sequence[Host], replica_size: int | None) -> tuple[Host, ...]:
+    """Order the hosts of one cell.
+
+    Replicas touch as few hosts as in the best of all orders, where the hosts differ in no more than a few ways (fewer
+    than 100,000 choices); otherwise few. Of such orders one is taken that keeps replicas below the lowest switches.
+    """
+    places = _by_switch(hosts)
+    if replica_size is None:
+        return tuple(hosts[at] for at in places)
+    rests = {at: hosts[at].slots % replica_size for at in places}
+    order = {at: number for number, at in enumerate(places)}
+    near = _group_by_switch(hosts, places, rests, replica_size)
+    anywhere, _ = _most_groups(places, rests, replica_size)
+    groups = near if len(near) >= len(anywhere) else anywhere
+    # All hosts together hold whole replicas, and so do those that no group has taken, if choices were too many.
+    taken = {at for group in groups for at in group}
+    groups.append([at for at in places if at not in taken])
+    groups = [group for group in groups if group]
+    for group in groups:
+        group.sort(key=order.__getitem__)
+    return tuple(hosts[at] for group in sorted(groups, key=lambda group: order[group[0]]) for at in group)
+
+
+def _by_switch(hosts: Sequence[Host]) -> list[int]:
+    """Return the hosts' places, in their order, but with those below one switch beside each other."""
+    seen: dict[tuple[str, ...], int] = {}
+
+    def key(at: int) -> list[int]:
+        path = hosts[at].switches
+        return [seen[path[:depth]] for depth in range(1, len(path) + 1)]
+
+    for host in hosts:
+        for depth in range(1, len(host.switches) + 1):
+            seen.setdefault(host.switches[:depth], len(seen))
+    return sorted(range(len(hosts)), key=key)
+
+
+def _group_by_switch(
+    hosts: Sequence[Host], places: Sequence[int], rests: dict[int, int], replica_size: int
+) -> list[list[int]]:
+    """Form groups below the lowest switches first, and of what is left over below those above them."""
+    groups: list[list[int]] = []
+    left = list(places)
+    for depth in range(max(len(host.switches) for host in hosts), -1, -1):
+        pools: dict[tuple[str, ...], list[int]] = {}
+        for at in left:
+            pools.setdefault(hosts[at].switches[:depth], []).append(at)
+        left = []
+        for pool in pools.values():
+            found, rest = _most_groups(pool, rests, replica_size)
+            groups += found
+            left += rest
+    return groups
+
+
+def _most_groups(places: Sequence[int], rests: dict[int, int], replica_size: int) -> tuple[list[list[int]], list[int]]:
+    """Form as many groups as possible whose rests sum to whole replicas; also return the hosts that are left over."""
+    waiting: dict[int, list[int]] = {}
+    for at in reversed(places):  # taken from the end, so that those in front come first
+        waiting.setdefault(rests[at], []).append(at)
+    groups = [[at] for at in reversed(waiting.pop(0, []))]
+    # Two rests that fill a replica are a group in one of the best solutions: what else they were grouped with is one.
+    for rest in sorted(waiting):
+        one, other = waiting[rest], waiting.get(replica_size - rest, [])
+        while one and other and (one is not other or len(one) > 1):
+            groups.append([one.pop(), other.pop()])
+    kinds = sorted(rest for rest, members in waiting.items() if members)
+    for counts in _best_groups(kinds, [len(waiting[rest]) for rest in kinds], replica_size):
+        groups.append([waiting[rest].pop() for rest, count in zip(kinds, counts, strict=True) for _ in range(count)])
+    return groups, sorted(at for members in waiting.values() for at in members)
+
+
+def _best_groups(kinds: Sequence[int], counts: Sequence[int], replica_size: int) -> list[tuple[int, ...]]:
+    """Return groups of whole replicas, each as the number of hosts of each kind; as many as possible.
+
+    Every choice of hosts is looked through from the smallest on. The most groups in a choice are one more than in the
+    best choice with one host less where the choice holds whole replicas, and else as many.
+    """
+    tried = list(counts)
+    while prod(count + 1 for count in tried) > _MAX_STATES:
+        largest = tried.index(max(tried))
+        tried[largest] //= 2
+    groups = _groups_of(kinds, tried, replica_size)
+    if groups and tried != list(counts):
+        used = [sum(group[kind] for group in groups) for kind in range(len(kinds))]
+        groups += _best_groups(kinds, [n - m for n, m in zip(counts, used, strict=True)], replica_size)
+    return groups
+
+
+def _groups_of(kinds: Sequence[int], counts: Sequence[int], replica_size: int) -> list[tuple[int, ...]]:
+    # A choice of hosts is a number whose digits, each in a base of its own, count the hosts of each kind.
+    weights = [prod(count + 1 for count in counts[:kind]) for kind in range(len(kinds))]
+    states = prod(count + 1 for count in counts)
+    most, totals, last = [0] * states, [0] * states, [-1] * states
+    best = 0
+    for state in range(1, states):
+        for kind, weight in enumerate(weights):
+            if state // weight % (counts[kind] + 1) and (last[state] < 0 or most[state - weight] > most[state]):
+                most[state], last[state] = most[state - weight], kind
+        totals[state] = totals[state - weights[last[state]]] + kinds[last[state]]
+        if totals[state] % replica_size == 0:
+            most[state] += 1
+            best = state if most[state] > most[best] else best
+    groups: list[Counter[int]] = []
+    while best:
+        if totals[best] % replica_size == 0:
+            groups.append(Counter())
+        groups[-1][last[best]] += 1
+        best -= weights[last[best]]
+    return [tuple(group[kind] for kind in range(len(kinds))) for group in groups]

@@ -1,4 +1,4 @@
-"""Who started this process: explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
+"""The place of this process among all: told by explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
 :mod:`xffl.cluster.launch.launchers`.
@@ -46,7 +46,7 @@ _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node
 class ProcessEnvironment:
     """Where this process stands among all.
 
-    The rendezvous is ``None`` where the world is this one process and nobody gave an address. Nodes may hold different
+    The rendezvous is ``None`` where the world is this one process and no address was given. Nodes may hold different
     numbers of ranks; ``node_local_size`` is that of this rank's node.
     """
 
@@ -83,18 +83,7 @@ def detect_environment(
     An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
     processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :param rank: Rank of this process in the world.
-    :param world_size: Number of all processes.
-    :param node_local_rank: Rank of this process on its node.
-    :param node_local_size: Processes on this node.
-    :param node_rank: Number of this node.
-    :param node_world_size: Number of nodes.
-    :param master_addr: Address where rank 0 listens.
-    :param master_port: Port where rank 0 listens.
-    :param names: What the caller calls its own arguments, where that differs from the names here, for messages.
-    :return: The environment; a single process where nothing is given and no launcher matches.
-    :raises LaunchError: if values are no numbers, contradict each other, or leave something open.
+    Returns the environment; a single process where nothing is given and no launcher matches.
     """
     environ = os.environ if environ is None else environ
     arguments = {
@@ -188,7 +177,7 @@ def _check(found: Fields) -> None:
             raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
     port = found.get("master_port")
     if port is not None and not 0 < port < 65536:
-        raise LaunchError(f"{sources['master_port']}={port} is no port; give 1 to 65535")
+        raise LaunchError(f"{sources['master_port']}={port} must be a port from 1 to 65535")
     if any(whole not in found for _, whole in _PARTS):
         return
     world, local, nodes = (found[whole] for _, whole in _PARTS)
@@ -202,11 +191,8 @@ def _check(found: Fields) -> None:
 def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Federation | None, int | None]:
     """Return the federation that the environment asks for.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Federated sizes, or a rule that finds them, from ``XFFL_FEDERATED``, and the replica size from
-        ``XFFL_HSDP``; ``None`` where unset or empty.
-    :raises ConfigError: if the sizes or the rule cannot be read.
-    :raises LaunchError: if the replica size is no number.
+    Returns federated sizes, or a rule that finds them, from ``XFFL_FEDERATED``, and the replica size from
+    ``XFFL_HSDP``; ``None`` where unset or empty.
     """
     environ = os.environ if environ is None else environ
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
@@ -221,11 +207,7 @@ def complete_federation(
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Fill in from the environment what an argument leaves open of a federation.
 
-    :param federated: Sizes or a rule from elsewhere, which beat ``XFFL_FEDERATED``; ``None`` where it counts.
-    :param hsdp: Replica size from elsewhere, which beats ``XFFL_HSDP``; ``None`` where it counts.
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Sizes or rule, replica size, and which variables they are from, for :func:`sources_named`.
-    :raises XfflError: if a variable cannot be read.
+    Returns sizes or rule, replica size, and which variables they are from, for :func:`sources_named`.
     """
     asked, replica_size = requested_federation(environ)
     variables = federation_variables(asked if federated is None else None, replica_size if hsdp is None else None)
@@ -238,12 +220,7 @@ def complete_federation(
 
 @contextmanager
 def sources_named(sources: Iterable[str]) -> Iterator[None]:
-    """Say where sizes come from, in the TopologyError of this block: that they do not fit.
-
-    :param sources: What others than the caller's own arguments have said, such as ``XFFL_FEDERATED=4,4``.
-    :yield: Nothing.
-    :raises TopologyError: as the block does, with the sources in the message.
-    """
+    """Say where sizes come from, in the TopologyError of this block: that they do not fit."""
     try:
         yield
     except TopologyError as error:
@@ -256,9 +233,7 @@ def sources_named(sources: Iterable[str]) -> Iterator[None]:
 def federation_variables(federated: Federation | None, hsdp: int | None) -> dict[str, str]:
     """Return the variables from which :func:`requested_federation` reads a federation.
 
-    :param federated: Federated sizes, one size for equal ones, or a rule; ``None`` for none.
-    :param hsdp: Replica size; ``None`` for none.
-    :return: ``XFFL_FEDERATED`` and ``XFFL_HSDP``, as far as there is something to say.
+    Returns ``XFFL_FEDERATED`` and ``XFFL_HSDP``, as far as there is something to say.
     """
     found = {}
     if federated is not None:
@@ -271,12 +246,7 @@ def federation_variables(federated: Federation | None, hsdp: int | None) -> dict
 def request_federation(
     federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] | None = None
 ) -> None:
-    """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts.
-
-    :param federated: Federated sizes, one size for equal ones, or a rule; ``None`` leaves what is there.
-    :param hsdp: Replica size; ``None`` leaves what is there.
-    :param environ: Environment to change; ``None`` means the process's own.
-    """
+    """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts."""
     environ = os.environ if environ is None else environ
     environ.update(federation_variables(federated, hsdp))
 
@@ -306,14 +276,7 @@ class OverFiles:
 def read_over_files(
     options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
 ) -> OverFiles:
-    """Return what a job of one cell is asked for.
-
-    :param options: ``cell``, ``from``, ``export`` and ``measure``, which beat ``XFFL_CELL``, ``XFFL_FROM`` and
-        ``XFFL_EXPORT``.
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: What is asked for.
-    :raises ConfigError: if the rest is given and no cell.
-    """
+    """Return what a job of one cell is asked for."""
     environ = os.environ if environ is None else environ
     given = options or {}
     cell, start, export = (
@@ -330,20 +293,14 @@ def read_over_files(
 
 
 def require_cells(number: int) -> None:
-    """Require a number of cells in this process and those that it starts, as ``--require-cells`` does.
-
-    :param number: How many there must be at least.
-    :raises ConfigError: if it is no positive integer.
-    """
+    """Require a number of cells in this process and those that it starts, as ``--require-cells`` does."""
     os.environ["XFFL_REQUIRE_CELLS"] = str(integer("--require-cells", number))
 
 
 def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
     """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The number; ``None`` where unset or empty.
-    :raises XfflError: if it is no positive integer.
+    Returns the number; ``None`` where unset or empty.
     """
     environ = os.environ if environ is None else environ
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
@@ -361,13 +318,6 @@ def accept_cells(
     """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
 
     Call it where sizes become known. Ranks that ``xffl exec`` starts have ``XFFL_LAUNCHED_CELLS``: it has said it.
-
-    :param asked: Sizes, a rule that has found them, or nothing.
-    :param cells: How many cells there are.
-    :param world_size: Number of ranks.
-    :param required: How many cells there must be at least; ``None`` for any number.
-    :param is_speaker: Whether this process is the one that says it.
-    :raises TopologyError: if there are fewer cells.
     """
     check_cells(cells, required, asked)
     if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
@@ -401,11 +351,7 @@ _OWN = (
 
 
 def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that may set values of a configuration, such as ``XFFL_TRAINING__EPOCHS``.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Variable to text: all that start with ``XFFL_``, but those that this package reads.
-    """
+    """Return the variables that may set values of a configuration, such as ``XFFL_TRAINING__EPOCHS``."""
     environ = os.environ if environ is None else environ
     return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
 
@@ -418,10 +364,7 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
     changed, since whatever else looks for the interface reads it first.
 
-    :param name: Interface, such as ``ib0``; ``None`` means what ``XFFL_IFNAME`` says, if anything.
-    :param environ: Environment to read and change; ``None`` means the process's own.
-    :return: The interface, or ``None`` where none is asked for.
-    :raises LaunchError: if this host has no such interface, or that of the rendezvous has no address.
+    Returns the interface, or ``None`` where none is asked for.
     """
     environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None

@@ -26,9 +26,5 @@ class ExitCode(IntEnum):
 
 
 def code_of_signal(number: int) -> int:
-    """Return the exit code that stands for an end by a signal, as a shell does.
-
-    :param number: Number of the signal.
-    :return: 128 and the number.
-    """
+    """Return the exit code that stands for an end by a signal, as a shell does."""
     return 128 + number

@@ -1,15 +1,16 @@
-"""What this host is made of, as a measurement has to say."""
+"""The hardware of this host, as measurements report it, and the GPU of each process."""
 
 from __future__ import annotations
 
 import os
 import platform
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, LaunchError
 
-__all__ = ["describe_host", "resident_bytes"]
+__all__ = ["describe_host", "pick_gpu", "resident_bytes"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 _STATUS = Path("/proc/self/status")
@@ -18,8 +19,8 @@ _STATUS = Path("/proc/self/status")
 def describe_host() -> dict[str, str | int | float]:
     """Describe this host; local, nothing is communicated.
 
-    :return: ``host`` (its name), ``machine``, ``cpu`` (the model's name where Linux tells it, else the machine's),
-        ``cores`` (as the system counts them), ``memory_gib`` and ``system``.
+    Returns ``host`` (its name), ``machine``, ``cpu`` (the model's name where Linux tells it, else the machine's),
+    ``cores`` (as the system counts them), ``memory_gib`` and ``system``.
     """
     return {
         "host": socket.gethostname(),
@@ -32,12 +33,7 @@ def describe_host() -> dict[str, str | int | float]:
 
 
 def resident_bytes(name: str) -> int:
-    """Return how much memory this process has in use, as Linux counts it; local.
-
-    :param name: ``VmRSS`` for now, ``VmHWM`` for the most so far.
-    :return: Bytes.
-    :raises ConfigError: if this system does not tell.
-    """
+    """Return how much memory this process has in use, as Linux counts it; local."""
     for line in _STATUS.read_text().splitlines() if _STATUS.exists() else ():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
@@ -52,3 +48,19 @@ def _cpu_model() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] | None = None) -> int:
+    """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it."""
+    environ = os.environ if environ is None else environ
+    if visible >= local_size:
+        return local_rank
+    is_bound = any(
+        environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    )
+    if visible == 1 and is_bound:
+        return 0
+    raise LaunchError(
+        f"{local_size} processes run on this node, but this one sees {visible} GPUs; start one process for each GPU, "
+        "or give device='cpu'"
+    )

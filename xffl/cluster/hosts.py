@@ -25,10 +25,6 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
     Several brackets in one name multiply (``r[1-2]n[1-2]``); the width of a range's first number is kept
     (``n[08-10]`` is ``n08, n09, n10``).
-
-    :param text: Host list as in ``SLURM_STEP_NODELIST``.
-    :return: The names.
-    :raises LaunchError: if the text is empty or malformed.
     """
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not pieces or ",".join(pieces) != text:
@@ -55,12 +51,7 @@ def _numbers(ranges: str, text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Expand counts by node such as ``4(x2),3`` into ``(4, 4, 3)``.
-
-    :param text: Counts as in ``SLURM_STEP_TASKS_PER_NODE``.
-    :return: One count for each node, in the order of the node list.
-    :raises LaunchError: if the text is malformed.
-    """
+    """Expand counts by node such as ``4(x2),3`` into ``(4, 4, 3)``."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -80,13 +71,7 @@ def host_identity() -> str:
 
 
 def interface_address(name: str, source: str = "XFFL_IFNAME") -> str:
-    """Find the IPv4 address of a network interface of this host.
-
-    :param name: Interface, such as ``ib0``.
-    :param source: What names it, for the message.
-    :return: The address, in dotted form.
-    :raises LaunchError: if there is no such interface, or it has no IPv4 address.
-    """
+    """Find the IPv4 address of a network interface of this host."""
     import fcntl  # POSIX only: a module-level import would break the parsing of host lists elsewhere
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -107,10 +92,6 @@ def node_address(name: str) -> str:
 
     A name that resolves is used as it is, so that a start of many tasks does not flood the controller. Otherwise
     ``scontrol`` is asked for the node's ``NodeAddr``; where it knows none the name itself has to do.
-
-    :param name: Name of the node as in the node list.
-    :return: A name or an address.
-    :raises LaunchError: if ``scontrol`` cannot be run or does not answer.
     """
     if _resolve(name) or shutil.which("scontrol") is None:
         return name
@@ -121,7 +102,7 @@ def node_address(name: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            f"node {name!r} does not resolve, and scontrol was asked in vain: {error}; set MASTER_ADDR to an address "
+            f"node {name!r} does not resolve, and scontrol did not answer: {error}; set MASTER_ADDR to an address "
             "of the first node"
         ) from error
     match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
@@ -133,10 +114,6 @@ def reachable_address(peers: Iterable[str]) -> str:
 
     That is the first address of the host's own name that is not loopback, or else the address from which a peer is
     reached (a route is looked up; nothing is sent).
-
-    :param peers: Names of other hosts.
-    :return: An IPv4 address, in dotted form.
-    :raises LaunchError: if neither is to be had.
     """
     own = socket.gethostname()
     for address in _resolve(own):

@@ -58,11 +58,7 @@ class Interface:
 
 
 def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
-    """List the network interfaces of this host (of this network namespace), by name.
-
-    :param folder: Where Linux tells about them.
-    :return: The interfaces.
-    """
+    """List the network interfaces of this host (of this network namespace), by name."""
     names = sorted(name for _, name in socket.if_nameindex())
     return tuple(
         Interface(name, _is_up(folder / name), _find_address(name), _find_speed(folder / name)) for name in names
@@ -72,8 +68,7 @@ def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
 def control_interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the interface over which ranks meet: that of ``XFFL_CONTROL_IFNAME``, else that of the data.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Its name, or ``None`` where none is asked for.
+    Returns its name, or ``None`` where none is asked for.
     """
     environ = os.environ if environ is None else environ
     return environ.get("XFFL_CONTROL_IFNAME") or data_interface(environ)
@@ -82,9 +77,7 @@ def control_interface(environ: Mapping[str, str] | None = None) -> str | None:
 def control_address(environ: Mapping[str, str] | None = None) -> str | None:
     """Return this host's address on the interface over which ranks meet, see :func:`control_interface`.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The IPv4 address, or ``None`` where no interface is asked for.
-    :raises LaunchError: if there is no such interface, or it has no IPv4 address.
+    Returns the IPv4 address, or ``None`` where no interface is asked for.
     """
     environ = os.environ if environ is None else environ
     name = control_interface(environ)
@@ -97,8 +90,7 @@ def control_address(environ: Mapping[str, str] | None = None) -> str | None:
 def data_interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the interface that collectives use: that of ``XFFL_IFNAME``, else of ``GLOO_SOCKET_IFNAME``.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Its name, the first where a list is set, or ``None`` where none is asked for.
+    Returns its name, the first where a list is set, or ``None`` where none is asked for.
     """
     environ = os.environ if environ is None else environ
     name = environ.get("XFFL_IFNAME") or environ.get("GLOO_SOCKET_IFNAME") or ""
@@ -114,11 +106,7 @@ def ephemeral_ports() -> tuple[int, int]:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return the IPv4 addresses of a host's name, none where it does not resolve.
-
-    :param name: A name or an address.
-    :return: The addresses in dotted form, each once.
-    """
+    """Return the IPv4 addresses of a host's name, none where it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -149,7 +137,7 @@ class Timeouts:
         for name, value in levels:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not (math.isfinite(value) and 0 < value < 1e9):
-                raise ConfigError(f"{name} {value!r} is no positive number of seconds; give one, such as 600")
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
         for (inner, short), (outer, long) in pairwise(levels):
             if not short < long:
                 order = " < ".join(level.name for level in fields(self))
@@ -159,15 +147,10 @@ class Timeouts:
 
     @classmethod
     def within(cls, session_s: float) -> Timeouts:
-        """Return the levels that fit below the timeout of a session.
-
-        :param session_s: What :func:`xffl.session` calls ``timeout_s``.
-        :return: A quarter of it for each level: connections at most 30 s, then a half at home, three quarters across.
-        :raises ConfigError: if it is no number of seconds.
-        """
+        """Return the levels that fit below the timeout of a session."""
         is_number = isinstance(session_s, (int, float)) and not isinstance(session_s, bool)
         if not is_number or not 0 < session_s < 1e9:
-            raise ConfigError(f"session_s {session_s!r} is no positive number of seconds; give one, such as 600")
+            raise ConfigError(f"session_s must be a positive number of seconds, got {session_s!r}")
         return cls(
             connect_s=min(_CONNECT_S, session_s / 4),
             home_s=session_s / 2,

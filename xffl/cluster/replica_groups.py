@@ -1,4 +1,4 @@
-"""What a job is told as one of several replica groups: its number, where the lighthouse is, and the run's token."""
+"""Variables of a job that is one of several replica groups: its number, the lighthouse, and the run's token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ _GROUP = re.compile(r"(\d+)/(\d+)")
 
 
 def lighthouse_of(environ: Mapping[str, str] | None = None) -> str:
-    """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The address.
-    :raises LaunchError: if there is none, or it cannot be read.
-    """
+    """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
     environ = os.environ if environ is None else environ
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         text = environ.get(name, "").strip()
@@ -39,13 +34,7 @@ def lighthouse_of(environ: Mapping[str, str] | None = None) -> str:
 
 
 def read_address(what: str, text: str) -> tuple[str, int]:
-    """Return the host and port of an address.
-
-    :param what: What it is given as, for the message.
-    :param text: ``HOST:PORT``, also with ``http://`` before it.
-    :return: Both.
-    :raises LaunchError: if it is none.
-    """
+    """Return the host and port of an address."""
     found = _ADDRESS.fullmatch(text.strip())
     if found is None or int(found[2]) > 65535:
         raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
@@ -55,9 +44,7 @@ def read_address(what: str, text: str) -> tuple[str, int]:
 def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     """Return which replica group this job is, and how many there are at most, as ``XFFL_ISLAND=1/4`` says.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Its number from 0, and the most groups; ``None`` where nothing is said.
-    :raises LaunchError: if the text cannot be meant.
+    Returns its number from 0, and the most groups; ``None`` where nothing is said.
     """
     environ = os.environ if environ is None else environ
     text = environ.get("XFFL_ISLAND", "").strip()
@@ -72,12 +59,7 @@ def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int
 
 
 def token_of(environ: Mapping[str, str] | None = None) -> bytes:
-    """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The token.
-    :raises LaunchError: if there is none, or others than the file's owner may read it.
-    """
+    """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names."""
     environ = os.environ if environ is None else environ
     token = environ.get("XFFL_TOKEN", "").strip()
     if token:
@@ -101,11 +83,7 @@ def token_of(environ: Mapping[str, str] | None = None) -> bytes:
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token into a file that its owner alone may read; one that is there already stays.
-
-    :param path: The file.
-    :raises LaunchError: if it cannot be written.
-    """
+    """Write a new token into a file that its owner alone may read; one that is there already stays."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -117,14 +95,7 @@ def make_token_file(path: Path) -> None:
 
 
 def bind_address(lighthouse: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces.
-
-    :param lighthouse: The lighthouse's address.
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: That of the interface that ``XFFL_CONTROL_IFNAME`` or ``XFFL_IFNAME`` names, else of the one that leads to
-        the lighthouse: the loopback where it is on this host's.
-    :raises LaunchError: if there is no way to it.
-    """
+    """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
     named = control_address(environ)
     if named is not None:
         return named

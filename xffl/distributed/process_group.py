@@ -19,7 +19,6 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvou
 
 from xffl.checks import index_of, number
 from xffl.cluster.cells import Federation, check_federation, sizes_of_ranks
-from xffl.cluster.devices import pick_gpu
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -29,6 +28,7 @@ from xffl.cluster.environment import (
     sources_named,
     use_interface,
 )
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from xffl.cluster.allocator import return_large_blocks
+from xffl.cluster.malloc import return_large_blocks
 from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.consistency import connect, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState

@@ -1,96 +1,200 @@
-"""The order of the checks: alone on one host, or as the ranks of a job, which rank 0 leads."""
+"""The checks of a whole job: the agents of its hosts are found and asked, and their answers compared.
+
+There are three ways to the agents: this process alone, the ranks of a launcher (each first rank of a host connects to
+rank 0, which asks), and ssh to the hosts of a list. From then on they are the same.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import secrets
+import selectors
+import socket
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
 
-from xffl.cluster.cells import arrange
-from xffl.cluster.doctor.findings import ERROR, OK, WARNING, Finding, Report, merge
-from xffl.cluster.doctor.folder import Folder, compare_folders
-from xffl.cluster.doctor.host import check_threads
-from xffl.cluster.doctor.lead import (
-    CHECKS,
-    FAILED,
-    Lead,
-    check_cells,
-    folder_of,
-    judge_torch,
-    meeting_s,
-    patience_s,
-    unwritable,
+import xffl
+from xffl.checks import shorten
+from xffl.cluster.cells import arrange, sizes_of_ranks
+from xffl.cluster.doctor.agent import THREADS, HostChecks, Line, Message, Program, attempt, import_limit_s, take_part
+from xffl.cluster.doctor.compare import (
+    Report,
+    compare_clocks,
+    compare_environments,
+    compare_folders,
+    compare_names,
+    compare_pairs,
+    compare_ports,
+    compare_versions,
+    merge,
+    partners,
 )
-from xffl.cluster.doctor.meeting import Hub, answer, attempt, join
-from xffl.cluster.doctor.programs import MPI_LAUNCHERS, check_mpi
-from xffl.cluster.doctor.rounds import Unit, add_in_rounds
-from xffl.cluster.doctor.side import HostSide, Request, findings_of, introduce
+from xffl.cluster.doctor.probe import (
+    ERROR,
+    MPI_LAUNCHERS,
+    OK,
+    WARNING,
+    Finding,
+    Request,
+    check_mpi,
+    check_threads,
+    rank_facts,
+)
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
-from xffl.cluster.launch.launchers import LAUNCHERS, Launcher
+from xffl.cluster.launch.affinity import limit_threads
+from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.cluster.launch.ssh import shared_environment, ssh_command
 from xffl.cluster.network import SLURM_PORTS
-from xffl.cluster.slurm.allocation import find_allocation
+from xffl.cluster.slurm.allocation import Host, find_allocation
 from xffl.errors import LaunchError, XfflError
+from xffl.topology import Topology
 
-__all__ = ["examine"]
+__all__ = ["Examination", "Peer", "examine", "examine_hosts"]
 
 _MPI_LIMIT_S = 60.0
+_SSH_S = 40.0
+"""For ssh to answer: its own limit for a connection is 20 s, and Python has to start."""
+_PROBE_S = 90.0
+"""For a host's checks of itself, beside torch: four programs of 20 s each."""
+_FOLDER_S = 10.0
+_SLACK_S = 30.0
+_TABLE = ("name", "address", "ports")
+"""What a host is told of another one."""
+_BOOT = (
+    "import json, platform, sys; job = json.loads(sys.stdin.readline()); sys.path.append(job['path']); import xffl; "
+    "print(json.dumps({'xffl': xffl.__version__, 'python': platform.python_version()}), flush=True); "
+    "from xffl.cluster.doctor.agent import main; main(job)"
+)
+"""Run over ssh. The versions come first: another version may have no such agent."""
 
-_Told = Callable[[Report], None]
+
+# Ways to the agents ---------------------------------------------------------------------------------------------------
 
 
-def examine(request: Request, tell: _Told, environ: Mapping[str, str] | None = None) -> int:
+@dataclass
+class Peer:
+    """A host that answers."""
+
+    line: Line
+    ranks: list[Message]
+    """Facts of its ranks."""
+    address: str | None = None
+    """Where its connection came from."""
+
+
+def examine(request: Request, tell: Callable[[Report], None], environ: Mapping[str, str] | None = None) -> int:
     """Check this host, or all hosts of a job; under a launcher every rank calls it.
 
-    Rank 0 tells about all hosts. A host whose ranks cannot reach rank 0 tells about itself.
-
-    :param request: What to look at.
-    :param tell: Gets the report, in the processes that have one.
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Exit code: 1 where this process told of an error, else 0.
+    Rank 0 gives the report about all hosts to ``tell``. A host whose ranks cannot reach rank 0 gives its own. The exit
+    code is 1 where this process reported an error, else 0.
     """
     environ = dict(os.environ if environ is None else environ)
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     launcher = "none" if row is None else row.name
-    is_head = _is_first(row, environ)
-    mpi = Finding("mpi", OK, "not looked at")
-    # Other ranks ask only where MPI started them: MPI_Init of a wrong library may end the whole job.
-    if is_head or launcher in MPI_LAUNCHERS:
-        mpi = check_mpi(launcher, "mpi" in request.needs, environ)
-    place, wrong = _find_place(row, mpi, tell if is_head else None, environ)
-    is_head = place.node_local_rank == 0 if place is not None else is_head
-    if place is not None and place.world_size > 1 and not is_head:
-        return _follow(request, place, None, environ)
-    if not is_head:
+    is_mpi = launcher in MPI_LAUNCHERS
+    is_head = row is None or environ.get(row.variables["node_local_rank"], "0") == "0"
+    # MPI_Init of a wrong library may end the whole job, so each rank checks it before. Elsewhere it can wait.
+    mpi = check_mpi(launcher, "mpi" in request.needs, environ) if is_mpi else None
+    place, wrong = _find_place(mpi, tell if is_head else None, environ)
+    ranks = 1 if place is None else place.world_size
+    if place is not None and ranks > 1:
+        is_head = place.node_local_rank == 0 or place.rank == 0
+    elif not is_head:
         return 0
-    side = HostSide(request, place, launcher, mpi, environ)
+    checks = HostChecks(request, environ, launcher, mpi) if is_head else None
+    facts = _introduce(place, environ)
     try:
-        if place is None or place.world_size == 1:
-            report = _alone(side, wrong)
-        elif place.rank != 0:
-            return _follow(request, place, side, environ, tell)
-        else:
-            report = _lead(side, place, environ)
+        if place is not None and place.rank > 0:
+            return _follow(request, place, facts, checks, tell, environ)
+        assert checks is not None
+        report = _lead(request, place, facts, checks, wrong, environ)
     finally:
-        side.close()
+        if checks is not None:
+            checks.close()
     tell(report)
     return report.exit_code
 
 
+def examine_hosts(hosts: Sequence[Host], request: Request, environ: Mapping[str, str]) -> Report:
+    """Check the hosts of a list over ssh; those that cannot be reached are findings."""
+    variables = shared_environment(environ)
+    limit_threads(variables)
+    job = {"path": str(Path(xffl.__file__).parents[1]), "cwd": os.getcwd(), "request": asdict(request)}
+    with ThreadPoolExecutor(min(32, len(hosts))) as pool:
+        jobs = [{**job, "environ": {**variables, "XFFL_HOST": host.name}} for host in hosts]
+        firsts = accumulate((host.slots for host in hosts), initial=0)
+        reached = list(pool.map(lambda host, first, job: _reach(host, first, job, environ), hosts, firsts, jobs))
+    peers = [peer for peer in reached if isinstance(peer, Peer)]
+    found = [finding for finding in reached if isinstance(finding, Finding)]
+    if peers:
+        found.insert(0, Finding("ssh", OK, f"{len(peers)} of {len(hosts)} hosts answer without a question"))
+    try:
+        report = Examination(request, peers, sum(host.slots for host in hosts), found).run()
+    finally:
+        for peer in peers:
+            peer.line.close()
+    return replace(report, hosts=tuple(host.name for host in hosts)) if not peers else report
+
+
+def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> Peer | Finding:
+    """Start the agent of a host that takes ranks from ``first`` on, or tell what keeps it from taking them."""
+    python = environ.get("XFFL_PYTHON") or sys.executable
+    try_it = f"try ssh -o BatchMode=yes {host.address or host.name} {python} --version; XFFL_SSH and XFFL_PYTHON name "
+    try_it += "others"
+    try:
+        line = Program(ssh_command(host, environ, _BOOT), environ)
+    except (OSError, ValueError) as error:
+        return Finding("ssh", ERROR, f"cannot be reached: {error}", try_it, host.name)
+    try:
+        line.send(job)
+        there, own = line.receive(_SSH_S), {"xffl": xffl.__version__, "python": platform.python_version()}
+        if differing := [
+            f"{name} {there.get(name)} (here {own[name]})" for name in own if there.get(name) != own[name]
+        ]:
+            advice = "use the same environment on all hosts: a shared virtual environment, or one container image"
+            finding = Finding("versions", ERROR, ", ".join(differing), advice, host.name)
+        elif "refused" in (facts := line.receive(_SSH_S)):
+            advice = "start from a folder that all hosts share"
+            finding = Finding("shared folder", ERROR, facts["refused"], advice, host.name)
+        else:
+            ranks = [{**facts, "host": asdict(host), "rank": first + at} for at in range(host.slots)]
+            return Peer(line, ranks, (host.address or host.name).rpartition("@")[2])
+    except OSError as error:
+        how = "reached" if isinstance(error, TimeoutError) else "used"
+        finding = Finding("ssh", ERROR, f"cannot be {how}: {error}", try_it, host.name)
+    line.close()
+    return finding
+
+
 def _find_place(
-    row: Launcher | None, mpi: Finding, tell: _Told | None, environ: Mapping[str, str]
+    mpi: Finding | None, tell: Callable[[Report], None] | None, environ: Mapping[str, str]
 ) -> tuple[ProcessEnvironment | None, list[Finding]]:
     """Find out where this rank stands, or why that cannot be found out."""
     advice = "see the lines above; xffl env shows what the launcher has set"
-    is_mpi = row is not None and row.name in MPI_LAUNCHERS
-    if is_mpi and mpi.status == ERROR:
+    if mpi is not None and mpi.status == ERROR:
         # MPI_Init of a wrong library may abort, or make each rank a world of its own.
         return None, [Finding("launcher", ERROR, "the other ranks are not looked for without a working MPI", advice)]
-    watch = threading.Timer(_MPI_LIMIT_S, _give_up, (tell, mpi))
+
+    def give_up() -> None:
+        text = f"the ranks could not communicate over MPI within {_MPI_LIMIT_S:g} s"
+        hint = "name the network for MPI (OMPI_MCA_btl_tcp_if_include, UCX_NET_DEVICES, or -iface with MPICH)"
+        if tell is not None and mpi is not None:
+            tell(Report((mpi, Finding("launcher", ERROR, text, hint))))
+        os._exit(1)
+
+    watch = threading.Timer(_MPI_LIMIT_S, give_up)
     watch.daemon = True
-    if is_mpi:
+    if mpi is not None:
         watch.start()
     try:
         return detect_environment(_without_bad_interfaces(environ)), []
@@ -100,121 +204,161 @@ def _find_place(
         watch.cancel()
 
 
-def _give_up(tell: _Told | None, mpi: Finding) -> None:
-    """End a rank whose MPI does not carry the first message; the first one of a node tells of it."""
-    text = f"the ranks could not speak over MPI within {_MPI_LIMIT_S:g} s"
-    advice = "name the network for MPI (OMPI_MCA_btl_tcp_if_include, UCX_NET_DEVICES, or -iface with MPICH)"
-    if tell is not None:
-        tell(Report((mpi, Finding("launcher", ERROR, text, advice))))
-    os._exit(1)
-
-
 def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
-    """Leave out interfaces that cannot be used, so that the ranks meet all the same; the check tells of them."""
+    """Leave out interfaces that cannot be used, so that the ranks meet all the same; their check reports them."""
     found = dict(environ)
     for variable in ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if not _can_be_used(found.get(variable, "").partition(",")[0]):
+        try:
+            is_usable = not interface_address(found.get(variable, "").partition(",")[0]).startswith("127.")
+        except LaunchError:
+            is_usable = False
+        if not is_usable:
             found.pop(variable, None)
     return found
 
 
-def _can_be_used(interface: str) -> bool:
-    try:
-        return bool(interface) and not interface_address(interface).startswith("127.")
-    except LaunchError:
-        return False
+def _introduce(place: ProcessEnvironment | None, environ: Mapping[str, str]) -> Message:
+    place = place or ProcessEnvironment()
+    own = {"rank": place.rank, "world_size": place.world_size, "node": place.node_rank}
+    own["is_head"] = place.node_local_rank == 0
+    return {**rank_facts(environ), **own}
 
 
-def _is_first(row: Launcher | None, environ: Mapping[str, str]) -> bool:
-    """Tell by the launcher's variable alone whether this is the first rank of its node."""
-    return row is None or environ.get(row.variables.get("node_local_rank", ""), "0") == "0"
-
-
-def _alone(side: HostSide, before: Sequence[Finding]) -> Report:
-    """Check this host only."""
-    told = introduce(side.place, side.environ)
-    name = told["host"]["name"]
-    found = [*before, *_look(side, 1), check_threads([told]), *_cells_alone(side)]
-    folder, unseen = Folder(folder_of(side.request), secrets.token_hex(4)), []
-    error = folder.open()
-    if error is None:
-        seen = attempt(lambda _: folder.turn(), {})
-        unseen = folder.close({0: name}, 1.0)
-        if "failed" in seen:
-            found.append(Finding(CHECKS["folder"], ERROR, f"cannot be looked at: {seen['failed']}", FAILED))
-        else:
-            found += compare_folders(folder.path, {0: name}, {0: seen}, unseen)
+def _lead(
+    request: Request,
+    place: ProcessEnvironment | None,
+    facts: Message,
+    checks: HostChecks,
+    before: list[Finding],
+    environ: Mapping[str, str],
+) -> Report:
+    """Wait for the other ranks, if there are any, and check all hosts as rank 0."""
+    own, other = map(Line, socket.socketpair())
+    threading.Thread(target=take_part, args=(other, facts, checks), daemon=True).start()
+    peers = {facts["node"]: Peer(own, [own.receive(request.timeout_s)])}
+    ranks, found = 1 if place is None else place.world_size, list(before)
+    met: dict[int, tuple[Message, Line, str]] = {}
+    if place is None or ranks == 1:
+        if request.federated is not None:
+            found.append(_check_cells_of_job(request, environ))
+            request = replace(request, federated=None)
     else:
-        found.append(unwritable(side.request, folder, error))
-    answers = {0: side.torch(2)}
-    found += judge_torch({0: name}, answers)
-    ports = [told.get("port") for told in answers[0]["told"]]
-    if len(ports) == 2 and None not in ports:
-        units = [Unit(f"process {at} of {name}", 0, at, ("127.0.0.1", int(port))) for at, port in enumerate(ports)]
-        found += add_in_rounds(units, lambda asked, _: {0: side.pairs(asked[0])}, side.request.timeout_s)
-    return Report(merge([replace(finding, host=name) for finding in found], [name]), (name,))
-
-
-def _look(side: HostSide, machines: int) -> list[Finding]:
-    """Let this host look at itself; an error there is a finding too."""
-    seen = attempt(lambda question: side.look(question["machines"]), {"machines": machines})
-    if "failed" in seen:
-        return [Finding(CHECKS["look"], ERROR, f"cannot be looked at: {seen['failed']}", FAILED)]
-    return findings_of(seen)
-
-
-def _cells_alone(side: HostSide) -> list[Finding]:
-    """Judge the cells by the hosts of the job in whose batch script this process stands."""
-    federated = side.request.federated
-    if federated is None:
-        return []
-    advice = "look from inside the job: in its batch script, or with srun, mpirun or --hosts"
+        port = _meeting_port(place, environ)
+        try:
+            met = _gather(port, ranks, request.timeout_s)
+        except OSError as error:
+            text = f"rank 0 cannot listen at port {port} ({error.strerror}); another job may use it"
+            found.append(Finding("meeting", ERROR, text, "set MASTER_PORT"))
+        else:
+            # The first rank of a host answers for it; the others only wait for the end.
+            for there, line, address in met.values():
+                if there["is_head"]:
+                    peers.setdefault(there["node"], Peer(line, [], address)).line = line
+            for there, _, _ in met.values():
+                if there["node"] in peers:
+                    peers[there["node"]].ranks.append(there)
+            found.append(_judge_meeting(met, place, port, len(peers), request.timeout_s))
+        peers[facts["node"]].address = place.master_addr
     try:
-        allocation = find_allocation(side.environ, needs_switches=str(federated).startswith("auto"))
-        if allocation is None:
-            return [Finding("cells", WARNING, "not looked at: the hosts of the job are not known here", advice)]
-        hosts = allocation.hosts
-        if isinstance(federated, str):
-            hosts = arrange(hosts, federated).hosts
-    except XfflError as error:
-        return [Finding("cells", ERROR, str(error), f"mend {side.request.federated_by}")]
-    ranks = [host for host in hosts for _ in range(host.slots)]
-    return [check_cells(federated, ranks, side.request.federated_by)[1]]
+        report = Examination(request, [peers[node] for node in sorted(peers)], ranks, found).run()
+    finally:
+        for line in (own, *(line for _, line, _ in met.values())):
+            with suppress(OSError):
+                line.send({"end": True})
+            line.close()
+    return report
 
 
-def _lead(side: HostSide, place: ProcessEnvironment, environ: Mapping[str, str]) -> Report:
-    """Lead the others, or look at this host alone where no port is free for them."""
-    port = _meeting_port(place, environ)
-    try:
-        hub = Hub(port, place.world_size)
-    except LaunchError as error:
-        report = _alone(side, [Finding("meeting", ERROR, str(error), "set MASTER_PORT")])
-        return replace(report, ranks=place.world_size)
-    return Lead(side, place, hub, port).examine()
+def _gather(port: int, world_size: int, timeout_s: float) -> dict[int, tuple[Message, Line, str]]:
+    """Wait until all other ranks have connected, or the time is up: facts, line and address by rank.
+
+    An OSError says that the port is taken.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # rank 0 needs one file for each rank
+    met: dict[int, tuple[Message, Line, str]] = {}
+    deadline = time.monotonic() + timeout_s
+    listener = socket.create_server(("", port), backlog=min(world_size, 4096))
+    with listener, selectors.DefaultSelector() as waiting:
+        waiting.register(listener, selectors.EVENT_READ)
+        while len(met) < world_size - 1 and time.monotonic() < deadline:
+            for key, _ in waiting.select(max(deadline - time.monotonic(), 0)):
+                if key.data is None:
+                    try:
+                        connection, address = listener.accept()
+                    except ConnectionAbortedError:
+                        continue
+                    except OSError:  # no file is left for it: these ranks are missed, and the limit is a finding
+                        waiting.unregister(listener)
+                        continue
+                    line = Line(connection)
+                    waiting.register(line, selectors.EVENT_READ, (line, str(address[0])))
+                    continue
+                line, address = key.data
+                try:
+                    line.fill()
+                    hello = line.next()
+                except OSError:
+                    hello = {}
+                if hello is not None:
+                    waiting.unregister(line)
+                    rank = hello.get("rank")
+                    if hello.get("world_size") == world_size and rank in range(1, world_size) and rank not in met:
+                        met[rank] = hello, line, address
+                    else:
+                        line.close()
+    return dict(sorted(met.items()))
+
+
+def _judge_meeting(met: Collection[int], place: ProcessEnvironment, port: int, hosts: int, timeout_s: float) -> Finding:
+    where = f"{place.master_addr}:{port}"
+    absent = [str(rank) for rank in range(1, place.world_size) if rank not in met]
+    if absent:
+        advice = "see what its host reports; open the port, name the interface (XFFL_CONTROL_IFNAME), or --timeout"
+        text = f"rank {shorten(absent)} did not connect to {where} within {timeout_s:g} s"
+        return Finding("meeting", ERROR, text, advice)
+    shown = "1 host" if hosts == 1 else f"{hosts} hosts"
+    return Finding("meeting", OK, f"{place.world_size} ranks of {shown} met at {where} ({place.launcher})")
 
 
 def _follow(
     request: Request,
     place: ProcessEnvironment,
-    side: HostSide | None,
+    facts: Message,
+    checks: HostChecks | None,
+    tell: Callable[[Report], None],
     environ: Mapping[str, str],
-    tell: _Told | None = None,
 ) -> int:
-    """Tell rank 0 about this rank, and answer for its host if it is the first rank there."""
-    assert place.master_addr is not None
-    told = introduce(place, environ)
-    try:
-        port = _meeting_port(place, environ)
-        connection = join(place.master_addr, port, place.rank, place.world_size, told, meeting_s(request.timeout_s))
-    except LaunchError as error:
-        if side is None or tell is None:
+    """Connect to rank 0, and answer for this host if this is its first rank."""
+    address, port = str(place.master_addr), _meeting_port(place, environ)
+    deadline = time.monotonic() + request.timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((address, port), max(deadline - time.monotonic(), 0.1))
+            break
+        except OSError as error:
+            if time.monotonic() + 0.1 < deadline:
+                time.sleep(0.1)
+                continue
+            if checks is None:
+                return 1
+            text = f"rank {place.rank} cannot reach rank 0 at {address}:{port} ({error.strerror or error})"
+            advice = (
+                "see the lines on interface and names; check the address (XFFL_CONTROL_IFNAME, MASTER_ADDR), and open "
+                "the port between the compute nodes"
+            )
+            probed = attempt(checks.probe, place.node_world_size, place.world_size).get("findings", [])
+            name = facts["host"]["name"]
+            found = [*(Finding(**each) for each in probed), Finding("meeting", ERROR, text, advice)]
+            tell(Report(merge([replace(finding, host=name) for finding in found], [name]), (name,)))
             return 1
-        advice = "see the lines on interface and names; open the port between the compute nodes"
-        found = [*_look(side, place.node_world_size), Finding("meeting", ERROR, str(error), advice)]
-        name = told["host"]["name"]
-        tell(Report(merge([replace(finding, host=name) for finding in found], [name]), (name,)))
-        return 1
-    return 0 if answer(connection, {} if side is None else side.handlers, patience_s(request.timeout_s)) else 1
+    connection.settimeout(None)
+    line = Line(connection)
+    try:
+        return 0 if take_part(line, facts, checks) else 1
+    finally:
+        line.close()
 
 
 def _meeting_port(place: ProcessEnvironment, environ: Mapping[str, str]) -> int:
@@ -224,3 +368,182 @@ def _meeting_port(place: ProcessEnvironment, environ: Mapping[str, str]) -> int:
         return place.master_port
     first, last = SLURM_PORTS
     return first + place.master_port * 7919 % (last - first + 1)
+
+
+# The examination ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Examination:
+    """All checks of the hosts that answer, in their order. The first host is that of rank 0."""
+
+    request: Request
+    peers: Sequence[Peer]
+    world_size: int
+    findings: list[Finding] = field(default_factory=list)
+    """What is known before."""
+
+    def __post_init__(self) -> None:
+        named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]
+        names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
+        self._hosts = dict(zip(names, self.peers, strict=True))
+        self._failures: dict[str, Finding] = {}
+        """By host, why it is not asked any more."""
+
+    def run(self) -> Report:
+        """Ask all hosts and compare their answers."""
+        found = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
+        machines = len({peer.ranks[0]["machine"] for peer in self.peers})
+        clocks = self._start(machines)
+        probes = self._hear("host", _PROBE_S + import_limit_s(self.request.timeout_s))
+        for name, probe in probes.items():
+            found += [replace(Finding(**each), host=name) for each in probe["findings"]]
+            probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
+            # Without a name or an interface that works, a host is at least known by where its connection came from.
+            probe["address"] = probe["address"] or self._hosts[name].address or "127.0.0.1"
+        if len(probes) > 1:
+            found += compare_versions({name: probe["versions"] for name, probe in probes.items()})
+            found += compare_clocks(clocks)
+        found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
+        units, cells = self._place_units(list(probes))
+        found += [*cells, *self._meet(probes, units, with_names=machines > 1), *self._failures.values()]
+        names = tuple(self._hosts)
+        if len(names) == 1:
+            found = [replace(finding, host=finding.host or names[0]) for finding in found]
+        return Report(merge(found, names), names, self.world_size)
+
+    def _meet(
+        self, probes: Mapping[str, Message], units: Sequence[tuple[str, str]], *, with_names: bool
+    ) -> list[Finding]:
+        """Let the hosts check what they find of each other, with an all-reduce of each pair of units."""
+        names, wait_s = list(probes), min(_FOLDER_S, self.request.timeout_s)
+        path = os.path.abspath(self.request.shared or os.curdir)
+        folder = {"path": path, "token": secrets.token_hex(4), "hosts": len(names), "patience_s": wait_s}
+        both = {(min(low, high), max(low, high)) for low in range(len(units)) for high in partners(low, len(units))}
+        # A host without a store has a finding about its torch already.
+        pairs = sorted(pair for pair in both if all(probes[units[at][1]]["store"] for at in pair))
+        tasks: dict[str, list[tuple[tuple[int, int], int]]] = {name: [] for name in names}
+        for pair in pairs:
+            for rank in range(2):
+                tasks[units[pair[rank]][1]].append((pair, rank))
+        for number, name in enumerate(names):
+            stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
+            others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
+            table = {
+                "hosts": {other: {key: probe[key] for key in _TABLE} for other, probe in others.items()},
+                "folder": {**folder, "host": number},
+                "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
+            }
+            self._send(name, table)
+        most = max(map(len, tasks.values()), default=0)
+        answers = self._hear("host", self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S)
+        found: list[Finding] = []
+        for answer in answers.values():
+            answer["folder"]["unseen"] = [names[number] for number in answer["folder"]["unseen"]]
+        if len(names) > 1:
+            found += [*(compare_names(probes, answers) if with_names else ()), *compare_ports(probes, answers)]
+        is_named = self.request.shared is not None
+        found += compare_folders(path, {name: answer["folder"] for name, answer in answers.items()}, is_named=is_named)
+        lost = {"error": "no answer", "is_silent": True}
+        results: dict[tuple[int, int], list[Message]] = {pair: [lost, lost] for pair in pairs}
+        for name, answer in answers.items():
+            for (pair, rank), half in zip(tasks[name], answer["pairs"], strict=True):
+                results[pair][rank] = half
+        for pair, halves in results.items():
+            for at, half in zip(pair, list(halves), strict=True):
+                if "error" in half:
+                    halves[pair.index(at)] = {**half, "error": f"{units[at][0]}: {half['error']}"}
+        return found + compare_pairs([name for name, _ in units], results)
+
+    def _place_units(self, hosts: Sequence[str]) -> tuple[list[tuple[str, str]], list[Finding]]:
+        """Return what is paired, cells or hosts, each with its host, and the finding about cells."""
+        units = [(name, name) for name in hosts]
+        if len(units) == 1:
+            units = [(f"{name} (rank {rank})", name) for rank, name in enumerate([*hosts, *hosts])]
+        if self.request.federated is None:
+            return units, []
+        ranks = [(rank, name) for name, peer in self._hosts.items() for rank in peer.ranks]
+        ranks.sort(key=lambda item: int(item[0]["rank"]))
+        if len(ranks) < self.world_size:
+            text = f"not checked, since {self.world_size - len(ranks)} of {self.world_size} ranks are missing"
+            return units, [Finding("cells", WARNING, text, "see the lines on meeting and ssh")]
+        told = [rank["host"] for rank, _ in ranks]
+        topology, finding = _check_cells(
+            self.request, [Host(**{**host, "switches": tuple(host["switches"])}) for host in told]
+        )
+        if topology is None:
+            return units, [finding]
+        firsts = [ranks[topology.federation(cell)[0]][1] for cell in range(topology.cells)]
+        cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
+        return (cells if len(cells) > 1 else units), [finding]
+
+    def _start(self, machines: int) -> dict[str, tuple[float, float]]:
+        """Let all hosts begin, and return how far each clock is ahead of the first one's, and the bound of the error.
+
+        The other clock is read in the middle of a round trip, so half the trip bounds the error.
+        """
+        clocks: dict[str, tuple[float, float]] = {}
+        for name, peer in self._hosts.items():
+            sent, started = time.time(), time.monotonic()
+            self._send(name, {"machines": machines, "ranks": self.world_size})
+            try:
+                told = peer.line.receive(self.request.timeout_s)["time"]
+                half = (time.monotonic() - started) / 2
+                clocks[name] = told - (sent + half), half
+            except OSError as error:
+                self._fail(name, "host", f"lost: {error}")
+        first = clocks.pop(next(iter(self._hosts), ""), None)
+        if first is None:
+            return {}
+        return {name: (ahead - first[0], doubt + first[1]) for name, (ahead, doubt) in clocks.items()}
+
+    def _send(self, name: str, message: Message) -> None:
+        try:
+            self._hosts[name].line.send(message)
+        except OSError as error:
+            self._fail(name, "host", f"lost: {error}")
+
+    def _hear(self, check: str, timeout_s: float) -> dict[str, Message]:
+        """Return the next answers of the hosts that have one in time."""
+        deadline, answers = time.monotonic() + timeout_s, {}
+        for name in [name for name in self._hosts if name not in self._failures]:
+            try:
+                answer = self._hosts[name].line.receive(deadline - time.monotonic())
+            except OSError as error:
+                self._fail(name, check, f"lost: {error}")
+                continue
+            if "failed" in answer:
+                self._fail(name, check, f"the check failed: {answer['failed']}")
+            else:
+                answers[name] = answer
+        return answers
+
+    def _fail(self, name: str, check: str, text: str) -> None:
+        advice = "repair what is named here on that host, and run the doctor again"
+        self._failures.setdefault(name, Finding(check, ERROR, text, advice, name))
+
+
+def _check_cells(request: Request, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:
+    """Check that the cells that are asked for fit ranks on these hosts."""
+    federated = request.federated
+    assert federated is not None
+    try:
+        topology = Topology(len(ranks), sizes_of_ranks(ranks, federated) if isinstance(federated, str) else federated)
+    except XfflError as error:
+        return None, Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
+    sizes = shorten(topology.sizes, 8)
+    return topology, Finding("cells", OK, f"{topology.cells} cells of {sizes}")
+
+
+def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding:
+    """Check the cells with the hosts of the job in whose batch script this process runs."""
+    federated = request.federated
+    try:
+        allocation = find_allocation(environ, needs_switches=str(federated).startswith("auto"))
+        if allocation is None:
+            advice = "run it inside the job: in its batch script, or with srun, mpirun or --hosts"
+            return Finding("cells", WARNING, "not checked: the hosts of the job are not known here", advice)
+        hosts = arrange(allocation.hosts, federated).hosts if isinstance(federated, str) else allocation.hosts
+    except XfflError as error:
+        return Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
+    return _check_cells(request, [host for host in hosts for _ in range(host.slots)])[1]

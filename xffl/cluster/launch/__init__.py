@@ -1,4 +1,9 @@
-"""Launchers: the ranks of a job are started here, over ssh, srun or as local processes, and watched until they end."""
+"""Launchers: the ranks of a job are started as local processes, by srun or over ssh, and watched until they end.
+
+``job_layout`` lays ranks over hosts; ``launch`` (local), ``srun`` and ``ssh`` (with ``ssh_agent`` on each host) start a
+``runner`` for each rank, which runs the script and reports its ``failure``. ``supervisor`` collects how ranks end,
+``logs`` what they print. ``launchers`` is the table of variables that tell a rank its place, ``affinity`` its cores.
+"""
 
 from __future__ import annotations
 

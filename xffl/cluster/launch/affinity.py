@@ -1,4 +1,4 @@
-"""Which cores and how many threads a rank takes, so that the ranks of a node do not crowd each other."""
+"""Cores and threads of a rank, so that the ranks of a node do not crowd each other."""
 
 from __future__ import annotations
 
@@ -47,12 +47,7 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def find_cores(cpus: Sequence[int], folder: Path = _CPUS) -> tuple[tuple[int, ...], ...]:
-    """Sort CPUs into cores: hardware threads of one core belong together, cores of one socket stand side by side.
-
-    :param cpus: CPUs that may be used.
-    :param folder: Where Linux tells about them; without it each CPU counts as a core.
-    :return: The allowed CPUs of each core.
-    """
+    """Sort CPUs into cores: hardware threads of one core belong together, cores of one socket stand side by side."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(cpus):
         topology = folder / f"cpu{cpu}" / "topology"
@@ -68,12 +63,6 @@ def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: i
     """Divide a node's cores among its ranks; every rank computes the same and takes its own part.
 
     Parts are contiguous and differ by one core at most. Where there are fewer cores than ranks, ranks share a core.
-
-    :param cores: The allowed CPUs of each core, the same on all ranks of the node.
-    :param local_rank: Rank of the process on its node.
-    :param local_size: Processes on the node.
-    :return: The rank's part.
-    :raises ConfigError: if the rank is none of the node's, or there are no cores.
     """
     if not 0 <= local_rank < local_size:
         raise ConfigError(f"local rank {local_rank} is not among {local_size} ranks of the node; give 0 to size - 1")
@@ -92,9 +81,6 @@ def is_bound(environ: Mapping[str, str] | None = None) -> bool:
 
     ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
     what they said. Of others the process that started this one is looked at, which has more CPUs then.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Whether it is bound.
     """
     environ = os.environ if environ is None else environ
     launcher = next((row.name for row in LAUNCHERS if row.matches(environ)), None)
@@ -112,9 +98,6 @@ def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
     """Let each rank compute in one thread, where nothing says otherwise: torch's default is all cores of the node.
 
     ``OMP_NUM_THREADS`` stays what it is where it is set, and ranks with cores of their own take a thread for each.
-
-    :param environ: Environment of the ranks, which is changed; ``None`` means the process's own.
-    :raises ConfigError: if ``XFFL_BIND`` cannot be meant.
     """
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):
@@ -122,12 +105,7 @@ def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
 
 
 def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether ``XFFL_BIND`` asks for cores of each rank's own.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Whether it does.
-    :raises ConfigError: if it cannot be meant.
-    """
+    """Tell whether ``XFFL_BIND`` asks for cores of each rank's own."""
     environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_BIND", "").strip().lower()
     if asked not in (*_ON, *_OFF):
@@ -136,11 +114,11 @@ def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def bind_if_asked(environ: MutableMapping[str, str] | None = None) -> Binding | None:
-    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; nobody is asked.
+    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; local.
 
     :param environ: Environment to read and change; ``None`` means the process's own.
     :return: What the rank has now, ``None`` where nothing was asked for or no launcher started this process.
-    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable cannot be meant.
+    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable is invalid.
     """
     environ = os.environ if environ is None else environ
     place = _place(environ) if is_wanted(environ) else None
@@ -157,7 +135,7 @@ def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
 
     :param environ: Environment to read; ``None`` means the process's own.
     :return: Whether this process, and what it starts later, waits so from now on.
-    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable cannot be meant, or what it asks for is not allowed.
+    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable is invalid, or what it asks for is not allowed.
     """
     environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_SCHED", "").strip().lower()
@@ -198,11 +176,7 @@ def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str
     The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
     set already. Cores that a launcher has given are kept as they are. Nothing is communicated.
 
-    :param local_rank: Rank of the process on its node.
-    :param local_size: Processes on the node.
-    :param environ: Environment to read and change; ``None`` means the process's own.
-    :return: What the rank has now, ``None`` where nothing was asked for.
-    :raises ConfigError: if ``XFFL_BIND`` cannot be meant, or the rank is none of the node's.
+    Returns what the rank has now, ``None`` where nothing was asked for.
     """
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):

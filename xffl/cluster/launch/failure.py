@@ -1,4 +1,4 @@
-"""How a rank's failure reaches the launcher: a small file for each rank, and the rule for who failed first.
+"""Failures of ranks: a small record from each rank to the launcher, and the rule for which one was first.
 
 When one rank fails, the others soon fail too, with "connection closed by peer" and the like. The launcher shows the
 first failure alone, so ranks print no traceback but write a record, and :func:`first_failure` picks one.
@@ -91,20 +91,13 @@ def note_failure(error: BaseException) -> None:
 
     Whoever tears connections down while an exception passes calls this first: what the other ranks then fail with is
     later by the clock.
-
-    :param error: The exception on its way out.
     """
     if not hasattr(error, _NOTED_AT):
         setattr(error, _NOTED_AT, time.time())
 
 
 def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> FailureRecord:
-    """Describe what ended this rank.
-
-    :param error: The exception that ended it.
-    :param skip: Files whose frames are left out at the beginning of the traceback.
-    :return: The description.
-    """
+    """Describe what ended this rank."""
     note_failure(error)
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in skip:
@@ -121,12 +114,7 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
 
 
 def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
-    """Write what ended this rank where the launcher finds it.
-
-    :param record: What ended it.
-    :param folder: Folder to write into.
-    :param rank: This rank.
-    """
+    """Write what ended this rank where the launcher finds it."""
     file = _file(folder, rank)
     file.with_suffix(".new").write_text(json.dumps(asdict(record)))
     file.with_suffix(".new").replace(file)  # whole, or not at all: the rank may be killed meanwhile
@@ -135,9 +123,7 @@ def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
 def read_failure(folder: str, rank: int) -> FailureRecord | None:
     """Read what :func:`record_failure` has written.
 
-    :param folder: The folder.
-    :param rank: A rank that has ended.
-    :return: The record; ``None`` where the rank wrote none, or was killed while it did.
+    Returns the record; ``None`` where the rank wrote none, or was killed while it did.
     """
     try:
         return FailureRecord(**json.loads(_file(folder, rank).read_text()))
@@ -154,10 +140,6 @@ def first_failure(exit_codes: Mapping[int, int], records: Mapping[int, FailureRe
 
     That is the earliest of the ranks that failed by themselves; where every record only tells of a lost peer, a rank
     that died without a word was that peer. Ranks ended by SIGTERM come last, since the launcher ends the survivors so.
-
-    :param exit_codes: Exit code of each failed rank, -n after signal n.
-    :param records: What the failed ranks wrote; ranks may be missing.
-    :return: The failure, with the exit code for the launcher.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -179,10 +161,8 @@ def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> Rank
     Ranks may fail on their way out, such as by a full disk while they write their last checkpoint. That is no reason
     for another code, but is to be told.
 
-    :param exit_code: Code that stands for what stopped the job.
-    :param records: What failed ranks wrote.
-    :return: The earliest failure that is more than a lost peer, an interruption or an exit as asked, with that code;
-        the code alone where there is none.
+    Returns the earliest failure that is more than a lost peer, an interruption or an exit as asked, with that code; the
+    code alone where there is none.
     """
     expected = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
     failed = {

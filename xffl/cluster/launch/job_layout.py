@@ -1,4 +1,4 @@
-"""Which hosts take which ranks, and what was asked for against what was found. Nothing is started here."""
+"""The layout of ranks over hosts, and checks of what was asked for. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -38,15 +38,7 @@ def fit_hosts(
     knob: str = "--processes",
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Host, ...]:
-    """Return the hosts with as many slots as ranks are asked for.
-
-    :param allocation: The hosts.
-    :param processes: Ranks that are asked for; ``None`` for as many as the hosts take.
-    :param knob: What they were asked for by, for messages.
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The hosts, in the same order.
-    :raises XfflError: if more or fewer ranks are asked for than the hosts take, or they would share GPUs.
-    """
+    """Return the hosts with as many slots as ranks are asked for."""
     environ = os.environ if environ is None else environ
     hosts = _fitted(allocation, processes, knob, environ)
     _check_gpus(hosts, allocation, environ)
@@ -54,14 +46,7 @@ def fit_hosts(
 
 
 def lay_out(hosts: Sequence[Host], federated: Federation | None, replica_size: int | None) -> JobLayout:
-    """Lay ranks over hosts, cell by cell where the cells are to be found.
-
-    :param hosts: The hosts; each takes as many ranks as it has slots.
-    :param federated: Sizes of cells, or a rule that finds them.
-    :param replica_size: Ranks of a replica.
-    :return: The layout.
-    :raises XfflError: if cells and replicas do not fit the ranks, or the rule does not fit the hosts.
-    """
+    """Lay ranks over hosts, cell by cell where the cells are to be found."""
     if isinstance(federated, str):
         arranged = arrange(hosts, federated, replica_size)
         hosts, federated = arranged.hosts, arranged.sizes
@@ -70,14 +55,7 @@ def lay_out(hosts: Sequence[Host], federated: Federation | None, replica_size: i
 
 
 def check_started(launcher: str, started: int, processes: int | None, knob: str = "--processes") -> None:
-    """Compare what a launcher has started with what is asked for.
-
-    :param launcher: Its name.
-    :param started: Processes that it started.
-    :param processes: Ranks that are asked for; ``None`` for any number.
-    :param knob: What ``processes`` was given by.
-    :raises ConfigError: if ranks are asked for, though they have been started.
-    """
+    """Compare what a launcher has started with what is asked for."""
     if processes is None:
         return
     remedy = f"leave {knob} out"
@@ -108,7 +86,7 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
             f"{knob} is {processes}, but job {allocation.job} has {slots} tasks ({_shown(hosts)}). HINT: ask SLURM "
             f"for --ntasks={processes} (or --nodes and --ntasks-per-node), or leave {knob} out: each task is one rank"
         )
-    # Nobody asked for tasks: SLURM's count is one for each node, or one for each of its CPUs.
+    # No tasks were asked for: SLURM's count is one for each node, or one for each of its CPUs.
     if processes < len(hosts):
         raise LaunchError(
             f"{knob} is {processes}, but job {allocation.job} has {len(hosts)} nodes, of which each takes a rank at "

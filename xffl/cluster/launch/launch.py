@@ -1,4 +1,4 @@
-"""Start processes on this machine and see them through; without torch, which takes a second and more to import."""
+"""Local processes as the ranks of a job; without torch, which takes a second and more to import."""
 
 from __future__ import annotations
 
@@ -41,44 +41,34 @@ def launch_local(
     SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks and what they have started, and what is left after
     ``grace_s``, or at the next SIGINT, is killed; SIGUSR1 and SIGUSR2 are passed on to the ranks alone. If this process
     is killed, Linux ends the ranks. Call it from the main thread.
-
-    :param processes: How many, at least 1.
-    :param command: Script and its arguments, passed on unchanged.
-    :param environ: Variables that the ranks get on top of this process's own.
-    :param timeout_s: End the job after this many seconds; ``None`` means no limit.
-    :param grace_s: Seconds that ranks get to end by themselves.
-    :param log_dir: Folder for a log file of each rank.
-    :return: The failure that ended the job, or an exit code: 0, 128 + n where signal n stopped it, 124 where its time
-        was up, 75 where ranks left so after a signal. A rank that fails while the job is stopped is returned with that
-        code.
-    :raises LaunchError: if the script does not exist, or a process cannot be started.
     """
     check_script(command[0])
     watch = JobWatch(timeout_s, grace_s)
-    # An agent above this process is none of the ranks'.
+    # The variables of an agent above this process are not for the ranks.
     own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     variables = {**own, **environ}
     limit_threads(variables)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns how a process has ended
-    with tempfile.TemporaryDirectory(prefix="xffl-exec-") as failures, _held_port() as port, caught_signals() as come:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
+    folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
+    with folder as failures, _held_port() as port, caught_signals() as take_signals:
         variables |= RankJob(log_dir=log_dir, failures=failures, parent=os.getpid()).variables()
         ranks = _Ranks(watch, failures)
         try:
             ranks.start(processes, command, {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
             while ranks.are_left:
                 time.sleep(_POLL_S)
-                for number, ends in come():
+                for number, ends in take_signals():
                     if not ends:
-                        ranks.send(number)
+                        ranks.forward_signal(number)
                     elif not ranks.are_ending:
                         watch.stop(number)
-                        ranks.end(number)
+                        ranks.terminate(number)
                     elif number == signal.SIGINT:  # somebody has no patience left; a batch system may say TERM twice
                         ranks.kill()
                 if watch.is_late and not ranks.are_ending:
                     watch.stop(0)
-                    ranks.end(signal.SIGTERM)
-                ranks.look()
+                    ranks.terminate(signal.SIGTERM)
+                ranks.poll()
                 if watch.is_overdue():
                     ranks.kill()
         finally:
@@ -88,11 +78,7 @@ def launch_local(
 
 
 class _Ranks:
-    """The ranks of a job, each in a session of its own: a terminal's Ctrl-C is for the launcher alone.
-
-    :param watch: Learns how they end.
-    :param failures: Folder where ranks tell why they failed.
-    """
+    """The ranks of a job, each in a session of its own: a terminal's Ctrl-C is for the launcher alone."""
 
     def __init__(self, watch: JobWatch, failures: str) -> None:
         self._watch, self._failures = watch, failures
@@ -128,7 +114,7 @@ class _Ranks:
             except OSError as error:
                 raise LaunchError(f"process {rank} of {processes} could not be started: {error}") from error
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See who has ended, and end the others where one has failed."""
         for rank, process in list(self._running.items()):
             if (code := process.poll()) is None:
@@ -141,21 +127,21 @@ class _Ranks:
             else:
                 self._watch.add_left(rank)
             if code != 0:
-                self._take(rank, code)
+                self._collect_failure(rank, code)
         self._orphans = [process for process in self._orphans if _kill(process, 0)]
         if self._echo_until is not None and time.monotonic() > self._echo_until and not self.are_ending:
             self._watch.add_lasting(self._running)
-            self.end(signal.SIGTERM)
+            self.terminate(signal.SIGTERM)
 
-    def end(self, number: int) -> None:
+    def terminate(self, number: int) -> None:
         """Tell those that are left to end, once."""
         if not self.are_ending:
             self._ending_since = time.time()
-            self._watch.lose_patience()
+            self._watch.start_grace()
             for process in self._running.values():
                 _kill(process, number)
 
-    def send(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Pass a signal on to the ranks alone."""
         for process in self._running.values():
             process.send_signal(number)
@@ -166,21 +152,21 @@ class _Ranks:
             _kill(process, signal.SIGKILL)
         for rank, process in self._running.items():
             process.wait()
-            self._take_record(rank)
+            self._collect_record(rank)
         self._running.clear()
         self._orphans.clear()
 
-    def _take(self, rank: int, code: int) -> None:
+    def _collect_failure(self, rank: int, code: int) -> None:
         """Take over how a rank has failed."""
-        record = self._take_record(rank)
+        record = self._collect_record(rank)
         if record is None and not self.are_ending:
             self._watch.add_code(rank, code, is_own=True)
         if record is None or not record.lost_peer:
-            self.end(signal.SIGTERM)
+            self.terminate(signal.SIGTERM)
         elif self._echo_until is None:
             self._echo_until = time.monotonic() + LINGER_S
 
-    def _take_record(self, rank: int) -> FailureRecord | None:
+    def _collect_record(self, rank: int) -> FailureRecord | None:
         """Take over what a rank has told, unless it is about its end on account of another one's failure."""
         record = read_failure(self._failures, rank)
         is_answer = self._watch.stopped_by is None and self._ending_since is not None
@@ -201,9 +187,9 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> bool:
 
 @contextmanager
 def _held_port() -> Iterator[int]:
-    """Hold a free port of all addresses while the block runs: Linux gives it to nobody, but a rank may listen there.
+    """Hold a free port of all addresses while the block runs: no other program gets it, but a rank may listen there.
 
-    That may who asks for it by number with SO_REUSEADDR, as torch's store does, while nobody listens.
+    A program that asks for it by number with SO_REUSEADDR, as torch's store does, gets it while no one listens.
     """
     both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as holder:
@@ -237,7 +223,7 @@ def launch_distributed(
     """
     check_script(script)
     if num_nodes < 1 or gpus_per_node < 1:
-        raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are no job; give at least 1 of each")
+        raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are invalid; give at least 1 of each")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus_per_node}"]
     if num_nodes == 1 and master_port is None:
         command.append("--standalone")

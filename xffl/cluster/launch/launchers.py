@@ -6,15 +6,137 @@ inherits SLURM's variables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from xffl.cluster.hosts import expand_counts, expand_hosts, node_address
-from xffl.cluster.launch.mpi import Claim, meet
+from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_address, reachable_address
+from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Fields", "Launcher", "honour_master", "read_number", "torchrun_variables"]
+__all__ = [
+    "LAUNCHERS",
+    "Claim",
+    "Fields",
+    "Launcher",
+    "Meeting",
+    "honour_master",
+    "meet",
+    "number_nodes",
+    "read_number",
+    "torchrun_variables",
+]
+
+
+class Claim(NamedTuple):
+    """What one rank knows of itself."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    host: str = ""
+    """Identity of the machine, the same for all ranks on it; the rank's own finding where empty."""
+
+
+class Meeting(NamedTuple):
+    """What the ranks found out together."""
+
+    node_rank: int
+    node_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def number_nodes(claims: Sequence[Claim]) -> dict[int, int]:
+    """Give numbers to the nodes, in the order of their lowest rank.
+
+    Ranks on one machine with the same local size form a node. Where a local rank occurs several times there (several
+    pretended hosts on one machine), the machine holds several nodes: the k-th rank, in rank order, with that local rank
+    belongs to the k-th of them.
+    """
+    seen: dict[tuple[str, int, int], int] = {}
+    members: dict[tuple[str, int, int], list[Claim]] = {}
+    for claim in sorted(claims):
+        occurrence = seen.get((claim.host, claim.local_size, claim.local_rank), 0)
+        seen[claim.host, claim.local_size, claim.local_rank] = occurrence + 1
+        members.setdefault((claim.host, claim.local_size, occurrence), []).append(claim)
+    nodes: dict[int, int] = {}
+    for number, ((host, size, _), node) in enumerate(members.items()):
+        if sorted(claim.local_rank for claim in node) != list(range(size)):
+            told = {claim.rank: claim.local_rank for claim in node}
+            raise LaunchError(
+                f"host {host.partition('/')[0]} should have local ranks 0 to {size - 1}, but its ranks have {told} "
+                "(rank: local rank); give node_rank and node_world_size as arguments, or start with torchrun"
+            )
+        nodes.update((claim.rank, number) for claim in node)
+    return nodes
+
+
+def meet(
+    claim: Claim, world_size: int, environ: Mapping[str, str], *, address: str | None, port: int | None
+) -> Meeting:
+    """Find the nodes and agree on a rendezvous; collective over ``MPI.COMM_WORLD``: a gather and a broadcast.
+
+    Rank 0 takes the address of the interface that ``XFFL_CONTROL_IFNAME``, ``XFFL_IFNAME`` or ``GLOO_SOCKET_IFNAME``
+    names, else 127.0.0.1 where all ranks are on one machine, else an address that the other hosts can reach; and a port
+    that is free on its host.
+
+    Returns this rank's node, and the rendezvous of all.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(
+            f"started by an MPI launcher, but mpi4py cannot be loaded ({reason}); run pip install mpi4py, or set "
+            "MASTER_ADDR and MASTER_PORT and give node_rank and node_world_size as arguments"
+        ) from error
+    world = MPI.COMM_WORLD
+    if world.Get_size() != world_size:
+        library = MPI.Get_library_version().partition("\n")[0].strip("\0 ")
+        raise LaunchError(
+            f"the launcher started {world_size} ranks, but mpi4py has loaded {library!r} and sees {world.Get_size()}; "
+            "use the mpirun of that library, or set MPI4PY_MPIABI or MPI4PY_LIBMPI to the launcher's"
+        )
+    claim = claim if claim.host else claim._replace(host=host_identity())
+    rows: list[tuple[Claim, str]] = world.allgather((claim, socket.gethostname()))
+    ranks = [row[0].rank for row in rows]
+    if sorted(ranks) != list(range(world_size)):
+        raise LaunchError(f"ranks {ranks} are not 0 to {world_size - 1}, each once; give every process its own rank")
+    # A rank given as an argument may differ from MPI's: whoever is called rank 0 listens.
+    root = ranks.index(0)
+    told: tuple[str, int] | str | None = None
+    if claim.rank == 0:
+        try:
+            told = _listen_at(root, rows, environ, address, port)
+        except LaunchError as error:
+            told = str(error)
+        except Exception as error:  # noqa: BLE001 - the others wait for whatever it is
+            told = f"{type(error).__name__}: {error}; set MASTER_ADDR and MASTER_PORT"
+    told = world.bcast(told, root=root)
+    if not isinstance(told, tuple):
+        raise LaunchError(f"rank 0 has no rendezvous: {told}")
+    nodes = number_nodes([row[0] for row in rows])
+    return Meeting(nodes[claim.rank], max(nodes.values()) + 1, *told)
+
+
+def _listen_at(
+    root: int, rows: Sequence[tuple[Claim, str]], environ: Mapping[str, str], address: str | None, port: int | None
+) -> tuple[str, int]:
+    address = control_address(environ) if address is None else address
+    if address is None and len({claim.host for claim, _ in rows}) == 1:
+        address = "127.0.0.1"
+    elif address is None:
+        address = reachable_address(dict.fromkeys(name for _, name in rows if name != rows[root][1]))
+    if port is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+    return address, port
+
+
+# The table ------------------------------------------------------------------------------------------------------------
 
 
 class Fields(dict[str, Any]):
@@ -57,12 +179,7 @@ class Launcher:
         return not self.missing(environ) and self.accepts(environ)
 
     def read(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Read the fields that the variables hold.
-
-        :param environ: Environment that this row matches.
-        :return: Field to value.
-        :raises LaunchError: if a value is no whole number.
-        """
+        """Read the fields that the variables hold."""
         return {
             name: environ[variable] if name == "master_addr" else read_number(variable, environ[variable])
             for name, variable in self.variables.items()
@@ -129,17 +246,11 @@ def honour_master(found: Fields, environ: Mapping[str, str]) -> None:
 
 
 def read_number(name: str, text: str) -> int:
-    """Read the whole number that a variable holds.
-
-    :param name: Name of the variable, for the message.
-    :param text: Its value.
-    :return: The number.
-    :raises LaunchError: if it is no whole number.
-    """
+    """Read the whole number that a variable holds."""
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name} is {text!r}; it must be a whole number") from None
+        raise LaunchError(f"{name} is {text!r}; it must be an integer") from None
 
 
 def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:
@@ -193,16 +304,7 @@ def torchrun_variables(
     node_rank: int = 0,
     node_world_size: int = 1,
 ) -> dict[str, str]:
-    """Return the variables by which torchrun tells a process its place; where ranks meet is told beside them.
-
-    :param rank: Its rank.
-    :param world_size: All processes.
-    :param node_local_rank: Its place on its node.
-    :param node_local_size: Processes there.
-    :param node_rank: Number of its node.
-    :param node_world_size: All nodes.
-    :return: Variable to text.
-    """
+    """Return the variables by which torchrun tells a process its place; where ranks meet is told beside them."""
     place = {
         "rank": rank,
         "world_size": world_size,

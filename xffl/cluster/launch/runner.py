@@ -15,18 +15,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from xffl.cluster.environment import requested_federation
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.launch.affinity import bind_if_asked, take_turns_if_crowded
+from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import FailureRecord, describe_failure, record_failure
 from xffl.cluster.launch.launchers import LAUNCHERS
-from xffl.cluster.launch.rank_files import RankFile, redirect
-from xffl.cluster.launch.stderr_frames import mark
+from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 
@@ -34,12 +33,14 @@ __all__ = [
     "DELIVERY_S",
     "LINGER_S",
     "RankJob",
+    "be_rank",
     "check_script",
     "find_place",
     "keep_log",
     "limit_exit",
     "main",
     "run_script",
+    "take_share",
     "without_own_frames",
 ]
 
@@ -74,7 +75,7 @@ class RankJob:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> RankJob:
+    def pop(cls, environ: MutableMapping[str, str]) -> RankJob:
         """Read the variable, and take it out of the environment."""
         told = json.loads(environ.pop(_VARIABLE, "{}"))
         return cls(**{**told, "command": tuple(told.get("command", ()))})
@@ -82,7 +83,7 @@ class RankJob:
 
 def main() -> None:
     """Run the script that the launcher names, and leave with its exit code."""
-    job = RankJob.take(os.environ)
+    job = RankJob.pop(os.environ)
     if job.is_tied:
         _die_with_parent()
     if job.parent is not None and os.getppid() != job.parent:
@@ -111,10 +112,7 @@ def main() -> None:
 
 
 def run_script(command: Sequence[str]) -> None:
-    """Run a script in this process as Python itself would; what ends it is passed on.
-
-    :param command: The script's path and its arguments.
-    """
+    """Run a script in this process as Python itself would; what ends it is passed on."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -125,12 +123,7 @@ def run_script(command: Sequence[str]) -> None:
 
 
 def check_script(script: str, advice: str = "give the path of a Python script") -> None:
-    """Raise if there is nothing that :func:`run_script` could run; local.
-
-    :param script: The script's path; a folder needs a file ``__main__.py``, as for Python itself.
-    :param advice: What helps.
-    :raises LaunchError: if it is not there.
-    """
+    """Raise if there is nothing that :func:`run_script` could run; local."""
     if not os.path.exists(script):
         raise LaunchError(f"script {script!r} does not exist in {os.getcwd()}; {advice}")
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
@@ -140,8 +133,7 @@ def check_script(script: str, advice: str = "give the path of a Python script") 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
     """Tell which rank this process is, from its launcher's variables alone.
 
-    :param environ: Environment to read.
-    :return: The rank and the number of all ranks; 0 and 1 where no launcher has started this process.
+    Returns the rank and the number of all ranks; 0 and 1 where no launcher has started this process.
     """
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
@@ -149,11 +141,7 @@ def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def keep_log(folder: str) -> int:
-    """Send what this rank prints to its log file from now on.
-
-    :param folder: Folder of the log files.
-    :return: A file descriptor of what standard error was before.
-    """
+    """Send what this rank prints to its log file from now on."""
     rank, world_size = find_place(os.environ)
     sizes, replica_size = requested_federation()
     cell = None
@@ -166,8 +154,6 @@ def limit_exit(code: int) -> None:
     """Set a limit on what still runs when this rank exits.
 
     A failed rank whose threads or exit handlers wait for the others would keep the launcher waiting, too.
-
-    :param code: Exit code after the limit.
     """
     deadline = threading.Timer(_EXIT_DEADLINE_S, os._exit, (code,))
     deadline.daemon = True
@@ -175,12 +161,7 @@ def limit_exit(code: int) -> None:
 
 
 def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> FailureRecord:
-    """Describe what ended the script, without the frames that ran it.
-
-    :param error: The exception.
-    :param files: More files whose frames are left out.
-    :return: The description.
-    """
+    """Describe what ended the script, without the frames that ran it."""
     return describe_failure(error, skip=(*_OWN_FILES, *files))
 
 
@@ -219,6 +200,80 @@ def _die_with_parent() -> None:
     """Ask Linux to end this process when the launcher dies, even by SIGKILL. Elsewhere this is left out."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# Ranks that mpirun or srun has started, which nobody watches ----------------------------------------------------------
+
+
+_FINALIZE_S = 5
+
+
+def take_share() -> None:
+    """Take this rank's part of its node: its own cores if ``XFFL_BIND`` asks for them, else one thread, and its turn.
+
+    Call it once, before torch is imported, which asks for the number of threads then; ``OMP_NUM_THREADS`` stays what it
+    is where it is set. Where no launcher has started this process nothing is done.
+    """
+    if not any(row.matches(os.environ) for row in LAUNCHERS):
+        return
+    take_turns_if_crowded()  # as many CPUs as before it is bound
+    bind_if_asked()
+    limit_threads()
+
+
+def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_dir: str | None = None) -> int:
+    """Do a rank's work, and say how it failed: a rank that only lost another one says so in one line."""
+    rank, world_size = find_place(os.environ)
+    terminal = 2 if log_dir is None else keep_log(log_dir)
+
+    def expire() -> None:
+        if rank == 0:
+            os.write(terminal, f"xffl: stopped after {timeout_s} s, as --timeout says\n".encode())
+        os._exit(ExitCode.TIMEOUT)
+
+    clock = threading.Timer(timeout_s or 0, expire)
+    clock.daemon = True
+    if timeout_s is not None:
+        clock.start()
+    try:
+        work()
+    except XfflError as error:
+        if terminal != 2:  # where it is told now is the log file
+            os.write(terminal, f"xffl: {type(error).__name__}: {error}\n".encode(errors="replace"))
+        _leave_mpi()
+        raise
+    except SystemExit as left:
+        if left.code == ExitCode.PREEMPTED:
+            time.sleep(LINGER_S)  # the launcher ends all ranks as soon as one has left: let the others get as far
+        elif left.code not in (None, 0):
+            if terminal != 2 and not isinstance(left.code, int):
+                os.write(terminal, f"{left.code}\n".encode(errors="replace"))
+            _leave_mpi()
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told
+        record = without_own_frames(error, [__file__, sys.modules[work.__module__].__file__ or ""])
+        who = "" if world_size == 1 else f"rank {rank} "
+        text = f"{record.traceback}xffl: {who}failed with {record.headline}\n"
+        if record.lost_peer:
+            text = f"xffl: {who}lost another rank: {record.headline}\n"
+        sys.stdout.flush()
+        if terminal != 2:
+            sys.stderr.write(record.traceback)
+        os.write(terminal, text.encode(errors="replace"))
+        limit_exit(record.exit_code)
+        time.sleep(DELIVERY_S)
+        _leave_mpi()
+        return record.exit_code
+    finally:
+        clock.cancel()
+    return ExitCode.OK
+
+
+def _leave_mpi() -> None:
+    """Do not wait for the others at this process's exit, where MPI's end is collective and no Python runs any more."""
+    if "mpi4py.MPI" in sys.modules:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_FINALIZE_S)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start ranks inside a SLURM allocation with srun, in an order of this program's choice, and see them through."""
+"""Ranks as a step of a SLURM job: srun starts them, in an order of this program's choice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import FailureRecord, RankFailure
 from xffl.cluster.launch.job_layout import JobLayout
-from xffl.cluster.launch.line_buffer import LineCutter
-from xffl.cluster.launch.rank_files import line_prefix
+from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
 from xffl.cluster.launch.runner import RankJob, check_script
-from xffl.cluster.launch.stderr_frames import MarkedLines, Message
 from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.errors import LaunchError
 
@@ -72,16 +70,6 @@ def launch_srun(
     The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to
     the ranks, and what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on. If this process is
     killed, srun ends the step.
-
-    :param layout: Hosts of the ranks.
-    :param command: Script and its arguments, passed on unchanged.
-    :param environ: Variables that the ranks get on top of this process's own.
-    :param timeout_s: End the job after this many seconds; ``None`` means no limit.
-    :param grace_s: Seconds that ranks get to end by themselves.
-    :param log_dir: Folder for a log file of each rank, on a file system that the hosts share.
-    :param is_labelled: Whether the cell and the rank stand before each line that the ranks print.
-    :return: The failure that ended the job, or an exit code.
-    :raises LaunchError: if the script does not exist, there is no srun, or the step cannot be made.
     """
     check_script(command[0])
     job = RankJob(tuple(command), log_dir, is_marked=True, is_tied=False)
@@ -97,20 +85,13 @@ def launch_srun(
         variables |= {**environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
         step = _Step(layout, watch, is_labelled)
         words = srun_command(layout, variables, is_labelled=is_labelled)
-        with caught_signals() as come:
+        with caught_signals() as take_signals:
             step.start(words, variables)
-            return step.wait(come)
+            return step.wait(take_signals)
 
 
 def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: bool = False) -> list[str]:
-    """Return the command line that starts the ranks; they find what to run in their environment.
-
-    :param layout: Hosts of the ranks.
-    :param environ: Environment to read; ``XFFL_SRUN`` holds the command to use instead of ``srun``, with more options.
-    :param is_labelled: Whether srun writes the rank before each line.
-    :return: The words.
-    :raises LaunchError: if there is no such program.
-    """
+    """Return the command line that starts the ranks; they find what to run in their environment."""
     words = shlex.split(environ.get("XFFL_SRUN") or "srun")
     if shutil.which(words[0], path=environ.get("PATH")) is None:
         raise LaunchError(
@@ -130,8 +111,7 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
 def read_task_ends(line: str) -> dict[int, int] | None:
     """Read what srun says of tasks that ended badly.
 
-    :param line: A line such as ``srun: error: a1: tasks 0-1: Exited with exit code 1``.
-    :return: Exit code of each task, -n after signal n; ``None`` where the line says something else.
+    Returns exit code of each task, -n after signal n; ``None`` where the line says something else.
     """
     match = _TASK_END.match(line)
     if match is None:
@@ -174,31 +154,31 @@ class _Step:
             start_new_session=True,
             preexec_fn=_ended_with_parent,
         )
-        self._readers = [self._read(self._process.stderr, sys.stderr.buffer, self._sort)]
+        self._readers = [self._read(self._process.stderr, sys.stderr.buffer, self._filter_stderr)]
         if self._is_labelled:
             self._readers.append(self._read(self._process.stdout, sys.stdout.buffer, self._relabel))
 
-    def stop(self, number: int) -> None:
+    def terminate(self, number: int) -> None:
         """End the ranks by a signal; those that are left are killed later."""
         self._watch.stop(number)
         if self._id is None or not self._cancel(number):
             self._process.send_signal(signal.SIGTERM)  # srun kills them at once
 
-    def send(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Pass a signal on to the ranks."""
         self._process.send_signal(number)
 
-    def wait(self, come: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
-        """Wait for the end, and tell how it came; ``come`` gives signals."""
+    def wait(self, take_signals: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
+        """Wait for the end, and tell how it came; ``take_signals`` gives signals."""
         is_asked = is_killed = False
         while self._process.poll() is None:
             time.sleep(_POLL_S)
-            for number, ends in come():
-                (self.stop if ends else self.send)(number)
+            for number, ends in take_signals():
+                (self.terminate if ends else self.forward_signal)(number)
             if self._watch.is_late:
-                self.stop(0)
+                self.terminate(0)
             if self._trouble is not None and self._watch.stopped_by is None:
-                self.stop(signal.SIGTERM)
+                self.terminate(signal.SIGTERM)
             if self._watch.is_overdue() and not is_asked:
                 is_asked = True
                 self._process.send_signal(signal.SIGTERM)
@@ -244,17 +224,17 @@ class _Step:
     def _read(self, stream: IO[bytes] | None, out: BinaryIO, show: Callable[[bytes, bool], bytes]) -> threading.Thread:
         def copy() -> None:
             assert stream is not None
-            cutter, is_begun = LineCutter(), False
+            buffer, is_begun = LineBuffer(), False
             while True:
                 piece = os.read(stream.fileno(), _CHUNK_BYTES)
-                for line in cutter.add(piece) if piece else filter(None, [cutter.take_rest()]):
+                for line in buffer.feed(piece) if piece else filter(None, [buffer.flush()]):
                     try:
                         shown = show(line, is_begun)
                         if shown and self._trouble is None:
                             out.write(shown)
                             out.flush()
                     except Exception as error:  # noqa: BLE001 - raised in the main thread
-                        # Go on reading: ranks whose output nobody takes would wait for ever.
+                        # Go on reading: ranks whose output is not read would wait for ever.
                         self._trouble = self._trouble or error
                     is_begun = not line.endswith(b"\n")
                 if not piece:
@@ -264,13 +244,15 @@ class _Step:
         thread.start()
         return thread
 
-    def _sort(self, line: bytes, is_begun: bool) -> bytes:
+    def _filter_stderr(self, line: bytes, is_begun: bool) -> bytes:
         """Take out of standard error what is for this process."""
         inside = _TASK_END_INSIDE.search(line)
         if inside is not None and not _LABEL.fullmatch(line, 0, inside.start()):
-            return self._sort(line[: inside.start()] + b"\n", is_begun) + self._sort(line[inside.start() :], False)
+            return self._filter_stderr(line[: inside.start()] + b"\n", is_begun) + self._filter_stderr(
+                line[inside.start() :], False
+            )
         rest, message = self._marked.take(line)
-        if message is None or self._take(message):
+        if message is None or self._handle_message(message):
             line = rest
         text = line.decode(errors="replace")
         if ends := read_task_ends(text):
@@ -285,7 +267,7 @@ class _Step:
             return b""
         return self._relabel(line, is_begun)
 
-    def _take(self, message: Message) -> bool:
+    def _handle_message(self, message: Message) -> bool:
         """Take over what a rank has told; tell whether it was a rank, and not a script that prints such a thing."""
         content = message.content
         if not 0 <= message.rank < self._layout.topology.world_size or content.keys() not in ({"step"}, {"failure"}):

@@ -1,18 +1,24 @@
-"""Start ranks on hosts by ssh: one connection to each, no shared shell string, and see them through.
+"""Ranks on hosts that ssh reaches: one connection to each, no shared shell string.
 
 What ssh runs is a fixed, quoted line of Python that reads what to do from standard input as JSON, and answers with
-lines of JSON (:mod:`xffl.cluster.launch.remote`). When the connection ends, so do the ranks there.
+lines of JSON (:mod:`xffl.cluster.launch.ssh_agent`). When the connection ends, so do the ranks there.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import queue
+import resource
+import shlex
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +27,162 @@ from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import FailureRecord, RankFailure
 from xffl.cluster.launch.job_layout import JobLayout
-from xffl.cluster.launch.rank_files import line_prefix
+from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
-from xffl.cluster.launch.ssh_line import BEAT_S, Line, allow_files, ssh_command
-from xffl.cluster.launch.stderr_frames import MarkedLines
 from xffl.cluster.launch.supervisor import JobWatch, caught_signals
+from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 
-__all__ = ["launch_ssh", "shared_environment", "ssh_command"]
+__all__ = ["BEAT_S", "HostConnection", "allow_files", "launch_ssh", "shared_environment", "ssh_command"]
+
+BEAT_S = 10.0
+"""How often each host hears from here."""
+_SILENCE_S = 12 * BEAT_S
+"""A host that hears nothing for so long ends its ranks."""
+_LAST_WORDS_S = 1.0
+_FILES_PER_HOST, _FILES_BESIDES = 3, 64
+_SSH = (
+    "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=20 -o ServerAliveInterval=15 "
+    "-o ServerAliveCountMax=4 -o ControlMaster=no -o ControlPath=none"
+)
+"""A shared connection would stay in the background, and end all of a host's jobs together."""
+_BOOT = (
+    'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
+    "from xffl.cluster.launch.ssh_agent import main; main(job)"
+)
+"""The same for every job."""
+
+
+def _python(environ: Mapping[str, str]) -> str:
+    return environ.get("XFFL_PYTHON") or sys.executable
+
+
+def ssh_command(host: Host, environ: Mapping[str, str], program: str = _BOOT) -> list[str]:
+    """Return the command line that reaches a host and starts what answers there.
+
+    Returns the words; the last one is for the shell of the host.
+    """
+    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(program)}"
+    return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
+
+
+def allow_files(hosts: int) -> None:
+    """Raise the limit of open files of this process as far as so many connections need, and as it may be."""
+    wanted = _FILES_PER_HOST * hosts + _FILES_BESIDES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+class HostConnection:
+    """One connection, with threads of its own: neither a host that does not read nor a paused terminal stops it."""
+
+    def __init__(
+        self, number: int, host: Host, told: Mapping[str, Any], events: queue.Queue[tuple[int, dict[str, Any]]]
+    ) -> None:
+        self.host = host
+        self.left = host.slots
+        """Ranks that have not ended."""
+        self.is_ready = self.is_over = False
+        self.trouble: str | None = None
+        """What ended the ranks of this host, if it is no rank's doing."""
+        self.stderr: list[str] = []
+        """What ssh itself said."""
+        try:
+            self._process = subprocess.Popen(
+                ssh_command(host, os.environ),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise LaunchError(
+                f"ssh to host {host.name} cannot be started: {error}. HINT: XFFL_SSH names another program, with its "
+                f"options; ssh needs {_FILES_PER_HOST} open files for each host (ulimit -n)"
+            ) from error
+        self._orders: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self.send(told)
+        threading.Thread(target=self._write, name=f"xffl ssh {number} in", daemon=True).start()
+        threading.Thread(target=self._read, args=(number, events), name=f"xffl ssh {number}", daemon=True).start()
+
+    def send(self, content: Mapping[str, Any]) -> None:
+        """Have one line sent; a connection that has ended shows so otherwise."""
+        self._orders.put(content)
+
+    def disconnect(self) -> None:
+        """End the connection, which ends the ranks there."""
+        self._orders.put(None)
+
+    def wait(self, grace_s: float) -> None:
+        """Wait for the end of the connection."""
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """End ssh, whatever happens on the host."""
+        self._process.kill()
+
+    def explain(self, code: int) -> str:
+        """Say why a host could not be reached, and what to do."""
+        said = " ".join(self.stderr).rstrip(".") or f"exit code {code}"
+        sign, name = said.lower(), self.host.address or self.host.name
+        remedy = f"try ssh {name} true; a program other than ssh, or its options, may stand in XFFL_SSH"
+        if "host key" in sign:
+            remedy = (
+                f"its key is not known here: compare it with what the host's operators publish, then ssh {name} once"
+            )
+        elif "permission denied" in sign:
+            remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
+            remedy += f"{name} true"
+        elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
+            remedy = f"{_python(os.environ)} with xffl must exist there; XFFL_PYTHON names another one"
+        return f"host {self.host.name} cannot be used: {said}. HINT: {remedy}"
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            while True:
+                order: Mapping[str, Any] | None
+                try:
+                    order = self._orders.get(timeout=BEAT_S)
+                except queue.Empty:
+                    order = {}
+                    if not self.is_ready:  # what starts there reads its first line with what follows
+                        continue
+                if order is None:
+                    break
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def _read(self, number: int, events: queue.Queue[tuple[int, dict[str, Any]]]) -> None:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        complaints = threading.Thread(target=self._listen, daemon=True)
+        complaints.start()
+        for line in self._process.stdout:
+            try:
+                told = json.loads(line)
+            except ValueError:
+                told = None
+            # A login script may print something of its own.
+            events.put((number, told if isinstance(told, dict) else {"print": line.decode(errors="replace")}))
+        complaints.join(_LAST_WORDS_S)  # what ssh left in the background may keep its standard error open
+        events.put((number, {"over": self._process.wait()}))
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.stderr.append(line.decode(errors="replace").strip())
+
+
+# The job --------------------------------------------------------------------------------------------------------------
+
 
 _POLL_S = 0.1
 _ANSWER_S = 60.0
@@ -60,15 +214,7 @@ def launch_ssh(
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
     :func:`xffl.cluster.launch.srun.launch_srun` does.
 
-    :param layout: Hosts of the ranks.
-    :param command: Script and its arguments, passed on unchanged.
-    :param environ: Variables that the ranks get on top of this process's own; those of a host stay its own.
-    :param timeout_s: End the job after this many seconds; ``None`` means no limit.
-    :param grace_s: Seconds that ranks get to end by themselves.
-    :param log_dir: Folder for a log file of each rank, made on every host.
-    :param is_labelled: Whether the cell and the rank stand before each line that the ranks print.
-    :return: The failure that ended the job, or an exit code; where a host was lost a line that names it is printed.
-    :raises LaunchError: if a host does not answer, or lacks something; no rank has been started then.
+    Returns the failure that ended the job, or an exit code; where a host was lost a line that names it is printed.
     """
     watch = JobWatch(timeout_s, grace_s)
     variables = {**shared_environment(os.environ), **environ}
@@ -82,11 +228,11 @@ def launch_ssh(
         "version": xffl.__version__,
         "python": sys.version.split()[0],
         "grace_s": grace_s,
-        "silence_s": 12 * BEAT_S,
+        "silence_s": _SILENCE_S,
         "world_size": layout.topology.world_size,
     }
-    with caught_signals() as come:
-        job = _Job(layout, watch, is_labelled, come)
+    with caught_signals() as take_signals:
+        job = _Job(layout, watch, is_labelled, take_signals)
         try:
             job.connect(told)
             return job.wait()
@@ -95,11 +241,7 @@ def launch_ssh(
 
 
 def shared_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that mean the same on every host.
-
-    :param environ: Variables of this process.
-    :return: Those that are neither about this host nor from another launcher.
-    """
+    """Return the variables that mean the same on every host."""
     return {
         name: text for name, text in environ.items() if name not in _OF_THE_HOST and not name.startswith(_OF_A_LAUNCHER)
     }
@@ -109,13 +251,13 @@ class _Job:
     """All connections of a job."""
 
     def __init__(
-        self, layout: JobLayout, watch: JobWatch, is_labelled: bool, come: Callable[[], list[tuple[int, bool]]]
+        self, layout: JobLayout, watch: JobWatch, is_labelled: bool, take_signals: Callable[[], list[tuple[int, bool]]]
     ) -> None:
         self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
-        self._come = come
+        self._take_signals = take_signals
         """Gives signals."""
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        self._lines: list[Line] = []
+        self._connections: list[HostConnection] = []
         self._marked = MarkedLines()
         self._is_stopping = False
         self._failed: list[tuple[int, int]] = []
@@ -127,29 +269,31 @@ class _Job:
         allow_files(len(hosts))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
-            self._lines.append(Line(number, host, {**told, **place}, self._events))
+            self._connections.append(HostConnection(number, host, {**told, **place}, self._events))
             first += host.slots
         port = self._wait_for_answers()
         if self._watch.stopped_by is None:
             host = self._layout.hosts[0]
             # An address of ssh may name a user, or be known to ssh's configuration alone.
             address = os.environ.get("MASTER_ADDR") or (host.address or host.name).rpartition("@")[2]
-            address = "127.0.0.1" if len(self._lines) == 1 else address
-            for line in self._lines:
-                line.send({"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}})
+            address = "127.0.0.1" if len(self._connections) == 1 else address
+            for connection in self._connections:
+                connection.send(
+                    {"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}}
+                )
 
     def wait(self) -> RankFailure | int:
         """Show what the ranks print until the last has ended, and tell how the job ended."""
-        while any(not line.is_over for line in self._lines):
-            self._look_around()
+        while any(not connection.is_over for connection in self._connections):
+            self._check_limits()
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            self._handle(self._lines[number], event)
+            self._handle(self._connections[number], event)
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
-        trouble = next((line.trouble for line in self._lines if line.trouble is not None), None)
+        trouble = next((connection.trouble for connection in self._connections if connection.trouble is not None), None)
         if trouble is None and ended is None and self._failed:  # whoever ended it
             rank, code = self._failed[0]
             trouble = f"rank {rank} {RankFailure(rank, code if code > 0 else code_of_signal(-code), None).describe()}"
@@ -158,95 +302,94 @@ class _Job:
             return ExitCode.FAILED
         return ExitCode.OK if ended is None else ended
 
-    def stop(self, number: int) -> None:
+    def terminate(self, number: int) -> None:
         """End the ranks by a signal; those that are left are killed later."""
         self._watch.stop(number)
-        self._end(number or signal.SIGTERM)
+        self._stop_ranks(number or signal.SIGTERM)
 
-    def send(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Pass a signal on to the ranks."""
-        for line in self._lines:
-            line.send({"signal": number})
+        for connection in self._connections:
+            connection.send({"signal": number})
 
     def leave(self) -> None:
         """Hang up everywhere."""
-        for line in self._lines:
-            line.hang_up()
+        for connection in self._connections:
+            connection.disconnect()
         deadline = time.monotonic() + self._watch.grace_s + _SLACK_S
-        for line in self._lines:
-            line.wait(max(0.1, deadline - time.monotonic()) if line.is_ready else 0.1)
+        for connection in self._connections:
+            connection.wait(max(0.1, deadline - time.monotonic()) if connection.is_ready else 0.1)
 
-    def _end(self, number: int) -> None:
+    def _stop_ranks(self, number: int) -> None:
         self._is_stopping = True
-        for line in self._lines:
-            line.send({"stop": number})
+        for connection in self._connections:
+            connection.send({"stop": number})
 
-    def _look_around(self) -> None:
+    def _check_limits(self) -> None:
         """Do what signals and clocks say."""
-        for number, ends in self._come():
-            (self.stop if ends else self.send)(number)
+        for number, ends in self._take_signals():
+            (self.terminate if ends else self.forward_signal)(number)
         if self._watch.is_late:
-            self.stop(0)
+            self.terminate(0)
         if self._watch.is_overdue() and not self._is_stopping:
-            self._end(signal.SIGTERM)
+            self._stop_ranks(signal.SIGTERM)
         if self._watch.is_overdue(_SLACK_S):  # the host itself does not answer any more
-            for line in self._lines:
-                line.cut()
+            for connection in self._connections:
+                connection.kill()
 
     def _wait_for_answers(self) -> int:
         """Wait until every host is ready, and return the port that is free on the first."""
         port, deadline = 0, time.monotonic() + _ANSWER_S
-        while waiting := [line for line in self._lines if not line.is_ready]:
-            self._look_around()
+        while waiting := [connection for connection in self._connections if not connection.is_ready]:
+            self._check_limits()
             if self._watch.stopped_by is not None:
                 return port
             if time.monotonic() > deadline:
-                names = ", ".join(line.host.name for line in waiting)
+                names = ", ".join(connection.host.name for connection in waiting)
                 raise LaunchError(f"no answer from {names} within {_ANSWER_S:g} s. HINT: try ssh {names.split(',')[0]}")
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            line = self._lines[number]
+            connection = self._connections[number]
             if "over" in event:
-                raise LaunchError(line.why(event["over"]))
+                raise LaunchError(connection.explain(event["over"]))
             if "refused" in event:
-                raise LaunchError(f"host {line.host.name}: {event['refused']}")
+                raise LaunchError(f"host {connection.host.name}: {event['refused']}")
             if "ready" in event:
-                line.is_ready = True
+                connection.is_ready = True
                 port = port or int(event["ready"])
             else:
-                self._handle(line, event)
+                self._handle(connection, event)
         return port
 
-    def _handle(self, line: Line, event: Mapping[str, Any]) -> None:
+    def _handle(self, connection: HostConnection, event: Mapping[str, Any]) -> None:
         if "over" in event:
-            line.is_over = True
-            if line.left:  # its ranks are gone with it
-                self._blame(
-                    line, f"the connection to {line.host.name} broke: {' '.join(line.said) or 'ssh says nothing'}"
-                )
+            connection.is_over = True
+            if connection.left:  # its ranks are gone with it
+                said = " ".join(connection.stderr) or "ssh says nothing"
+                self._lose_host(connection, f"the connection to {connection.host.name} broke: {said}")
         elif "given_up" in event:
-            self._blame(line, f"{line.host.name} ended its ranks: {event['given_up']}")
+            self._lose_host(connection, f"{connection.host.name} ended its ranks: {event['given_up']}")
         elif "code" in event:
-            line.left -= 1
+            connection.left -= 1
             if event["code"] != 0:
                 self._failed.append((event["rank"], event["code"]))
             if event["code"] != 0 and not event["is_stopped"]:
                 self._watch.add_code(event["rank"], event["code"], is_own=True)
-                self._end(signal.SIGTERM)
+                self._stop_ranks(signal.SIGTERM)
             elif event["code"] == 0 and not event["is_stopped"]:
                 self._watch.add_left(event["rank"])
         elif "lines" in event:
             self._show(event["rank"], base64.b64decode(event["lines"]), is_error=event["is_error"])
         elif "print" in event:
-            sys.stderr.write(f"[{line.host.name}] {event['print']}")
+            sys.stderr.write(f"[{connection.host.name}] {event['print']}")
 
-    def _blame(self, line: Line, trouble: str) -> None:
+    def _lose_host(self, connection: HostConnection, trouble: str) -> None:
         """Note that a host is lost, and end the ranks of the others."""
-        line.trouble = line.trouble or trouble
-        self._watch.lose_patience()
-        self._end(signal.SIGTERM)
+        connection.trouble = connection.trouble or trouble
+        self._watch.start_grace()
+        self._stop_ranks(signal.SIGTERM)
 
     def _show(self, rank: int, lines: bytes, *, is_error: bool) -> None:
         out = sys.stderr.buffer if is_error else sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""What a launcher learns of ranks that it cannot see itself, and how signals and the time limit reach them."""
+"""The end of a job, as a launcher sees it: failures of ranks, signals and the time limit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class JobWatch:
-    """Collects how ranks end, and tells when the rest is to be ended.
-
-    :param timeout_s: Seconds from now on that the job may take; ``None`` for no limit.
-    :param grace_s: Seconds that ranks get to end by themselves after a signal or another rank's failure.
-    """
+    """Collects how ranks end, and tells when the rest is to be ended."""
 
     def __init__(self, timeout_s: float | None, grace_s: float) -> None:
         self.grace_s = grace_s
         self.stopped_by: int | None = None
         """The signal that stopped the job, or 0 for the time limit."""
         self._limit = None if timeout_s is None else time.monotonic() + timeout_s
-        self._patience: float | None = None
+        self._grace_until: float | None = None
         self._records: dict[int, FailureRecord] = {}
         self._codes: dict[int, int] = {}
         self._terminated: dict[int, int] = {}
@@ -44,24 +40,20 @@ class JobWatch:
         """Take over what a rank has told of its failure."""
         self._records[rank] = record
         if not record.lost_peer:
-            self.lose_patience()
+            self.start_grace()
 
     def add_code(self, rank: int, code: int, *, is_own: bool = False) -> None:
         """Take over that a rank has ended, with -n after signal n.
 
         Of ranks that left no record the first counts: the launcher ends the others. An end by SIGTERM counts only where
         there is no other, since the launcher ends ranks so.
-
-        :param rank: The rank.
-        :param code: Its exit code, other than 0.
-        :param is_own: Whether it is known that the launcher did not end it.
         """
         if rank not in self._records and code != -signal.SIGTERM and not self._codes:
             self._codes[rank] = code
         elif rank not in self._records and code == -signal.SIGTERM and not self._terminated:
             self._terminated[rank] = code
             self._is_ended_by_others = is_own
-        self.lose_patience()
+        self.start_grace()
 
     def add_left(self, rank: int) -> None:
         """Take over that a rank has left with code 0 before any was told to end: others may still wait for it."""
@@ -71,16 +63,16 @@ class JobWatch:
         """Take over which ranks went on after others had lost a peer, until all were told to end."""
         self._lasting.update(ranks)
 
-    def lose_patience(self) -> None:
+    def start_grace(self) -> None:
         """Give the ranks that are left no more than their grace."""
-        if self._patience is None:
-            self._patience = time.monotonic() + self.grace_s
+        if self._grace_until is None:
+            self._grace_until = time.monotonic() + self.grace_s
 
     def stop(self, number: int) -> None:
         """Note that a signal stops the job, or with 0 the time limit."""
         if self.stopped_by is None:
             self.stopped_by = number
-        self.lose_patience()
+        self.start_grace()
 
     @property
     def is_late(self) -> bool:
@@ -89,13 +81,13 @@ class JobWatch:
 
     def is_overdue(self, more_s: float = 0.0) -> bool:
         """Tell whether ranks that are left have had their grace, and so many seconds more."""
-        return self._patience is not None and time.monotonic() > self._patience + more_s
+        return self._grace_until is not None and time.monotonic() > self._grace_until + more_s
 
     def result(self) -> RankFailure | int | None:
         """Return the failure that ended the job or its exit code, once all ranks have ended.
 
-        :return: 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
-            not manage to end in order); ``None`` where no rank has told or shown a failure.
+        Returns 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
+        not manage to end in order); ``None`` where no rank has told or shown a failure.
         """
         failure = self._failure()
         if self.stopped_by is not None:
@@ -128,8 +120,8 @@ class JobWatch:
 def caught_signals() -> Iterator[Callable[[], list[tuple[int, bool]]]]:
     """Collect the signals that come while the block runs. What was ignored before (nohup) stays so.
 
-    :yield: A function that takes out what has come: each signal's number, and whether it ends the job (INT, TERM, HUP
-        and QUIT) or means something to the ranks (USR1 and USR2).
+    Returns a function that takes out what has come: each signal's number, and whether it ends the job (INT, TERM, HUP
+    and QUIT) or means something to the ranks (USR1 and USR2).
     """
     before = {number: signal.getsignal(number) for number in (*_STOPPING, *_PASSED_ON)}
     come: deque[int] = deque()

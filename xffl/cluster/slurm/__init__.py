@@ -1,1 +1,1 @@
-"""SLURM: jobs are submitted, their nodes and tasks read, and their states followed."""
+"""SLURM: jobs are submitted (``submit``), followed (``job_monitor``), and their hosts read (``allocation``)."""

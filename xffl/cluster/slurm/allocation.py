@@ -1,4 +1,4 @@
-"""The hosts that a job may use: what SLURM has given to it, or what somebody wrote down. Nothing is started here."""
+"""Hosts that a job may use: of a SLURM allocation, or of a list. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Host:
     """Where to reach it, if not by its name."""
     switches: tuple[str, ...] = ()
     gpus: int | None = None
-    """GPUs that the job may use there; ``None`` where nobody tells."""
+    """GPUs that the job may use there; ``None`` if unknown."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,8 @@ def find_allocation(
 
     Local; ``scontrol`` is asked once for the network where the switches are wanted or needed.
 
-    :param environ: Environment to read; ``None`` means the process's own.
-    :param wants_switches: Ask for the network; where it cannot be asked for, ``switches`` stay empty.
-    :param needs_switches: Ask for the network, and raise where it cannot be asked for.
-    :return: The job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process
-        as one rank of several already.
-    :raises LaunchError: if the job's variables are incomplete or contradict each other, the job has several components
-        (a heterogeneous job), its GPUs cannot be spread over its nodes though nobody asked for tasks, or the network is
-        needed but cannot be asked for.
+    Returns the job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process as
+    one rank of several already.
     """
     environ = os.environ if environ is None else environ
     job = environ.get("SLURM_JOB_ID")
@@ -167,12 +161,7 @@ def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def show_topology(environ: Mapping[str, str] | None = None) -> str:
-    """Ask SLURM's controller for its network.
-
-    :param environ: Environment for ``scontrol``; ``None`` means the process's own.
-    :return: The output of ``scontrol show topology``.
-    :raises LaunchError: if there is no ``scontrol`` in ``PATH``, it fails, or it does not answer.
-    """
+    """Ask SLURM's controller for its network."""
     environ = dict(os.environ if environ is None else environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
     program = shutil.which("scontrol", path=environ.get("PATH"))
@@ -205,14 +194,7 @@ def show_topology(environ: Mapping[str, str] | None = None) -> str:
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:
-    """Read the output of ``scontrol show topology``, or a ``topology.conf``.
-
-    :param text: One switch on each line (``SwitchName=s1 Nodes=n[1-4]``, ``SwitchName=core Switches=s[1-2]``), or one
-        block (``BlockName=b1 Nodes=n[1-4]``).
-    :return: The switches of each node, from the top one to its own. Several switches of a node at one level count as
-        one, whose name is theirs joined by ``+``.
-    :raises LaunchError: if a list cannot be read, or a switch stands above itself.
-    """
+    """Read the output of ``scontrol show topology``, or a ``topology.conf``."""
     leaves: dict[str, set[str]] = {}  # node to the switches that it hangs on
     parents: dict[str, set[str]] = {}
     children: dict[str, tuple[str, ...]] = {}
@@ -242,7 +224,7 @@ def _heights(children: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     while waiting:
         known = [name for name, below in waiting.items() if not any(child in waiting for child in below)]
         if not known:
-            raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; mend Switches= of one")
+            raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; correct Switches= of one")
         for name in known:
             heights[name] = max((heights.get(child, 0) + 1 for child in waiting[name]), default=0)
         for name in known:
@@ -266,19 +248,13 @@ def _path(own: Iterable[str], parents: Mapping[str, set[str]], heights: Mapping[
 def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]) -> tuple[Host, ...]:
     """Return hosts with the switches that a topology names for them.
 
-    :param hosts: The hosts.
-    :param topology: What :func:`read_topology` returns.
-    :return: The same hosts in the same order; those that the topology does not name stay as they are.
+    Returns the same hosts in the same order; those that the topology does not name stay as they are.
     """
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 
 def own_host(environ: Mapping[str, str] | None = None) -> Host:
-    """Tell where this process runs, from what a SLURM step or else the host itself says; nobody is asked.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: The host, with its switches from ``SLURM_TOPOLOGY_ADDR`` where this process is a task of a step.
-    """
+    """Tell where this process runs, from what a SLURM step or else the host itself says; local."""
     environ = os.environ if environ is None else environ
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
@@ -297,10 +273,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
     A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1``; ``gpus=4`` and ``switches=core.s1`` may follow, and
     what stands behind ``#`` is left out.
-
-    :param text: What was typed.
-    :return: The hosts, in their order.
-    :raises ConfigError: if it cannot be read, a host has no slots or occurs twice, or the file cannot be read.
     """
     if text.startswith("@"):
         hosts = _read_hosts(Path(text[1:]))
@@ -344,9 +316,7 @@ def _hosts(words: list[str], where: str) -> list[Host]:
         raise ConfigError(f"hosts: {where!r} does not say how many ranks {names!r} takes; write {names}:4")
     counts = {key: int(told[key]) if told[key].isdecimal() else 0 for key in ("slots", "gpus") if key in told}
     if counts["slots"] < 1 or ("gpus" in told and not told["gpus"].isdecimal()):
-        raise ConfigError(
-            f"hosts: {where!r} has slots {told['slots']!r} or gpus that are no such number; give 1 or more"
-        )
+        raise ConfigError(f"hosts: {where!r} has slots {told['slots']!r} or gpus that are not valid; give 1 or more")
     try:
         expanded = expand_hosts(names)
     except LaunchError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from xffl.cluster.exit_codes import ExitCode, code_of_signal
-from xffl.cluster.slurm.commands import run_slurm
+from xffl.cluster.slurm.submit import run_slurm
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["Ending", "Follower", "exit_code_of", "expand_pattern", "find_endings", "log_pattern", "read_queue"]
@@ -33,13 +33,7 @@ class Ending:
 
 
 def log_pattern(folder: str, is_array: bool) -> str:
-    """Return the name of a job's output in a folder, as SLURM takes it.
-
-    :param folder: The folder, absolute.
-    :param is_array: Whether the job is an array.
-    :return: The name, with ``%j``, or ``%A_%a`` for an array.
-    :raises ConfigError: if SLURM cannot take such a folder.
-    """
+    """Return the name of a job's output in a folder, as SLURM takes it."""
     if "\\" in folder:
         raise ConfigError(
             f"SLURM drops backslashes from names of files, and the output would go to {folder!r}; give slurm.output"
@@ -50,9 +44,7 @@ def log_pattern(folder: str, is_array: bool) -> str:
 def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
     """Return the file that SLURM makes of a pattern.
 
-    :param pattern: As ``--output`` takes it.
-    :param names: What stands for each letter.
-    :return: The name; ``None`` where it has something else, which only the job's nodes know.
+    Returns the name; ``None`` where it has something else, which only the job's nodes know.
     """
     if "\\" in pattern:
         return None
@@ -67,9 +59,8 @@ def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
 def read_queue(job: str) -> dict[str, tuple[str, str]] | None:
     """Ask for the states of a job and of its tasks.
 
-    :param job: Its number.
-    :return: State and reason by number (``12``, or ``12_0`` for a task), as far as the controller still knows them;
-        ``None`` where it does not answer.
+    Returns state and reason by number (``12``, or ``12_0`` for a task), as far as the controller still knows them;
+    ``None`` where it does not answer.
     """
     ran = run_slurm(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i|%T|%r"])
     if ran.returncode != 0:
@@ -81,10 +72,7 @@ def read_queue(job: str) -> dict[str, tuple[str, str]] | None:
 def find_endings(job: str, *, patience_s: float = _PATIENCE_S, look_s: float = 1.0) -> dict[str, Ending]:
     """Ask how a job ended that is no longer in the queue: the accounting, else what the controller still knows.
 
-    :param job: Its number.
-    :param patience_s: How long the accounting may take to know.
-    :param look_s: Time between two questions to it.
-    :return: By the number of the job, or of each task; empty where nobody knows.
+    Returns the endings by the number of the job, or of each task; empty where nobody knows.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -135,34 +123,27 @@ def _ending(state: str, text: str) -> Ending:
 def exit_code_of(endings: Mapping[str, Ending]) -> int:
     """Return one exit code for a job and its tasks: that of the first task that did not complete.
 
-    :param endings: How they ended.
-    :return: The code; 0 where all completed.
+    Returns the code; 0 where all completed.
     """
     return next((ending.exit_code for _, ending in sorted(endings.items()) if ending.exit_code), 0)
 
 
 @dataclass
 class Follower:
-    """Follows a job until it has ended.
-
-    :param job: Its number.
-    :param pattern: The name of its output, as SLURM got it.
-    :param name: The job's name.
-    :param user: Whose job it is.
-    :param write: Takes a piece of output.
-    :param tell: Takes a line about the job.
-    :param longest_s: Longest time between two questions to the queue; they begin with a tenth of it.
-    :param look_s: Time between two looks at the output.
-    """
+    """Follows a job until it has ended."""
 
     job: str
+    """Its number."""
     pattern: str
+    """The name of its output, as SLURM got it."""
     name: str
     user: str
     write: Callable[[str], None]
     tell: Callable[[str], None]
     longest_s: float = 10.0
+    """Longest time between two questions to the queue; they begin with a tenth of it."""
     look_s: float = 0.5
+    """Time between two looks at the output."""
     _read: dict[str, int] = field(default_factory=dict)
     _rest: dict[str, bytes] = field(default_factory=dict)
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -170,8 +151,7 @@ class Follower:
     def follow(self) -> dict[str, Ending]:
         """Show the output as it grows, and tell each change of state.
 
-        :return: How the job, or each of its tasks, ended; empty where nobody knows.
-        :raises LaunchError: if SLURM's commands are not there.
+        Returns how the job, or each of its tasks, ended; empty where nobody knows.
         """
         wait_s, is_silent = self.longest_s / 10, False
         while True:

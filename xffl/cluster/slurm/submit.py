@@ -7,20 +7,27 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from xffl.checks import integer_fields
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
     "Job",
     "SlurmConfig",
+    "cancel_job",
+    "find_busy",
     "find_template",
     "render_script",
+    "run_slurm",
+    "submit_job",
     "tasks_of_node",
     "tasks_of_sweep",
     "word_of",
@@ -98,7 +105,7 @@ class SlurmConfig:
             raise ConfigError(f"slurm.signal {self.signal!r} is no signal; give its name, such as USR2")
         if self.gpus_per_node is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(self.gpus_per_node)):
             raise ConfigError(
-                f"slurm.gpus_per_node {self.gpus_per_node!r} is no number of GPUs; give one, such as 4 or a100:4"
+                f"slurm.gpus_per_node {self.gpus_per_node!r} must be a number of GPUs, such as 4 or a100:4"
             )
         limit_s = _seconds(self.time)
         if limit_s is not None and self.signal_s is not None and limit_s <= self.signal_s:
@@ -131,13 +138,7 @@ class Job:
 
 
 def tasks_of_node(slurm: SlurmConfig, processes: int | None) -> int:
-    """Return how many ranks each node of a job gets.
-
-    :param slurm: What is asked of SLURM.
-    :param processes: Ranks that are asked for in all; ``None`` where that is left open.
-    :return: The number.
-    :raises ConfigError: if the ranks that are asked for do not fit the nodes.
-    """
+    """Return how many ranks each node of a job gets."""
     wanted = slurm.tasks_per_node
     if wanted is None and slurm.gpus_per_node is not None:
         wanted = int(str(slurm.gpus_per_node).rpartition(":")[2])
@@ -155,9 +156,7 @@ def tasks_of_node(slurm: SlurmConfig, processes: int | None) -> int:
 def tasks_of_sweep(array: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return what each task of a job array changes: every combination of the values of some keys.
 
-    :param array: Values of each key; keys may be dotted or nested.
-    :return: For each task the value of each dotted key; the last key changes fastest.
-    :raises ConfigError: if a key has no list of values.
+    Returns for each task the value of each dotted key; the last key changes fastest.
     """
     flat: dict[str, list[Any]] = {}
 
@@ -178,12 +177,7 @@ def tasks_of_sweep(array: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def word_of(key: str, value: Any) -> str:
-    """Return the word of a command line that sets a key.
-
-    :param key: Dotted key.
-    :param value: Its value, plain.
-    :return: ``--key=value``.
-    """
+    """Return the word of a command line that sets a key."""
     # JSON is YAML, which is what such words hold. A text stands for itself.
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
@@ -193,11 +187,6 @@ def find_template(name: str | None = None, environ: Mapping[str, str] | None = N
 
     That is the file that is named, else ``job.sbatch`` in the folder ``XFFL_TEMPLATES``, else in
     ``~/.config/xffl/templates``, else xffl's own.
-
-    :param name: A file.
-    :param environ: Environment; ``None`` means the process's own.
-    :return: The template.
-    :raises ConfigError: if a file that is named, or a folder, cannot be read.
     """
     environ = os.environ if environ is None else environ
     folder = environ.get("XFFL_TEMPLATES")
@@ -216,14 +205,7 @@ def find_template(name: str | None = None, environ: Mapping[str, str] | None = N
 
 
 def render_script(slurm: SlurmConfig, job: Job, template: str) -> str:
-    """Return the batch script of a job.
-
-    :param slurm: What is asked of SLURM.
-    :param job: What runs.
-    :param template: Text with places such as ``@COMMAND@``.
-    :return: The script.
-    :raises ConfigError: if a value cannot stand in a script, or the template has a place that nothing fills.
-    """
+    """Return the batch script of a job."""
     texts = {
         "COMMAND": shlex.join(job.command),
         "DIRECTIVES": "\n".join(f"#SBATCH {line}" for line in _directives(slurm, job)),
@@ -322,3 +304,94 @@ def _seconds(limit: int | str | None) -> int | None:
     else:  # M, M:S
         hours, (minutes, seconds) = 0, [*numbers, 0][:2]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+# SLURM's commands -----------------------------------------------------------------------------------------------------
+
+
+_DEADLINE_S = 120.0
+
+
+def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
+    """Hand a batch script to SLURM, and keep a copy of it beside the job's output."""
+    import fcntl  # POSIX only
+
+    folder = Path(job.run_folder) / "slurm"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(job.log).parent.mkdir(parents=True, exist_ok=True)
+        jobs = (folder / "jobs").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"{folder} cannot be written: {error.strerror}; give another experiment.output_dir"
+        ) from error
+    with jobs:
+        with suppress(OSError):  # not every shared file system locks; two submissions at one moment are rare
+            fcntl.flock(jobs, fcntl.LOCK_EX)
+        jobs.seek(0)
+        busy = find_busy(jobs.read().split()) if job.is_exclusive and not is_chained else None
+        if busy is not None:
+            raise LaunchError(
+                f"job {busy}, which has not ended, writes to {job.run_folder}; give another experiment.output_dir or "
+                f"experiment.name, scancel {busy}, or --slurm.dependency afterany:{busy}"
+            )
+        ran = run_slurm(["sbatch", "--parsable"], script)
+        if ran.returncode != 0:
+            lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in ran.stderr.splitlines())
+            raise LaunchError(f"sbatch refused the job: {'; '.join(lines)}; change the section slurm (--dry-run)")
+        number = ran.stdout.strip().partition(";")[0]
+        try:
+            os.write(jobs.fileno(), f"{number}\n".encode())  # without a buffer that would be written at the file's end
+            _keep_script(folder / f"{number}.sbatch", script)
+        except OSError as error:
+            raise LaunchError(
+                f"job {number} is submitted, but {folder} cannot be written: {error.strerror}; squeue -j {number} "
+                f"shows the job, scancel {number} ends it"
+            ) from error
+    return number
+
+
+def _keep_script(file: Path, script: str) -> None:
+    """Write a script for its owner alone: it holds the words of the command line, some of which may be secret."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as kept:
+        kept.write(script)
+
+
+def find_busy(jobs: Sequence[str]) -> str | None:
+    """Return the first of some jobs of this user that has not ended yet.
+
+    Returns the number, or ``None``.
+    """
+    if not jobs:
+        return None
+    ran = run_slurm(["squeue", "--me", "--noheader", "--format=%F"])
+    if ran.returncode != 0:
+        raise LaunchError(f"squeue failed: {' '.join(ran.stderr.split())}; try again when the controller answers")
+    alive = set(ran.stdout.split())
+    return next((job for job in jobs if job in alive), None)
+
+
+def cancel_job(job: str) -> None:
+    """Cancel a job, with all tasks of an array."""
+    ran = run_slurm(["scancel", job])
+    if ran.returncode != 0:
+        raise LaunchError(f"scancel {job} failed: {' '.join(ran.stderr.split())}; the job may still be there")
+
+
+def run_slurm(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run one of SLURM's commands."""
+    environ = dict(os.environ)
+    if "SLURM_JOB_ID" in environ:
+        # A job that is submitted from inside another is not to inherit its tasks and places.
+        kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+        environ = {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in kept}
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            f"{command[0]} is not there; HINT: submit from a login node of a SLURM cluster, or see --dry-run"
+        )
+    try:
+        return subprocess.run(
+            list(command), input=text, env=environ, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{command[0]} did not answer in {_DEADLINE_S:.0f} s; see whether SLURM is up") from error

@@ -1,4 +1,4 @@
-"""What ``xffl exec --hosts`` runs on each host: it starts ranks, brings home what they print, and ends them.
+"""The program that ``xffl exec --hosts`` runs on each host: it starts ranks, sends back what they print, and ends them.
 
 Lines of JSON come on standard input and go on standard output; when the input ends, so do the ranks.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
-from xffl.cluster.launch.line_buffer import LineCutter
+from xffl.cluster.launch.logs import LineBuffer
 
 __all__ = ["free_port", "main"]
 
@@ -36,25 +36,18 @@ _POLL_S = 0.1
 
 
 def main(job: dict[str, Any]) -> None:
-    """Be the launcher of this host.
-
-    :param job: What the first line of the input holds.
-    """
+    """Be the launcher of this host."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says so, too, and leaves time for it
     refused = _refusal(job)
     if refused is not None:
-        _tell({"refused": refused})
+        _send({"refused": refused})
         return
-    _tell({"ready": free_port()})
+    _send({"ready": free_port()})
     _Ranks(job).run()
 
 
 def free_port() -> int:
-    """Find a port of this host where nobody listens.
-
-    :return: The port.
-    :raises OSError: if none is found.
-    """
+    """Find a port of this host where nobody listens."""
     for port in random.sample(_PORTS, _TRIES):
         with socket.socket() as probe:
             try:
@@ -89,7 +82,7 @@ def _refusal(job: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _tell(content: Mapping[str, Any]) -> None:
+def _send(content: Mapping[str, Any]) -> None:
     try:
         sys.stdout.write(json.dumps(content) + "\n")
         sys.stdout.flush()
@@ -106,7 +99,7 @@ class _Ranks:
         self._job = job
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        self._cutters: dict[int, LineCutter] = {}
+        self._buffers: dict[int, LineBuffer] = {}
         """What cuts each stream of a rank, by its file descriptor."""
         self._input = b""
         self._heard = time.monotonic()
@@ -121,23 +114,23 @@ class _Ranks:
         while is_waiting or self._processes:
             for key, _ in self._selector.select(_POLL_S):
                 if key.data is None:
-                    self._listen()
+                    self._read_input()
                 else:
-                    self._pass_on(key.fd, *key.data)
+                    self._forward(key.fd, *key.data)
             is_waiting = is_waiting and self._end_by is None and not self._processes
             if self._end_by is None and self._is_silent():
-                self._listen()  # it may have come while this process waited for its own words to be taken
+                self._read_input()  # it may have come while this process waited for its own words to be taken
                 if self._end_by is None and self._is_silent():
-                    _tell({"given_up": f"it has heard nothing for {self._job['silence_s']:g} s"})
+                    _send({"given_up": f"it has heard nothing for {self._job['silence_s']:g} s"})
                     self._stop(signal.SIGTERM)
             if self._end_by is not None and time.monotonic() > self._end_by:
                 self._kill(signal.SIGKILL)
-            self._see_ends()
+            self._reap()
 
     def _is_silent(self) -> bool:
         return bool(time.monotonic() > self._heard + self._job["silence_s"])
 
-    def _listen(self) -> None:
+    def _read_input(self) -> None:
         try:
             chunk = os.read(0, _CHUNK_BYTES)
         except BlockingIOError:
@@ -187,25 +180,25 @@ class _Ranks:
                 os.set_blocking(stream.fileno(), False)
                 self._selector.register(stream, selectors.EVENT_READ, (rank, is_error, stream))
 
-    def _pass_on(self, number: int, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+    def _forward(self, number: int, rank: int, is_error: bool, stream: IO[bytes]) -> None:
         """Bring whole lines home; a rest without an end goes when its stream ends."""
         try:
             chunk = os.read(number, _CHUNK_BYTES)
         except BlockingIOError:
             return
-        self._bring(chunk, rank, is_error, stream)
+        self._send_lines(chunk, rank, is_error, stream)
 
-    def _bring(self, chunk: bytes, rank: int, is_error: bool, stream: IO[bytes]) -> None:
-        cutter = self._cutters.setdefault(stream.fileno(), LineCutter())
-        ready = b"".join(cutter.add(chunk)) if chunk else cutter.take_rest()
+    def _send_lines(self, chunk: bytes, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+        buffer = self._buffers.setdefault(stream.fileno(), LineBuffer())
+        ready = b"".join(buffer.feed(chunk)) if chunk else buffer.flush()
         if not chunk:
-            del self._cutters[stream.fileno()]
+            del self._buffers[stream.fileno()]
             self._selector.unregister(stream)
             stream.close()
         if ready:
-            _tell({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
+            _send({"rank": rank, "is_error": is_error, "lines": base64.b64encode(ready).decode()})
 
-    def _see_ends(self) -> None:
+    def _reap(self) -> None:
         for rank, process in list(self._processes.items()):
             code = process.poll()
             if code is None:
@@ -218,7 +211,7 @@ class _Ranks:
                 # A child that the rank left behind may keep its streams open: what is there now is all.
                 if stream is not None and not stream.closed:
                     self._drain(stream, rank, is_error)
-            _tell({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
+            _send({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
 
     def _drain(self, stream: IO[bytes], rank: int, is_error: bool) -> None:
         while not stream.closed:
@@ -226,7 +219,7 @@ class _Ranks:
                 chunk = os.read(stream.fileno(), _CHUNK_BYTES)
             except BlockingIOError:
                 chunk = b""
-            self._bring(chunk, rank, is_error, stream)
+            self._send_lines(chunk, rank, is_error, stream)
 
     def _stop(self, number: int) -> None:
         if self._end_by is None:

@@ -1,22 +1,137 @@
-"""A log file for each rank, and one stream of them all with the rank and the cell before each line."""
+"""Logs of ranks: lines cut from pieces, messages in marked lines, a file for each rank, and one stream of them all."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from xffl.cluster.launch.line_buffer import LineCutter
 from xffl.errors import ConfigError
 
-__all__ = ["RankFile", "Stream", "following", "line_prefix", "list_rank_files", "make_log_dir", "redirect", "sizes_now"]
+__all__ = [
+    "LineBuffer",
+    "MarkedLines",
+    "Message",
+    "RankFile",
+    "Stream",
+    "following",
+    "line_prefix",
+    "list_rank_files",
+    "make_log_dir",
+    "mark",
+    "redirect",
+    "sizes_now",
+]
+
+_LONGEST_BYTES = 1 << 16
+
+
+class LineBuffer:
+    """Cuts at each newline, and at each carriage return, with which a progress bar begins anew.
+
+    What has no end is kept until it has one or is 64 KiB long, so that an endless line costs neither memory nor time.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Take the next piece.
+
+        Returns the lines that are complete now, with their ends, and what is too long to be kept.
+        """
+        lines = (self._rest + piece).splitlines(keepends=True)  # of bytes: at \n, \r and \r\n alone
+        # A carriage return that comes last may be half of the end of a line.
+        self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        if len(self._rest) > _LONGEST_BYTES:
+            lines.append(self.flush())
+        return lines
+
+    def flush(self) -> bytes:
+        """Return what has no end yet, and forget it."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+# Messages of ranks on other hosts, in marked lines on standard error --------------------------------------------------
+
+
+_MARK = b"\x1exffl:"
+_LINE_BYTES = 600
+_TEXT_CHARACTERS = 60_000
+"""Longer texts, such as tracebacks of endless recursion, lose their middle."""
+_LABEL = re.compile(rb"^ *\d+: $")
+"""What ``srun --label`` puts before each line."""
+
+
+class Message(NamedTuple):
+    """What a rank told."""
+
+    rank: int
+    content: dict[str, Any]
+
+
+def mark(rank: int, content: Mapping[str, Any]) -> list[bytes]:
+    """Write a message as marked lines, each short enough to be written to a pipe in one go."""
+    packed = base64.b64encode(json.dumps(_shortened(content)).encode())
+    parts = [packed[at : at + _LINE_BYTES] for at in range(0, len(packed), _LINE_BYTES)]
+    return [b"%s%d.%d.%d:%s\n" % (_MARK, rank, at, len(parts), part) for at, part in enumerate(parts)]
+
+
+class MarkedLines:
+    """Takes messages out of a stream of lines in which those of several ranks may alternate."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[bytes]] = {}
+
+    def take(self, line: bytes) -> tuple[bytes, Message | None]:
+        """Read one line.
+
+        Returns what of it is no message (a rank may have begun a line without ending it), and the message that is
+        complete now, if any.
+        """
+        before, found, rest = line.partition(_MARK)
+        if not found:
+            return line, None
+        before = b"" if _LABEL.match(before) else before
+        if before:
+            before += b"\n"
+        try:
+            place, _, part = rest.rstrip(b"\r\n").partition(b":")
+            rank, at, count = (int(number) for number in place.split(b"."))
+            parts = self._parts.setdefault(rank, [])
+            if at == 0:
+                parts.clear()
+            parts.append(part)
+            if at + 1 < count:
+                return before, None
+            del self._parts[rank]
+            content = json.loads(base64.b64decode(b"".join(parts), validate=True))
+            return (before, Message(rank, content)) if isinstance(content, dict) else (line, None)
+        except ValueError:  # a script that prints such a thing itself
+            return line, None
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _TEXT_CHARACTERS:
+        half = _TEXT_CHARACTERS // 2
+        return f"{value[:half]}\n... {len(value) - 2 * half} characters are left out ...\n{value[-half:]}"
+    if isinstance(value, Mapping):
+        return {key: _shortened(inner) for key, inner in value.items()}
+    return value
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
 
 _NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
 _POLL_S = 0.2
@@ -42,12 +157,7 @@ class RankFile:
 
 
 def make_log_dir(folder: str) -> str:
-    """Make the folder of the log files, so that a mistake is told before a rank is started; local.
-
-    :param folder: The folder; it may exist.
-    :return: Its absolute path.
-    :raises ConfigError: if it cannot be made or written.
-    """
+    """Make the folder of the log files, so that a mistake is told before a rank is started; local."""
     path = os.path.abspath(folder)
     try:
         os.makedirs(path, exist_ok=True)
@@ -59,12 +169,7 @@ def make_log_dir(folder: str) -> str:
 
 
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
-    """List the log files of a folder, by rank.
-
-    :param folder: Folder that was given as ``--log-dir``.
-    :return: The files.
-    :raises ConfigError: if there is no such folder.
-    """
+    """List the log files of a folder, by rank."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -75,12 +180,7 @@ def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
 
 
 def redirect(file: RankFile) -> int:
-    """Send standard output and error of this process to a log file from now on; what the file holds stays.
-
-    :param file: The file of this process's rank.
-    :return: A file descriptor of what standard error was before, which processes started from here do not get.
-    :raises ConfigError: if the file cannot be written.
-    """
+    """Send standard output and error of this process to a log file from now on; what the file holds stays."""
     try:
         file.folder.mkdir(parents=True, exist_ok=True)
         log = os.open(file.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -98,44 +198,29 @@ def redirect(file: RankFile) -> int:
 def line_prefix(rank: int, cell: int | None) -> bytes:
     """Return what stands before a rank's lines where several ranks' lines are shown.
 
-    :param rank: The rank.
-    :param cell: Its cell, where it is known.
-    :return: Such as ``[cell 0 rank 3]`` and a blank.
+    Returns such as ``[cell 0 rank 3]`` and a blank.
     """
     return b"[rank %d] " % rank if cell is None else b"[cell %d rank %d] " % (cell, rank)
 
 
 def sizes_now(folder: Path) -> dict[Path, int]:
-    """Note how long the log files are, so that a stream can begin there.
-
-    :param folder: The folder.
-    :return: Bytes of each file.
-    """
+    """Note how long the log files are, so that a stream can begin there."""
     return {file.path: file.path.stat().st_size for file in list_rank_files(folder)}
 
 
 class Stream:
-    """Copies what is added to a folder's log files, line by line with a prefix.
-
-    :param folder: The folder; files may still come.
-    :param out: Where the lines go.
-    :param ranks: Ranks whose lines are shown; ``None`` for all.
-    :param begin: Where to begin in files, as :func:`sizes_now` says; others are read from their first byte on.
-    """
+    """Copies what is added to a folder's log files, line by line with a prefix."""
 
     def __init__(
         self, folder: Path, out: BinaryIO, ranks: Collection[int] | None = None, begin: dict[Path, int] | None = None
     ) -> None:
         self.folder, self.out, self.ranks = folder, out, ranks
         self._read_to = dict(begin or {})
-        self._cutters: defaultdict[Path, LineCutter] = defaultdict(LineCutter)
+        self._buffers: defaultdict[Path, LineBuffer] = defaultdict(LineBuffer)
         self._looked_at = 0
 
     def copy(self, *, is_end: bool = False) -> None:
-        """Copy what has come since the last call.
-
-        :param is_end: Whether lines that have no end yet are to be shown, too.
-        """
+        """Copy what has come since the last call."""
         files = [file for file in list_rank_files(self.folder) if self.ranks is None or file.rank in self.ranks]
         for file in files:
             self._copy_one(file, is_end)
@@ -144,22 +229,19 @@ class Stream:
 
     def _copy_one(self, file: RankFile, is_end: bool) -> None:
         prefix, at, path = line_prefix(file.rank, file.cell), self._read_to.get(file.path, 0), file.path
-        cutter = self._cutters[path]
+        buffer = self._buffers[path]
         if os.path.exists(path) and path.stat().st_size > at:  # somebody may have removed it
             with path.open("rb") as log:
                 log.seek(at)
                 while chunk := log.read(_CHUNK_BYTES):
-                    lines = cutter.add(chunk)
+                    lines = buffer.feed(chunk)
                     self.out.writelines(prefix + line + _lacking_end(line) for line in lines)
                 self._read_to[path] = log.tell()
-        if is_end and (rest := cutter.take_rest()):
+        if is_end and (rest := buffer.flush()):
             self.out.write(prefix + rest + b"\n")
 
     def follow(self, wait: Callable[[float], bool]) -> None:
-        """Copy until nothing more will come.
-
-        :param wait: Waits for so many seconds, less where all ranks have ended, and tells whether they have.
-        """
+        """Copy until nothing more will come."""
         is_over = False
         while not is_over:
             self.copy()
@@ -178,10 +260,6 @@ def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
 
     Where that is no longer possible, because the reader has gone, this process gets SIGTERM, by which the launcher in
     the block ends its ranks.
-
-    :param folder: The folder; ``None`` shows nothing.
-    :param out: Where the lines go.
-    :raises OSError: at the block's end, if the lines could not be read or written.
     """
     if folder is None:
         yield

@@ -1,4 +1,4 @@
-"""What the C library keeps of memory that was given back."""
+"""Memory that glibc keeps after it was freed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,272 @@
+"""Comparison of what the hosts of a job answered, and the report. Pure: nothing is sent and nothing is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from xffl.checks import shorten
+from xffl.cluster.doctor.agent import FOLDER_TURNS
+from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, is_shown
+from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
+
+__all__ = [
+    "Report",
+    "compare_clocks",
+    "compare_environments",
+    "compare_folders",
+    "compare_names",
+    "compare_pairs",
+    "compare_ports",
+    "compare_versions",
+    "merge",
+    "partners",
+]
+
+_CLOCK_WARNING_S = 0.1
+"""From here on the order of events in the logs of different hosts is in doubt."""
+_CLOCK_ERROR_S = 5.0
+"""From here on the newest of several files is not the last one written, and soon munge and ssh refuse each other."""
+_LEAST_FREE = 2**30
+_SLOW_FOLDER_S = 2.0
+_SLOW_MIB_S = 5.0
+"""A slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes."""
+_ALL_PAIRS = 64
+"""Hosts or cells up to which each one is paired with every other."""
+_FATAL = ("python", "xffl", "xffl source", "torch")
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings about the hosts of a job."""
+
+    findings: tuple[Finding, ...]
+    hosts: tuple[str, ...] = ()
+    """The hosts that were checked."""
+    ranks: int = 1
+
+    @property
+    def exit_code(self) -> int:
+        """1 if there is an error, else 0."""
+        return int(self.count(ERROR) > 0)
+
+    def count(self, status: str) -> int:
+        """Count the findings of a status."""
+        return sum(finding.status == status for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as ``xffl doctor --json`` prints it."""
+        return {
+            "hosts": list(self.hosts),
+            "ranks": self.ranks,
+            "findings": [asdict(finding) for finding in self.findings],
+            "counts": {status: self.count(status) for status in (OK, WARNING, ERROR)},
+            "exit_code": self.exit_code,
+        }
+
+
+def merge(findings: Iterable[Finding], hosts: Sequence[str]) -> tuple[Finding, ...]:
+    """Write the same finding of several hosts as one, whose ``host`` names them all; keep the order of the checks."""
+    places: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places.setdefault(replace(finding, host=""), []).append(finding.host)
+    merged = []
+    for finding, named in places.items():
+        at = [host for host in dict.fromkeys(named) if host]
+        if len(hosts) > 1 and set(at) >= set(hosts):
+            merged.append(replace(finding, host="both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"))
+        else:
+            merged.append(replace(finding, host=shorten(at)))
+    order = list(dict.fromkeys(finding.check for finding in merged))
+    return tuple(sorted(merged, key=lambda finding: order.index(finding.check)))
+
+
+# Comparisons ----------------------------------------------------------------------------------------------------------
+
+
+def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Tell which variables the ranks do not have in common; values that may be secret are not shown."""
+    differing = []
+    for name in dict.fromkeys(name for rank in ranks for name in rank["environ"]):
+        values = {rank["environ"].get(name) for rank in ranks}
+        if len(values) > 1:
+            known = sorted(value for value in values if value is not None)
+            if not is_shown(name):
+                known = ["set"] if len(known) == 1 else ["differs"]
+            differing.append(f"{name} ({shorten([*known, *(['unset'] if None in values else [])], 3)})")
+    if not differing:
+        return []
+    advice = "give them to all ranks: srun --export=ALL, mpirun -x NAME (Open MPI) or -genvall (MPICH)"
+    return [Finding("environment", WARNING, f"ranks differ in {shorten(differing)}", advice)]
+
+
+def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """Tell in which packages the hosts differ: a finding for each, else one for all."""
+    names = dict.fromkeys(name for own in versions.values() for name in own)
+    findings = []
+    for name in names:
+        where: dict[str, list[str]] = {}
+        for host, own in versions.items():
+            where.setdefault(own.get(name) or "not installed", []).append(host)
+        if len(where) > 1:
+            shown = "; ".join(f"{version} on {shorten(hosts, 3)}" for version, hosts in where.items())
+            status = ERROR if name in _FATAL else WARNING
+            advice = "use the same environment on all hosts: a shared virtual environment, or one container image"
+            findings.append(Finding("versions", status, f"{name} differs: {shown}", advice))
+    if not findings:
+        findings = [Finding("versions", OK, f"{len(names)} packages are the same on {len(versions)} hosts")]
+    return findings
+
+
+def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """Judge by how much hosts' clocks are ahead of that of rank 0's host, each with the bound of its error."""
+    findings = []
+    for host, (ahead, doubt) in offsets.items():
+        sure = abs(ahead) - doubt
+        if sure > _CLOCK_WARNING_S:
+            text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's host (+/- {doubt:.3f} s)"
+            status = ERROR if sure > _CLOCK_ERROR_S else WARNING
+            findings.append(Finding("clock", status, text, "let chrony or ntpd set the clock of this host", host))
+    if findings or not offsets:
+        return findings
+    most = max(abs(ahead) for ahead, _ in offsets.values())
+    return [Finding("clock", OK, f"{len(offsets) + 1} hosts differ by {1000 * most:.1f} ms at most")]
+
+
+def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Tell whose names do not resolve where, or to another host."""
+    if len({host["name"] for host in hosts.values()}) < len(hosts):
+        return [Finding("names", OK, "several nodes have the same name: one machine, or the names are not set")]
+    findings = []
+    for name, answer in answers.items():
+        unknown = [other for other, found in answer["names"].items() if not found]
+        wrong = [
+            f"{other} is {found[0]}, none of its {', '.join(hosts[other]['addresses'])}"
+            for other, found in answer["names"].items()
+            if found and not set(found) & set(hosts[other]["addresses"])
+        ]
+        texts = [f"{shorten(unknown)} not found"] if unknown else []
+        texts += [shorten(wrong, 3)] if wrong else []
+        if texts:
+            advice = (
+                "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
+                "XFFL_CONTROL_IFNAME under mpirun) to an address"
+            )
+            findings.append(Finding("names", WARNING, "; ".join(texts), advice, name))
+    return findings or [Finding("names", OK, f"the names of {len(hosts)} hosts resolve on each other")]
+
+
+def compare_ports(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Tell which hosts cannot connect to which."""
+    findings = []
+    first, last = ephemeral_ports()
+    ranges = f"ports {SLURM_PORTS[0]}-{SLURM_PORTS[1]} and {first}-{last}"
+    for name, answer in answers.items():
+        by_reason: dict[str, list[str]] = {}
+        for other, port, reason in answer["failures"]:
+            by_reason.setdefault(reason, []).append(f"{hosts[other]['name']} ({hosts[other]['address']}:{port})")
+        for reason, peers in by_reason.items():
+            text = f"cannot connect to {shorten(peers, 4)}: {reason}"
+            advice = f"open {ranges} between the compute nodes, or name the interface that joins them with XFFL_IFNAME"
+            findings.append(Finding("ports", ERROR, text, advice, name))
+    tried = sum(answer["tried"] for answer in answers.values())
+    return findings or [Finding("ports", OK, f"{tried} connections between {len(hosts)} hosts, in {ranges}")]
+
+
+def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_named: bool = True) -> list[Finding]:
+    """Judge what the hosts saw in a folder; only one that was named must be writable."""
+    findings = []
+    names = list(answers)
+    if names and answers[names[0]]["seen_s"] is None:  # the others cannot see it either
+        text, hint = (
+            f"{path}: {answers[names[0]]['error']}",
+            "name a folder for runs that all nodes can write (--shared)",
+        )
+        return [Finding("shared folder", ERROR if is_named else WARNING, text, hint, names[0])]
+    advice = "give a folder of a file system that all nodes mount (--shared DIR), and keep runs there"
+    for name, answer in answers.items():
+        status, hint = ERROR, advice
+        if answer["error"] is not None:
+            text = f"{answer['error']} ({answer['kind']})"
+        elif answer["torn"]:
+            text = f"{answer['torn']} of {FOLDER_TURNS} reads saw half a file while it was replaced"
+            hint = "renames are not atomic there: keep checkpoints on another file system"
+        elif answer["seen_s"] > _SLOW_FOLDER_S:
+            status, text = WARNING, f"a new file is seen after {answer['seen_s']:.1f} s"
+            hint = "the file system caches names for long: expect checkpoints to be found late"
+        elif answer["free"] < _LEAST_FREE:
+            status, text = WARNING, f"{answer['free'] / 2**20:.0f} MiB free"
+            hint = "make room; a checkpoint may not fit"
+        else:
+            continue
+        findings.append(Finding("shared folder", status, f"{path}: {text}", hint, name))
+    unseen = [name for answer in answers.values() for name in answer["unseen"]]
+    if unseen and not findings:
+        text = f"{path}: rank 0's host does not see what {shorten(unseen)} wrote"
+        findings.append(Finding("shared folder", ERROR, text, advice))
+    if findings or not answers:
+        return findings
+    free = min(answer["free"] for answer in answers.values()) / 2**30
+    kinds = "/".join(sorted({answer["kind"] for answer in answers.values()}))
+    where = "" if len(answers) == 1 else f", seen by {len(answers)} hosts"
+    return [Finding("shared folder", OK, f"{path} ({kinds}){where}, renames are atomic, {free:.1f} GiB free")]
+
+
+# Pairs ----------------------------------------------------------------------------------------------------------------
+
+
+def partners(own: int, count: int) -> list[int]:
+    """Return the numbers of those that one of many is paired with: all, from 65 on at distances 1, 2, 4, ..."""
+    if count <= _ALL_PAIRS:
+        return [other for other in range(count) if other != own]
+    return [(own + 2**power) % count for power in range((count - 1).bit_length())]
+
+
+def compare_pairs(
+    units: Sequence[str], results: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
+) -> list[Finding]:
+    """Judge the all-reduces of pairs: those that failed, that were slow, and the rest.
+
+    ``units`` are the names of the cells or hosts; of each pair both reported an ``error``, or ``seconds`` and ``mib``.
+    """
+    findings: list[Finding] = []
+    rates: dict[tuple[int, int], float] = {}
+    failed: dict[tuple[int, int], str] = {}
+    for pair, halves in results.items():
+        # A side that reports nothing, or that cannot connect, explains why the other one waits in vain.
+        wrong = [str(half["error"]) for half in halves if "is_silent" in half]
+        wrong += sorted((half["error"] for half in halves if "error" in half), key=lambda why: "connect to" not in why)
+        if wrong:
+            failed[pair] = wrong[0]
+        else:
+            rates[pair] = max(half["mib"] / half["seconds"] for half in halves)
+    advice = "set XFFL_IFNAME to the interface that joins the hosts (docs: Network); see the lines on interface, names "
+    advice += "and ports"
+    findings += [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
+    slow = {pair: f"{rate:.1f} MiB/s" for pair, rate in rates.items() if rate < _SLOW_MIB_S}
+    hint = "see that XFFL_IFNAME names the fastest interface; on a slow link use a codec and rounds far apart"
+    findings += [Finding("all-reduce", WARNING, f"slow: {text}", hint) for text in _by_unit(units, slow)]
+    if rates:
+        text = f"{len(rates)} {'pair' if len(rates) == 1 else 'pairs'} of {len(units)} over gloo, "
+        ends = [min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)][: len(rates)]
+        shown = [f"{rates[pair]:.0f} MiB/s ({units[pair[0]]} and {units[pair[1]]})" for pair in ends]
+        findings.append(Finding("all-reduce", OK, text + " to ".join(shown)))
+    return findings
+
+
+def _by_unit(units: Sequence[str], pairs: Mapping[tuple[int, int], str]) -> list[str]:
+    """Write each pair once, under the unit that is in most of them: most likely that one is at fault."""
+    texts, left = [], dict(pairs)
+    while left:
+        counts = Counter(number for pair in left for number in pair)
+        worst = min(counts, key=lambda number: (-counts[number], number))
+        mine = {pair: reason for pair, reason in left.items() if worst in pair}
+        others = [units[other] for other in sorted(low + high - worst for low, high in mine)]
+        texts.append(f"{units[worst]} and {shorten(others, 4)}: {next(iter(mine.values()))}")
+        left = {pair: reason for pair, reason in left.items() if pair not in mine}
+    return texts

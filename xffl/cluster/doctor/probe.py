@@ -1,0 +1,517 @@
+"""Checks of one host, without other hosts and without torch: packages, interfaces, limits, threads, MPI, SLURM, GPUs.
+
+Each check returns a :class:`Finding`. Programs get a time limit, and what may abort a process that loads it (an MPI
+library) is loaded in a child.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xffl
+from xffl.cluster.cells import Federation
+from xffl.cluster.hosts import host_identity
+from xffl.cluster.network import Interface, list_interfaces, resolve
+from xffl.cluster.slurm.allocation import own_host
+from xffl.extras import install_command
+
+__all__ = [
+    "ERROR",
+    "MPI_LAUNCHERS",
+    "OK",
+    "REQUIRED",
+    "WARNING",
+    "Finding",
+    "Request",
+    "check_gpus",
+    "check_interfaces",
+    "check_limits",
+    "check_mpi",
+    "check_packages",
+    "check_slurm",
+    "check_threads",
+    "check_torch",
+    "find_family",
+    "find_physical",
+    "find_versions",
+    "is_shown",
+    "rank_facts",
+]
+
+OK = "ok"
+"""Nothing to do."""
+WARNING = "warning"
+"""The job may run, but not as well as it could."""
+ERROR = "error"
+"""The job will fail, or compute wrongly."""
+
+REQUIRED = {
+    "torch": (2, 11),
+    "numpy": (1, 24),
+    "mpi4py": (4, 0),
+    "PyYAML": (),
+    "jsonargparse": (4, 49),
+    "rich": (13,),
+}
+"""The packages that xffl needs and their lowest versions, as in ``setup.cfg``."""
+
+_FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao")
+"""Packages that take part in training where they are installed, so that all hosts should have the same."""
+
+_SHM = Path("/dev/shm")
+_LEAST_SHM = 2**28
+_INFINIBAND = Path("/sys/class/infiniband")
+_INTERFACES = Path("/sys/class/net")
+_INFINIBAND_TYPE = "32"
+_NAMES = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME")
+
+_LIMIT_S = 20.0
+_ASK_MPI = """\
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().strip("\\0 ").splitlines()[0])
+"""
+"""Only asks for the name: MPI_Init in a child of a rank would act for the rank."""
+MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")
+"""Rows of the table of launchers that are an ``mpirun``."""
+_FAMILIES = {
+    "openmpi": r"open ?mpi|openrte|prrte|prte",
+    "intel": r"intel\(r\) mpi",
+    "mpich": r"mpich|hydra|mvapich|cray",
+}
+"""MPIs by the version texts of their libraries and launchers; those of a family can start each other's ranks."""
+
+_SLOW_IMPORT_S = 30.0
+_SHARED_BY_NCCL = (2, 30)
+"""The first NCCL that supports several ranks on one GPU."""
+
+_COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
+_SHOWN = ("NCCL_", "GLOO_")
+_SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
+_OWN_VARIABLES = ("XFFL_HOST",)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict of one check on one host, or on all."""
+
+    check: str
+    """Name of the check, such as ``clock``."""
+    status: str
+    """``ok``, ``warning`` or ``error``."""
+    text: str
+    advice: str = ""
+    """What to do about it; empty for ``ok``."""
+    host: str = ""
+    """Where it was found; empty for what concerns all hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``xffl doctor``."""
+
+    shared: str | None = None
+    """Folder that all hosts must share; ``None`` for the current one."""
+    needs: tuple[str, ...] = ()
+    """What is an error if it is missing: ``mpi``, ``slurm``, ``gpu``."""
+    federated: Federation | None = None
+    """Sizes of the cells or a rule for them; their pairs are tested, and pairs of hosts where it is ``None``."""
+    federated_by: str = "--federated"
+    """Option or variable that gives them."""
+    with_torch: bool = True
+    timeout_s: float = 15.0
+    """How long one wait for another host may take."""
+
+
+def find_versions() -> dict[str, str]:
+    """Return what this host runs, without importing it: package to version, ``""`` where a needed one is missing.
+
+    ``xffl source`` is a hash of the package's files, which differs where somebody has edited a copy.
+    """
+    versions = {"python": platform.python_version(), "xffl": xffl.__version__, "xffl source": _source_hash()}
+    for name in (*REQUIRED, *_FURTHER):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name in REQUIRED:
+                versions[name] = ""
+    return versions
+
+
+def check_packages(versions: Mapping[str, str]) -> list[Finding]:
+    """Compare the packages of this host with what xffl needs."""
+    findings = [
+        Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}"),
+    ]
+    missing = [name for name in REQUIRED if not versions[name]]
+    old = [
+        f"{name} {versions[name]} (needs {'.'.join(map(str, least))})"
+        for name, least in REQUIRED.items()
+        if versions[name] and _numbers(versions[name]) < least
+    ]
+    if missing or old:
+        told = [f"{', '.join(missing)} not installed"] if missing else []
+        told += [f"too old: {', '.join(old)}"] if old else []
+        advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
+        findings.append(Finding("packages", ERROR, "; ".join(told), advice))
+    else:
+        shown = ", ".join(f"{name} {versions[name]}" for name in REQUIRED)
+        findings.append(Finding("packages", OK, shown))
+    return findings
+
+
+def check_interfaces(
+    environ: Mapping[str, str],
+    nodes: int,
+    interfaces: Sequence[Interface] | None = None,
+    physical: Collection[str] | None = None,
+) -> tuple[list[Finding], str | None]:
+    """Look at the interfaces of this host, and at those that are asked for by name."""
+    known = {interface.name: interface for interface in (list_interfaces() if interfaces is None else interfaces)}
+    # gloo takes a list, xffl one name.
+    asked = {
+        variable: environ[variable] if variable.startswith("XFFL_") else environ[variable].partition(",")[0]
+        for variable in _NAMES
+        if environ.get(variable)
+    }
+    physical = find_physical() if physical is None else physical
+    findings = [_judge(known, variable, name, nodes, physical) for variable, name in asked.items()]
+    chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        return findings, known[chosen].address if chosen in known else None
+    shown = "; ".join(str(interface) for interface in known.values()) or "none"
+    name = socket.gethostname()
+    addresses = resolve(name)
+    own = {interface.address: interface for interface in known.values() if interface.address}
+    # gloo takes the first address that it can listen at; all of 127.0.0.0/8 is on this host, on no interface's list.
+    first = next((address for address in addresses if address in own or address.startswith("127.")), None)
+    found = own.get(first) if first is not None else None
+    if found is None or found.is_loopback:
+        usable = [i.name for i in known.values() if i.is_up and i.address and not i.is_loopback]
+        where = f"{name} is {first or addresses[0]}" if addresses else f"{name} does not resolve"
+        advice = f"set XFFL_IFNAME to one of: {', '.join(usable) or 'none is up here'}"
+        text = f"gloo would listen on loopback, since {where}; here are {shown}"
+        if nodes > 1:
+            return [*findings, Finding("interface", ERROR, text, advice)], None
+        return [*findings, Finding("interface", OK, f"{shown}; one host needs loopback only")], "127.0.0.1"
+    text = f"{found}, where the host's name points; here are {shown}"
+    return [*findings, Finding("interface", OK, text)], found.address
+
+
+def _judge(known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str]) -> Finding:
+    """Say whether an interface that is asked for can be used."""
+    usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
+    advice = f"set {variable} to one of: {', '.join(usable) or 'none is up here'}"
+    if name not in known:
+        rule = "; it takes one name" if "," in name else ""
+        return Finding("interface", ERROR, f"{variable}={name}, but there is no such interface{rule}", advice)
+    found = known[name]
+    if not found.is_up:
+        return Finding("interface", ERROR, f"{variable}={name}, which is down", advice)
+    if found.address is None:
+        return Finding("interface", ERROR, f"{variable}={name}, which has no IPv4 address", advice)
+    if found.is_loopback and nodes > 1:
+        text = f"{variable}={name}, which is loopback: other hosts cannot reach it"
+        return Finding("interface", ERROR, text, advice)
+    faster = [
+        i
+        for i in known.values()
+        if i.name in physical and i.is_up and i.address
+        if found.speed_mbit is not None and (i.speed_mbit or 0) > found.speed_mbit
+    ]
+    if faster and variable != "XFFL_CONTROL_IFNAME":
+        return Finding("interface", WARNING, f"{variable}: {found}, but {faster[0]} is faster", advice)
+    return Finding("interface", OK, f"{variable}: {found}")
+
+
+def find_physical(folder: Path = _INTERFACES) -> set[str]:
+    """Return the interfaces that lead to a network: cards, bonds, VLANs and IPoIB, no bridges of containers."""
+    found = set()
+    for own in folder.iterdir() if folder.is_dir() else ():
+        try:
+            has_card = (own / "device").exists() or (own / "bonding").is_dir()
+            is_infiniband = has_card or (own / "type").read_text().strip() == _INFINIBAND_TYPE
+            if is_infiniband or "DEVTYPE=vlan" in (own / "uevent").read_text().split():
+                found.add(own.name)
+        except OSError:
+            continue  # a file that is no interface, or one that has gone
+    return found
+
+
+def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[Finding]:
+    """Look at open files, locked memory and shared memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if files is None else files
+    unlimited = resource.RLIM_INFINITY
+    wanted = 4 * world_size + 256
+    findings = [Finding("open files", OK, "unlimited" if soft == unlimited else f"{soft} at most")]
+    if soft != unlimited and soft < wanted:
+        can = "ulimit -n " + str(wanted) if hard == unlimited or hard >= wanted else "the site to raise the hard limit"
+        text = f"{soft} at most, but {world_size} ranks may need {wanted} for their connections"
+        findings = [Finding("open files", ERROR if soft < world_size else WARNING, text, f"put {can} into the job")]
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    shown = "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
+    if has_rdma and locked != unlimited:
+        advice = "ulimit -l unlimited in the job; under SLURM PropagateResourceLimitsExcept=MEMLOCK"
+        findings.append(Finding("locked memory", WARNING, f"{shown}, and InfiniBand registers buffers there", advice))
+    else:
+        findings.append(Finding("locked memory", OK, shown + ("" if has_rdma else ", no InfiniBand here")))
+    findings.append(_check_shm())
+    return findings
+
+
+def _check_shm() -> Finding:
+    advice = "mount a larger one: docker run --shm-size=8g, apptainer --bind /dev/shm; or num_workers: 0"
+    if not _SHM.is_dir() or not os.access(_SHM, os.W_OK):
+        return Finding("/dev/shm", WARNING, f"{_SHM} is missing or cannot be written; loaders' workers use it", advice)
+    free = shutil.disk_usage(_SHM).free
+    text = f"{free / 2**30:.1f} GiB free"
+    return Finding("/dev/shm", WARNING if free < _LEAST_SHM else OK, text, advice if free < _LEAST_SHM else "")
+
+
+def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a rank reports about itself: CPUs, threads, host, and its variables as far as they are compared."""
+    threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return {
+        "cpus": sorted(os.sched_getaffinity(0)),
+        "threads": int(threads) if threads.isdecimal() else None,
+        "host": asdict(own_host(environ)),
+        "machine": _machine(),
+        "environ": {
+            name: text if is_shown(name) else hashlib.sha256(text.encode()).hexdigest()[:8]
+            for name, text in environ.items()
+            if name.startswith(_COMPARED) and name not in _OWN_VARIABLES
+        },
+    }
+
+
+def is_shown(name: str) -> bool:
+    """Tell whether a variable's value may be sent and printed; of others, which may hold secrets, it is a hash."""
+    return name.startswith(_SHOWN) or name in _SHOWN_ALSO
+
+
+def _machine() -> str:
+    """Name this machine and its network: containers and namespaces on one machine may each have their own."""
+    try:
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        network = ""
+    return f"{host_identity()}/{network}"
+
+
+def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    """Compare the threads of a node's ranks with the CPUs that they may use."""
+    cpus = set().union(*(set(rank["cpus"]) for rank in ranks))
+    threads = [len(rank["cpus"]) if rank["threads"] is None else rank["threads"] for rank in ranks]
+    told = sorted({"unset" if rank["threads"] is None else str(rank["threads"]) for rank in ranks})
+    text = (
+        f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(told)}"
+    )
+    share = max(1, len(cpus) // len(ranks))
+    advice = f"set OMP_NUM_THREADS={share}, or XFFL_BIND=cores; under SLURM ask for --cpus-per-task"
+    crowded = [rank for rank, count in zip(ranks, threads, strict=True) if count > len(rank["cpus"])]
+    if len(ranks) > len(cpus):
+        return Finding("threads", WARNING, f"{text}: ranks share CPUs", "start fewer ranks, or ask for more CPUs")
+    if sum(threads) > len(cpus):
+        return Finding("threads", WARNING, f"{text}: {sum(threads)} threads want {len(cpus)} CPUs", advice)
+    if crowded:
+        few = len(crowded[0]["cpus"])
+        return Finding("threads", WARNING, f"{text}: a rank is bound to {few} CPUs, fewer than its threads", advice)
+    return Finding("threads", OK, text)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, such as (2, 13, 0) of 2.13.0+cpu."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    folder = Path(xffl.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------
+
+
+class _Ran(NamedTuple):
+    exit_code: int
+    output: str
+    """Standard output, then standard error."""
+
+
+def check_mpi(launcher: str, needed: bool, environ: Mapping[str, str]) -> Finding:
+    """Look at the MPI that mpi4py loads, whether ``mpirun`` belongs to it, and whether it started this process."""
+    started = launcher in MPI_LAUNCHERS
+    bad = ERROR if started or needed else WARNING
+    advice = (
+        f"load the site's MPI module and run pip install mpi4py ({install_command('mpich')} where there is no MPI); "
+        "MPI4PY_MPIABI=openmpi or mpich chooses among several"
+    )
+    ran = _run([sys.executable, "-c", _ASK_MPI], environ)
+    if ran is None or ran.exit_code != 0:
+        reason = "it did not answer" if ran is None else _reason(ran.output)
+        rest = "" if started or needed else "; only jobs that mpirun starts need it"
+        return Finding("mpi", bad, f"mpi4py finds no MPI runtime ({reason}){rest}", advice)
+    library = (ran.output.strip().splitlines() or ["no name"])[0]
+    library = re.split(r", package|, ident", library)[0][:80]
+    family = find_family(library)
+    if started:
+        expected = "openmpi" if launcher == "openmpi" else "mpich"
+        if family is not None and family != expected and not (expected == "mpich" and family == "intel"):
+            return Finding(
+                "mpi", ERROR, f"mpi4py loads {library}, but an mpirun of {launcher} started this process", advice
+            )
+        return Finding("mpi", OK, f"{library}, started by its own launcher")
+    program = shutil.which("mpirun", path=environ.get("PATH")) or shutil.which("mpiexec", path=environ.get("PATH"))
+    if program is None:
+        return Finding(
+            "mpi", bad, f"mpi4py loads {library}, but there is no mpirun on PATH", "load the module of that MPI"
+        )
+    told = _run([program, "--version"], environ)
+    other = find_family(told.output) if told is not None else None
+    if other is None:
+        return Finding("mpi", WARNING, f"mpi4py loads {library}; {program} does not tell whose it is", advice)
+    if family is not None and {family, other} not in ({family}, {"intel", "mpich"}):
+        return Finding("mpi", bad, f"mpi4py loads {library}, but {program} is of {other}: each rank is alone", advice)
+    return Finding("mpi", OK, f"{library}; {program} belongs to it")
+
+
+def find_family(text: str) -> str | None:
+    """Tell whose MPI a library's or launcher's version text is of."""
+    return next((name for name, words in _FAMILIES.items() if re.search(words, text.lower())), None)
+
+
+def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Finding:
+    """Look whether SLURM's commands are there, and its controller answers."""
+    inside = launcher == "slurm" or "SLURM_JOB_ID" in environ
+    names = ("srun", "sbatch", "squeue", "scontrol")
+    missing = [name for name in names if shutil.which(name, path=environ.get("PATH")) is None]
+    bad = ERROR if needed else WARNING
+    advice = "load the site's slurm module, or run it on a login node"
+    if len(missing) == len(names):
+        if inside or needed:
+            return Finding("slurm", bad, "none of SLURM's commands is on PATH", advice)
+        return Finding("slurm", OK, "no SLURM on this machine; none is needed here")
+    if missing:
+        return Finding("slurm", bad, f"SLURM's commands {', '.join(missing)} are not on PATH", advice)
+    version = _run(["srun", "--version"], environ)
+    answer = _run(["scontrol", "ping"], environ)
+    named = version.output.strip() if version is not None and version.exit_code == 0 else "SLURM"
+    # Commands that are installed without a cluster behind them harm nobody who starts with ssh or mpirun.
+    if answer is None or answer.exit_code != 0 or "UP" not in answer.output:
+        status = bad if inside or needed or "SLURM_CONF" in environ else OK
+        reason = "no answer" if answer is None else _reason(answer.output)
+        advice = "ask the site, or set SLURM_CONF" if status != OK else ""
+        return Finding("slurm", status, f"{named} is installed, but no controller answers ({reason})", advice)
+    return Finding("slurm", OK, f"{named}, the controller answers")
+
+
+def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
+    """Look for GPUs with the vendors' own commands."""
+    asked = [name for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS") if environ.get(name)]
+    queries: dict[str, Sequence[str]] = {
+        "nvidia-smi": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
+        "rocm-smi": ("rocm-smi", "--showproductname", "--csv"),
+    }
+    failures = []
+    for program, command in queries.items():
+        if shutil.which(program, path=environ.get("PATH")) is None:
+            continue
+        ran = _run(command, environ)
+        lines = [] if ran is None else [line.strip() for line in ran.output.splitlines() if line.strip()]
+        if program == "rocm-smi":
+            lines = [line for line in lines if re.match(r"card\d+,", line)]
+        if ran is None or ran.exit_code != 0 or not lines:
+            reason = "it did not answer" if ran is None else _reason(ran.output)
+            failures.append(f"{program} fails: {reason}")  # a node of AMD's may have NVIDIA's command as well
+            continue
+        return Finding("gpus", OK, f"{len(lines)} x {_most_common(lines)}"), len(lines)
+    if failures:
+        advice = "load the driver on this node, or take the node out of the job"
+        return Finding("gpus", ERROR if needed or asked else WARNING, "; ".join(failures), advice), 0
+    if needed or asked:
+        why = f"{asked[0]}={environ[asked[0]]} promises some" if asked else "they are needed"
+        advice = "ask for them (--gpus-per-node), and see that the driver's commands are on PATH"
+        return Finding("gpus", ERROR, f"neither nvidia-smi nor rocm-smi is here, but {why}", advice), 0
+    return Finding("gpus", OK, "none; training will use the CPU"), 0
+
+
+def _most_common(lines: Collection[str]) -> str:
+    kinds = list(dict.fromkeys(lines))
+    return kinds[0] if len(kinds) == 1 else " / ".join(kinds)
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> _Ran | None:
+    """Run a program; ``None`` where it cannot be started or does not end."""
+    try:
+        ran = subprocess.run(
+            list(command),
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return _Ran(ran.returncode, ran.stdout + ran.stderr)
+
+
+def _reason(output: str) -> str:
+    """Return the line of an output that says what is wrong: the last one that is no loader's detail."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    telling = [line for line in lines if re.match(r"(\w+Error|error|fatal)\b", line, re.IGNORECASE)]
+    return (telling or lines or ["no message"])[-1][:160]
+
+
+def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) -> Finding:
+    """Judge what a process said about its torch."""
+    if "error" in told:
+        advice = "run python -c 'import torch' there; reinstall torch for this machine (docs: Install)"
+        return Finding("torch", ERROR, f"torch cannot be loaded: {told['error']}", advice)
+    backends = ", ".join(told["backends"]) or "none"
+    text = f"{told['torch']}, backends {backends}, {told['gpus']} GPUs"
+    if "gloo" not in told["backends"]:
+        return Finding("torch", ERROR, f"{text}: gloo is missing", "install a build of torch with gloo")
+    if gpus and not told["gpus"] and environ.get("CUDA_VISIBLE_DEVICES") != "":
+        advice = "install the build of torch for this driver (CUDA or ROCm), and look at CUDA_VISIBLE_DEVICES"
+        return Finding("torch", ERROR, f"{text}, but the node has {gpus}", advice)
+    if told["gpus"] and "nccl" not in told["backends"]:
+        return Finding("torch", WARNING, f"{text}: nccl is missing", "install a build of torch with NCCL or RCCL")
+    if told["gpus"]:
+        text += f", NCCL {'.'.join(map(str, told['nccl']))}; ranks that share a GPU need backend='gloo'"
+        if tuple(told["nccl"]) >= _SHARED_BY_NCCL:
+            text += " or NCCL_MULTI_RANK_GPU_ENABLE=1"
+        if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            advice = "leave CUDA_DEVICE_MAX_CONNECTIONS out, or set 8 or more (docs: Network)"
+            text += "; CUDA_DEVICE_MAX_CONNECTIONS=1: rounds behind local steps are refused"
+            return Finding("torch", WARNING, text, advice)
+    if told["import_s"] > _SLOW_IMPORT_S:
+        advice = "put the environment on a faster file system, or into a container image"
+        return Finding("torch", WARNING, f"{text}; it took {told['import_s']:.0f} s to load", advice)
+    return Finding("torch", OK, text)
