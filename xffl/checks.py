@@ -25,18 +25,10 @@ def integer(
     hint: str = "",
     error: type[XfflError] = ConfigError,
 ) -> int:
-    """Return a plain ``int`` for whatever counts as an integer, see :func:`index_of`.
+    """Return a plain ``int`` for whatever counts as an integer (see :func:`index_of`) within the limits, or raise.
 
     Keep, hash and send what this returns: a NumPy integer draws, prints and serializes in other ways than an ``int``.
-
-    :param what: What the value is given as, for the message.
-    :param value: The value.
-    :param minimum: The smallest that is allowed; ``None`` for any.
-    :param maximum: The largest that is allowed; ``None`` for any. It needs a minimum.
-    :param hint: What to give, for the message.
-    :param error: Class of the error.
-    :return: The integer.
-    :raises XfflError: of that class, if it is none, or outside the limits.
+    ``what`` and ``hint`` are for the message; a maximum needs a minimum.
     """
     number = index_of(value)
     is_low = number is not None and minimum is not None and number < minimum
@@ -52,16 +44,7 @@ def integer(
 def integer_fields(
     holder: Any, *names: str, minimum: int = 1, prefix: str = "", hint: str = "", may_be_none: bool = False
 ) -> None:
-    r"""Check fields of a dataclass, frozen or not, and keep plain integers in them.
-
-    :param holder: The dataclass.
-    :param \*names: Names of the fields.
-    :param minimum: The smallest that is allowed.
-    :param prefix: Put before the names in messages.
-    :param hint: What to give, for the message.
-    :param may_be_none: Whether they may be ``None``.
-    :raises ConfigError: if one is no integer, or too small.
-    """
+    """Check fields of a dataclass, frozen or not, and keep plain integers in them."""
     for name in names:
         value = getattr(holder, name)
         if value is not None or not may_be_none:
@@ -79,18 +62,9 @@ def number(
     hint: str = "",
     error: type[XfflError] = ConfigError,
 ) -> float:
-    """Return a finite ``float`` in ``[minimum, maximum]`` that lies above ``above`` and below ``below``.
+    """Return a finite ``float`` in ``[minimum, maximum]`` that lies above ``above`` and below ``below``, or raise.
 
-    :param what: What the value is given as, for the message.
-    :param value: The value; booleans and texts are no numbers.
-    :param minimum: The smallest that is allowed.
-    :param maximum: The largest that is allowed.
-    :param above: What it must exceed.
-    :param below: What it must stay under.
-    :param hint: What to give, for the message.
-    :param error: Class of the error.
-    :return: The number.
-    :raises XfflError: of that class, if it is none, or outside the limits.
+    Booleans and texts are no numbers.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not (is_number and minimum <= value <= maximum and above < value < below):
@@ -104,15 +78,7 @@ def number(
 def one_of(
     what: str, value: Any, choices: Iterable[Any], *, hint: str = "", error: type[XfflError] = ConfigError
 ) -> None:
-    """Raise where a value is none of the choices; the message names the closest one.
-
-    :param what: What the value is given as, for the message.
-    :param value: The value.
-    :param choices: What is allowed.
-    :param hint: What to give, for the message.
-    :param error: Class of the error.
-    :raises XfflError: of that class, if it is none of them.
-    """
+    """Raise where a value is none of the choices; the message names the closest one."""
     known = list(choices)
     # A switch is no number, so 1 is not True; but names of a type of their own, such as torch's backends, are texts.
     kind = str if isinstance(value, str) else type(value)
@@ -127,24 +93,12 @@ def one_of(
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return which of the names is nearest to a misspelled one, ``None`` where none is near.
-
-    :param name: What was given.
-    :param names: What is known.
-    :param cutoff: How alike they must be, from 0 to 1.
-    :return: The name.
-    """
+    """Return which of the names is nearest to a misspelled one, ``None`` where none is near."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 
 def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
-    """Write the first items of a list and how many more there are: ``a, b and 3 more``.
-
-    :param items: What is listed; written by ``str``.
-    :param most: How many are written out.
-    :param separator: What stands between them.
-    :return: The text.
-    """
+    """Write the first items of a list and how many more there are: ``a, b and 3 more``."""
     texts = [str(item) for item in items]
     more = len(texts) - most
     return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")

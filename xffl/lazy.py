@@ -10,12 +10,7 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and the ``__dir__`` of a package.
-
-    :param package: The package, ``__name__`` there.
-    :param homes: The module of each name.
-    :return: Both functions.
-    """
+    """Return the ``__getattr__`` and the ``__dir__`` of a package, for the modules of its names."""
 
     def getattr_of_package(name: str) -> object:
         if name not in homes:

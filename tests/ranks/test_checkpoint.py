@@ -31,7 +31,7 @@ from xffl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from xffl.checkpoint.storage import CellWriter
+from xffl.checkpoint.format import CellWriter
 from xffl.distributed.distributed_state import DistributedState
 
 FULL = StateDictOptions(full_state_dict=True)

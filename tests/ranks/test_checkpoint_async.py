@@ -21,7 +21,7 @@ from tests.kept import ALONE, Own
 from tests.ranks.test_checkpoint import Kit, assert_same, make_state, told
 from tests.worlds import run_world
 from xffl.checkpoint import AsyncSaver, CheckpointManager, find_latest_checkpoint, load_checkpoint, save_checkpoint
-from xffl.checkpoint.storage import CellWriter
+from xffl.checkpoint.format import CellWriter
 from xffl.distributed.distributed_state import DistributedState
 
 KILLS = 6

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -544,8 +545,9 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=re.escape(install_command("deepspeed"))):
         DistributedStrategy.from_config(configure(2))
+    world: Any = SimpleNamespace(device=torch.device("cpu"), local_rank=0, get_group=lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(install_command("deepspeed"))):
-        ZeroModel(nn.Linear(1, 1)).make_engine(None, {"fp16": {"enabled": False}}, None, torch.device("cpu"), 0)
+        ZeroModel(nn.Linear(1, 1)).make_engine(None, {"fp16": {"enabled": False}}, world)
 
 
 def test_the_package_is_imported_only_where_it_is_used() -> None:

@@ -211,8 +211,8 @@ def ddp_options(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 1), 1)
     for given, told in (
         ({"find_unused": True}, "did you mean 'find_unused_parameters'"),
-        ({"find_unused_parameters": 1}, "must be True or False"),
-        ({"bucket_cap_mb": 0}, "above 0"),
+        ({"find_unused_parameters": 1}, "must be one of True, False"),
+        ({"bucket_cap_mb": 0}, "> 0"),
         ("static", "must be a mapping"),
         ({"static_graph": rank == 1}, "rank 1: "),
     ):

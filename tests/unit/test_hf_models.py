@@ -16,7 +16,7 @@ from torch import nn
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import install_command
-from xffl.parallel.meta_init import materialize
+from xffl.parallel.spread import materialize
 from xffl.training import models
 from xffl.training.models.held import places_held
 

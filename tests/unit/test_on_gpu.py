@@ -24,8 +24,8 @@ from xffl.aggregation.report import RoundProfile
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group
-from xffl.distributed.collectives import norms_of
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.norms import norms_of
 from xffl.errors import LaunchError, RoundError
 from xffl.parallel.native import LossScale
 

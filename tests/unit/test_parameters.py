@@ -63,7 +63,7 @@ def test_defaults_and_what_fits_together() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "10", None, True])
 def test_timeouts(seconds: Any) -> None:
-    with pytest.raises(ConfigError, match=r"comm\.init_timeout_seconds .* must be a positive number of seconds"):
+    with pytest.raises(ConfigError, match=r"comm\.init_timeout_seconds must be a number > 0, got "):
         CommParameters(init_timeout_seconds=seconds)
 
 

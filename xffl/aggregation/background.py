@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.process_group import leave_after
+from xffl.distributed.groups import leave_after
 from xffl.errors import StateError
 
 __all__ = ["Background", "PendingRound"]

@@ -22,28 +22,20 @@ from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_a
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
 from xffl.aggregation.mean import weighted_mean
-from xffl.checkpoint.format import Record, check_path, locate_checkpoint, read_record
+from xffl.checkpoint.format import Record, check_data, check_path, locate_checkpoint, read_index, read_record
 from xffl.checkpoint.load import load_checkpoint
 from xffl.checkpoint.save import save_checkpoint
-from xffl.checkpoint.storage import check_data, read_index
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
-from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.sharding import bytes_of, from_bytes, local_tensor
 from xffl.errors import CheckpointError, ConfigError, StateError
 
 __all__ = [
-    "CELL_FOLDER",
-    "PART",
-    "FileRound",
     "RoundPlan",
     "agreed_global",
-    "check_combiner",
     "check_folder",
-    "compare",
-    "digest_of_folder",
     "export_cell",
     "is_exported",
     "load_global",
@@ -199,10 +191,7 @@ def load_global(
     Collective over the world. The model may be spread otherwise than those that were exported. What stays in a cell
     (frozen parameters, policy ``local``, the optimizer) is left as it is.
 
-    :param path: The folder that ``xffl aggregate`` has written.
-    :param model: The model, as :func:`xffl.shard` returned it.
-    :param state: The state of this job.
-    :param policies: As for :func:`export_cell`.
+    :param path: The folder that ``xffl aggregate`` has written; the other arguments are those of :func:`export_cell`.
     :return: The number of the round that it is the result of.
     :raises ConfigError: if an argument is invalid.
     :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, the model unchanged.
@@ -219,10 +208,10 @@ def load_global(
 
 
 def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Return which round a global model is the result of, and its digest; local.
+    """Return which round a global model is the result of, and the SHA-256 of its index; local.
 
     :param path: The folder that ``xffl aggregate`` has written.
-    :return: The round's number, and the SHA-256 of the index, which holds the checksums of all files.
+    :return: Both; the index holds the checksums of all files.
     :raises CheckpointError: if it is no such folder.
     """
     return int(read_told(Path(path), "global")["round"]), digest_of_folder(Path(path))
@@ -238,7 +227,13 @@ def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 def digest_of_folder(path: Path) -> str:
     """Return the digest of an export or a global model; local."""
-    return read_record(locate_checkpoint(check_path(path))).indexes[CELL_FOLDER]
+    return _open(path)[1].indexes[CELL_FOLDER]
+
+
+def _open(path: Path) -> tuple[Path, Record]:
+    """Return where an export or a global model lies, and its record; local."""
+    folder = locate_checkpoint(check_path(path))
+    return folder, read_record(folder)
 
 
 def is_exported(
@@ -266,9 +261,8 @@ def is_exported(
 
 def check_folder(path: Path) -> Record:
     """Compare the files of an export or of a global model with their checksums; local."""
-    folder = locate_checkpoint(check_path(path))
-    record = read_record(folder)
-    check_data(folder / CELL_FOLDER, read_index(folder / CELL_FOLDER, record.indexes.get(CELL_FOLDER)))
+    folder, record = _open(path)
+    check_data(read_index(folder, record))
     return record
 
 
@@ -318,7 +312,7 @@ class FileRound:
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:
     """Return the values of an export (``kind`` is ``export``) or of a round's result (``global``); local."""
-    record = read_record(locate_checkpoint(check_path(path)))
+    _, record = _open(path)
     values = record.values.get(kind)
     if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(values, dict):
         wanted = "the model of a round of exports; give what xffl aggregate wrote"

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import mmap
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from xffl import __version__
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server_of
@@ -40,19 +36,20 @@ from xffl.aggregation.exports import (
 )
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
-    ALGORITHM,
     INDEX,
     Record,
+    check_data,
     check_path,
+    checksum,
     find_record,
     locate_checkpoint,
+    partial_folder,
     publish,
+    read_index,
     read_record,
     sync,
-    temporary_path,
-    write_text,
+    write_index,
 )
-from xffl.checkpoint.storage import check_data, read_index
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 
@@ -62,6 +59,7 @@ __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggre
 PIECE_BYTES = 8 << 20
 """Bytes that are read at a time."""
 DATA = "__0_0.distcp"
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece of a tensor begins, and its sizes."""
 
@@ -71,10 +69,10 @@ class PieceReader:
 
     def __init__(self, path: Path, part: str) -> None:
         folder = locate_checkpoint(path)
-        self.path, self._part, self.home = path, part, folder / CELL_FOLDER
-        self.index = read_index(self.home, read_record(folder).indexes.get(self.home.name))
-        self._maps: dict[str, mmap.mmap] = {}
-        self._pieces: dict[tuple[str, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
+        self.path, self._part = path, part
+        self.index = read_index(folder, read_record(folder))
+        self._files: dict[Path, Bytes] = {}
+        self._pieces: dict[tuple[Path, int], Bytes] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -83,7 +81,7 @@ class PieceReader:
 
     def check(self) -> None:
         """Compare the files with their checksums."""
-        check_data(self.home, self.index)
+        check_data(self.index)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return a tensor's data type and shape."""
@@ -103,32 +101,29 @@ class PieceReader:
             if all(a < b for a, b in zip(low, high, strict=True)):
                 source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
                 target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, starts, strict=True))
-                data = self._bytes(name, chunk.relative_path, chunk.offset, chunk.length, (*chunk.sizes, width))
+                file = self.index.folder / chunk.relative_path
+                data = self._bytes(name, file, chunk.offset, chunk.length, (*chunk.sizes, width))
                 piece[target] = data[source]
                 filled += math.prod(b - a for a, b in zip(low, high, strict=True))
         if filled != math.prod(sizes):
-            raise CheckpointError(f"{self.home / INDEX} does not have all of {name!r}; write it anew")
+            raise CheckpointError(f"{self.index.folder / INDEX} does not have all of {name!r}; write it anew")
         real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
         return torch.from_numpy(piece.reshape(-1)).view(real)
 
-    def _bytes(
-        self, name: str, file: str, offset: int, length: int, shape: tuple[int, ...]
-    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _bytes(self, name: str, file: Path, offset: int, length: int, shape: tuple[int, ...]) -> Bytes:
         """Return the bytes of the tensor in one of torch's files inside a file, as a view of the mapped file."""
         if (file, offset) not in self._pieces:
-            if file not in self._maps:
-                with (self.home / file).open("rb") as stream:
-                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            archive = memoryview(self._maps[file])[offset : offset + length]
+            if file not in self._files:
+                self._files[file] = np.asarray(np.memmap(file, np.uint8, "r"))
             try:
-                start, size = _storage(archive)
+                start, size = _find_storage(file, offset + length)
                 if size != math.prod(shape):
                     raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
             except (ValueError, KeyError, zipfile.BadZipFile) as error:
                 raise CheckpointError(
-                    f"{self.home / file} does not hold {name!r} as xffl writes it ({error}); write it anew"
+                    f"{file} does not hold {name!r} as xffl writes it ({error}); write it anew"
                 ) from error
-            self._pieces[file, offset] = np.frombuffer(archive[start : start + size], np.uint8)
+            self._pieces[file, offset] = self._files[file][start : start + size]
         return self._pieces[file, offset].reshape(shape)
 
 
@@ -139,24 +134,22 @@ class PieceWriter:
     """
 
     def __init__(self, target: Path) -> None:
-        self._target, self._partial = target, temporary_path(target, "partial")
+        self._target = target
         before = locate_checkpoint(target)
         if before != target:
             before.rename(target)
-        if self._partial.exists():  # left by a call that was killed
-            shutil.rmtree(self._partial)
-        self._home = self._partial / CELL_FOLDER
-        self._home.mkdir(parents=True)
-        self._file, self._sum, self._size = (self._home / DATA).open("wb"), hashlib.sha256(), 0
+        self._cleanup = ExitStack()
+        self._home = self._cleanup.enter_context(partial_folder(target)) / CELL_FOLDER
+        self._home.mkdir()
+        self._file = self._cleanup.enter_context((self._home / DATA).open("wb"))
+        self._sum, self._size = hashlib.sha256(), 0
         self._tensors: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> PieceWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._file.close()
-            shutil.rmtree(self._partial, ignore_errors=True)
+    def __exit__(self, *error: Any) -> None:
+        self._cleanup.__exit__(*error)
 
     def write(self, name: str, box: Box, values: torch.Tensor, shape: Sequence[int]) -> None:
         """Write a piece of a tensor."""
@@ -174,15 +167,8 @@ class PieceWriter:
         """Write the index, with a part's own values, and the record; then give the folder its name."""
         self._file.close()
         sync(self._home / DATA)
-        files = {DATA: (self._size, self._sum.hexdigest())}
-        index = {"checksum": ALGORITHM, "files": files, "tensors": self._tensors, "ties": {}}
-        text = json.dumps(index | {"values": dict(own_values)}, allow_nan=False)
-        write_text(self._home / INDEX, text)
-        sync(self._home)
-        record = Record(
-            xffl=__version__,
-            torch=torch.__version__,
-            saved_at=datetime.now(timezone.utc).isoformat(),
+        write_index(self._home, {DATA: (self._size, self._sum.hexdigest())}, self._tensors, {}, own_values)
+        record = Record.now(
             world_size=1,
             cells=(1,),
             replica_size=None,
@@ -191,7 +177,7 @@ class PieceWriter:
             parts=(part,),
             own=(),
             values=dict(values),
-            indexes={CELL_FOLDER: hashlib.sha256(text.encode()).hexdigest()},
+            indexes={CELL_FOLDER: checksum(self._home / INDEX)},
         )
         publish(self._target, record)
 
@@ -213,36 +199,18 @@ def _cut(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
             yield (start, *starts), (count, *sizes)
 
 
-def _storage(archive: memoryview) -> tuple[int, int]:
-    """Return where the bytes of the only storage begin in one of torch's files, and how many they are."""
-    entries = zipfile.ZipFile(_Window(archive)).infolist()
-    (entry,) = (one for one in entries if one.filename.rpartition("/")[0].endswith("/data"))
-    if entry.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("it is compressed")
-    # A local header has 30 bytes, a name and an extra field; its last four bytes are the lengths of these two.
-    lengths = bytes(archive[entry.header_offset + 26 : entry.header_offset + 30])
+def _find_storage(file: Path, end: int) -> tuple[int, int]:
+    """Return where the storage of the file of torch's that ends there begins, and how many bytes it has."""
+    # What stands before an archive in a file is a prefix for zipfile, which counts from the file's begin all the same.
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), end, access=mmap.ACCESS_READ) as archive:
+        entries = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
+        (entry,) = (one for one in entries if one.filename.rpartition("/")[0].endswith("/data"))
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it is compressed")
+        # A local header has 30 bytes, a name and an extra field; its last four bytes are the lengths of these two.
+        lengths = archive[entry.header_offset + 26 : entry.header_offset + 30]
     start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     return start, entry.file_size
-
-
-class _Window:
-    """A part of a mapped file as a file for :mod:`zipfile`; nothing is copied but what is read."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._position = data, 0
-
-    def read(self, count: int = -1) -> bytes:
-        part = bytes(self._data[self._position :][: None if count < 0 else count])
-        self._position += len(part)
-        return part
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
 
 STATE = "server"
@@ -402,20 +370,19 @@ def aggregate_exports(
 ) -> Round:
     """Make a round of the exports of all cells, in one process.
 
-    The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, with
-    checksums of its own, which takes its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it
-    into any layout. It has the bits that a round over the network gives on processors of this kind. To make a round
-    again gives the same; where its result exists whole, nothing is done.
+    The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, which takes
+    its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it into any layout. It has the bits
+    that a round over the network gives on processors of this kind. Where the result of the same exports exists whole,
+    nothing is done.
 
     :param paths: The exports' folders, in any order.
     :param out: The folder to make; a result of an earlier round there is replaced.
     :param weights: The weight of each cell, by its number; by default what its export says.
     :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused. By
         default as the cells' configuration says (:class:`xffl.aggregation.exports.RoundPlan`), else the mean.
-    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default as the
-        cells' configuration says, else none. Round 0 has none.
-    :param state: The folder where the server optimizer's state goes from round to round, a folder for each; not used
-        where there is none.
+    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default as the cells'
+        configuration says, else none. Round 0 has none.
+    :param state: The folder where the server optimizer's state goes from round to round, a folder for each.
     :param start: For the first round of a server optimizer: the model that all cells have started from, as this made it
         of one export of each cell before its first step.
     :param is_tried: Whether to check all and write nothing.

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from xffl.checkpoint.contents import model_names
 from xffl.checkpoint.format import (
+    CellIndex,
     Record,
+    check_data,
     check_path,
     locate_checkpoint,
+    partial_folder,
+    read_index,
     read_record,
-    sync,
+    read_tensor,
+    replace_folder,
     sync_all,
-    temporary_path,
     write_text,
 )
-from xffl.checkpoint.storage import CellIndex, check_data, read_index, read_tensor
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
@@ -82,51 +84,41 @@ def consolidate_checkpoint(
     :raises ConfigError: if an argument is invalid, or safetensors is not installed.
     :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
     """
-    save_file = _safetensors()
+    with optional_import("safetensors", "consolidating needs safetensors"):
+        from safetensors.torch import save_file
     target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
     folder = locate_checkpoint(check_path(path))
     record = read_record(folder)
     if part is None:
         part = record.parts[0] if _GLOBAL in record.values else "model"
     number = _check_cell(folder, record, cell)
-    home = folder / f"cell_{number}"
-    index = read_index(home, record.indexes.get(home.name))
+    index = read_index(folder, record, number)
     names = _names(folder, record, index, part)
-    check_data(home, index)
+    check_data(index)
     shards = _shards(index, names, max_shard_bytes)
     ties = {
         _short(tied, part): _short(first, part) for tied, first in index.ties.items() if tied.startswith(f"{part}/")
     }
-    partial = temporary_path(target, "partial")
-    if partial.exists():  # of a call that was killed
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
     try:
-        files = _write_shards(save_file, partial, home, index, shards, part, ties)
-        for file in configuration:
-            shutil.copyfile(file, partial / file.name)
-        sync_all(partial)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-        sync(target.parent)
+        with partial_folder(target) as partial:
+            files = _write_shards(save_file, partial, index, shards, part, ties)
+            for file in configuration:
+                shutil.copyfile(file, partial / file.name)
+            sync_all(partial)
+            replace_folder(target)
     except CheckpointError:
-        shutil.rmtree(partial, ignore_errors=True)
         raise
     except Exception as error:  # safetensors raises a KeyError where it has no name for a data type
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"{target} cannot be written: {type(error).__name__}: {error}; see that there is space, and that "
             "safetensors knows the tensors' data types"
         ) from error
-    size = sum(_bytes(index, name) for name in names)
-    return Consolidated(target, number, len(names), size, tuple(files), ties)
+    return Consolidated(target, number, len(names), _bytes(index, names), tuple(files), ties)
 
 
 def _write_shards(
     save_file: Callable[..., None],
     folder: Path,
-    home: Path,
     index: CellIndex,
     shards: list[list[str]],
     part: str,
@@ -137,12 +129,12 @@ def _write_shards(
     places: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
-        tensors = {_short(name, part): read_tensor(home, index, name) for name in names}
+        tensors = {_short(name, part): read_tensor(index, name) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt", **ties})
         places |= dict.fromkeys(tensors, file)
         files.append(file)
     if len(shards) > 1:
-        size = sum(_bytes(index, name) for names in shards for name in names)
+        size = _bytes(index, (name for names in shards for name in names))
         index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
         files.append(f"{NAME}.safetensors.index.json")
         write_text(folder / files[-1], index_text + "\n")
@@ -154,7 +146,7 @@ def _shards(index: CellIndex, names: list[str], max_bytes: int) -> list[list[str
     shards: list[list[str]] = [[]]
     filled = 0
     for name in names:
-        size = _bytes(index, name)
+        size = _bytes(index, [name])
         if shards[-1] and filled + size > max_bytes:
             shards.append([])
             filled = 0
@@ -163,8 +155,8 @@ def _shards(index: CellIndex, names: list[str], max_bytes: int) -> list[list[str
     return shards
 
 
-def _bytes(index: CellIndex, name: str) -> int:
-    return index.tensors[name].shape.numel() * index.tensors[name].dtype.itemsize
+def _bytes(index: CellIndex, names: Iterable[str]) -> int:
+    return sum(index.tensors[name].shape.numel() * index.tensors[name].dtype.itemsize for name in names)
 
 
 def _short(name: str, part: str) -> str:
@@ -217,11 +209,3 @@ def _check_pretrained(pretrained: str | os.PathLike[str] | None) -> list[Path]:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"pretrained {folder} has no config.json; give the folder of a transformers model")
     return [folder / name for name in CONFIGURATION if (folder / name).is_file()]
-
-
-def _safetensors() -> Callable[..., None]:
-    """Return the function that writes a file of tensors."""
-    with optional_import("safetensors", "consolidating needs safetensors"):
-        from safetensors.torch import save_file
-    found: Any = save_file
-    return found  # type: ignore[no-any-return]

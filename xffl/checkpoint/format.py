@@ -16,47 +16,57 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from xffl import __version__
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = [
     "ALGORITHM",
     "INDEX",
-    "Cell",
-    "FileEntry",
     "Record",
-    "check_file",
+    "check_data",
     "check_path",
-    "checksum",
     "delete",
-    "file_entry",
     "find_record",
-    "gather_in_cell",
     "locate_checkpoint",
     "publish",
-    "read_pointer",
+    "read_index",
     "read_record",
-    "record_text",
-    "remove_checkpoint",
+    "replace_folder",
     "run_collectively",
     "sync",
     "sync_all",
     "temporary_path",
     "this_cell",
-    "write_pointer",
     "write_text",
 ]
 
@@ -92,6 +102,12 @@ class Record:
     """Plain values, as :func:`xffl.distributed.sharding.to_plain` writes them"""
     indexes: dict[str, str]
     """SHA-256 of each cell's index by the cell's folder"""
+
+    @classmethod
+    def now(cls, **fields: Any) -> Record:
+        """Return the record of what is saved now by this version of xffl; the other fields are given."""
+        saved_at = datetime.now(timezone.utc).isoformat()
+        return cls(xffl=__version__, torch=torch.__version__, saved_at=saved_at, **fields)
 
 
 def temporary_path(path: Path, kind: str) -> Path:
@@ -198,23 +214,39 @@ def sync_all(folder: Path) -> None:
         sync(Path(parent))
 
 
-def publish(path: Path, record: Record) -> None:
-    """Give the finished partial folder its name; one process calls it, when all ranks have written theirs.
+@contextmanager
+def partial_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder to write into; what is left of it is removed where the block fails."""
+    partial = temporary_path(target, "partial")
+    if partial.exists():  # of a call that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
-    A kill at any moment leaves the checkpoint of before or the new one, under its name or, between two renames, where
-    :func:`locate_checkpoint` finds it.
-    """
-    partial, old = temporary_path(path, "partial"), temporary_path(path, "old")
+
+def publish(path: Path, record: Record) -> None:
+    """Give the finished partial folder its name; one process calls it, when all ranks have written theirs."""
+    partial = temporary_path(path, "partial")
     # The record comes last: a folder without it is no checkpoint. It must be on the disk before the folder is renamed,
     # or a power cut could leave the name without the record.
     write_text(partial / RECORD, record_text(record))
     sync(partial)
+    replace_folder(path)
+
+
+def replace_folder(path: Path) -> None:
+    """Give the partial form of a folder its name, whatever had it before; a kill leaves one of them whole."""
+    old = temporary_path(path, "old")
     if path.exists():
         if old.exists():  # of a save that was killed while it deleted this
             delete(old)
         # Renamed, not deleted: until the next rename it is the only whole checkpoint, found by locate_checkpoint().
         path.rename(old)
-    partial.rename(path)
+    temporary_path(path, "partial").rename(path)
     # Both renames must be on the disk before the old checkpoint goes.
     sync(path.parent)
     if old.exists():
@@ -285,6 +317,192 @@ def check_file(path: Path, entry: FileEntry) -> None:
         )
 
 
+# The tensors of a cell ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a tensor and the bytes of a file that hold it. torch's reader knows the last four by these names."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+@dataclass(frozen=True)
+class _WrittenPiece:
+    """Where a rank has written a piece, and what its file is."""
+
+    relative_path: str
+    offset: int
+    length: int
+    file: FileEntry
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: tuple[_Chunk, ...]
+
+
+@dataclass(frozen=True)
+class CellIndex:
+    """What a cell's folder holds: tensors and plain values by name."""
+
+    folder: Path
+    tensors: dict[str, _StoredTensor]
+    values: dict[str, Plain]
+    files: dict[str, FileEntry]
+    """Bytes and checksum of each file"""
+    ties: dict[str, str]
+    """Tensors that are another one of the same model, by name"""
+
+    def data_files(self) -> list[str]:
+        """Return the files that hold tensors, the largest first."""
+        names = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
+        return sorted(names, key=lambda name: (-self.files[name][0], name))
+
+    def metadata(self) -> Metadata:
+        """Return what torch's planners and reader want to know."""
+        metadata = Metadata(state_dict_metadata={}, storage_data={})
+        for name, tensor in self.tensors.items():
+            boxes = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+            ]
+            properties = TensorProperties(dtype=tensor.dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
+            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+        return metadata
+
+
+class CellWriter(FileSystemWriter):
+    """Write a cell's tensors, each rank a file, and the index by the cell's first rank."""
+
+    def __init__(
+        self, folder: Path, values: dict[str, Plain], ties: dict[str, str], files: dict[str, FileEntry]
+    ) -> None:
+        super().__init__(folder, sync_files=True)
+        self.folder, self.values, self.ties, self.files = folder, values, ties, files
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""
+        pieces: list[WriteResult] = []
+        if plan.items:
+            pieces = super().write_data(plan, planner).wait()
+            sync(self.folder)
+        names = {piece.storage_data.relative_path for piece in pieces}
+        files = {name: file_entry(self.folder / name) for name in names}
+        for number, piece in enumerate(pieces):
+            at = piece.storage_data
+            place = _WrittenPiece(at.relative_path, at.offset, at.length, files[at.relative_path])
+            pieces[number] = replace(piece, storage_data=place)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(pieces)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index; called on the cell's first rank when all have written."""
+        places = {written.index: written.storage_data for by_rank in results for written in by_rank}
+        files = self.files | {place.relative_path: place.file for place in places.values()}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), "only tensors are given to torch"
+            chunks = []
+            for box in tensor.chunks:
+                place = places[MetadataIndex(name, box.offsets)]
+                chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
+        write_index(self.folder, files, tensors, self.ties, self.values)
+
+
+class CellReader(FileSystemReader):
+    """Read a cell's tensors from where the index says; torch opens each with ``weights_only``."""
+
+    def __init__(self, index: CellIndex) -> None:
+        super().__init__(index.folder)
+        self.index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        r"""Return the index in torch's form."""
+        return self.index.metadata()
+
+
+def write_index(
+    folder: Path,
+    files: Mapping[str, FileEntry],
+    tensors: Mapping[str, Any],
+    ties: Mapping[str, str],
+    values: Mapping[str, Plain],
+) -> None:
+    """Write the index of a cell's folder."""
+    index = {"checksum": ALGORITHM, "files": files, "tensors": tensors, "ties": ties, "values": values}
+    write_text(folder / INDEX, json.dumps(index, allow_nan=False))
+    sync(folder)
+
+
+def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
+    """Read the index of a cell in a checkpoint's folder."""
+    folder = checkpoint / f"cell_{cell}"
+    path = folder / INDEX
+    try:
+        if checksum(path) != record.indexes.get(folder.name):
+            raise CheckpointError(
+                f"{path} is not the file that was saved (its checksum differs); load another checkpoint"
+            )
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["checksum"] != ALGORITHM:
+            raise ValueError(f"its checksums are {content['checksum']!r}")
+        files = {str(name): (int(size), str(checked)) for name, (size, checked) in content["files"].items()}
+        tensors = {}
+        for name, tensor in content["tensors"].items():
+            chunks = tuple(_Chunk(tuple(chunk[0]), tuple(chunk[1]), *chunk[2:]) for chunk in tensor["chunks"])
+            if any(chunk.relative_path not in files for chunk in chunks):
+                raise ValueError(f"{name!r} lies in no file that it knows")
+            dtype = getattr(torch, tensor["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name!r} is of no known dtype")
+            tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
+        if wrong := [name for name in files if os.path.basename(name) != name]:
+            raise ValueError(f"{wrong[0]!r} lies outside the folder")
+        return CellIndex(folder, tensors, dict(content["values"]), files, dict(content["ties"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is damaged, load another one") from error
+
+
+def check_data(index: CellIndex, place: int = 0, places: int = 1) -> None:
+    """Read this rank's share of a cell's files and compare them with their checksums."""
+    for name in index.data_files()[place::places]:
+        check_file(index.folder / name, index.files[name])
+
+
+def read_tensor(index: CellIndex, name: str) -> torch.Tensor:
+    """Read a whole tensor on the CPU, with no process group."""
+    tensor = index.tensors[name]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk in tensor.chunks:
+        file = index.folder / chunk.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(chunk.offset)
+                piece = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
+            if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype:
+                raise ValueError("it holds something else than a tensor of this dtype")
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = piece
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{file} does not hold {name!r}: {type(error).__name__}; the checkpoint is damaged, load another one"
+            ) from error
+    return whole
+
+
+# What the ranks do together -------------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 
@@ -353,10 +571,7 @@ def run_collectively(
     *,
     world: dist.ProcessGroup | None = None,
 ) -> T:
-    """Do this rank's share of something; it counts only where it worked on all ranks.
-
-    Collective over the world, where it is initialized: one small all-reduce.
-    """
+    """Do this rank's share of something, which counts only where it worked on all ranks; collective over the world."""
     error: XfflError | None = None  # kept for the message where a rank dies before all have heard of it
     try:
         with run_on_all_ranks(f"{what} of a checkpoint", group=world) as share:

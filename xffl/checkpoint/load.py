@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,37 +24,38 @@ from xffl.checkpoint.contents import (
     Contents,
     Part,
     check_parts,
+    check_rank_state,
     collect,
+    describe_difference,
     is_extra_state,
     is_overlapping,
+    is_same_layout,
     model_names,
     modules_with_extra_state,
     parameter_names,
+    read_rank_state,
     saved_options,
+    select_rank_state,
     trained_names,
 )
 from xffl.checkpoint.format import (
     Cell,
+    CellIndex,
+    CellReader,
     Record,
+    check_data,
     check_path,
     gather_in_cell,
     locate_checkpoint,
+    read_index,
     read_record,
+    read_tensor,
     run_collectively,
     this_cell,
 )
-from xffl.checkpoint.rank_state import (
-    check_rank_state,
-    describe_difference,
-    is_same_layout,
-    read_rank_state,
-    select_rank_state,
-)
-from xffl.checkpoint.storage import CellIndex, CellReader, check_data, read_index, read_tensor
 from xffl.checks import shorten
-from xffl.distributed.collectives import bytes_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import from_plain, load_optimizer, spread_whole, tensors_named
+from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
@@ -72,7 +74,6 @@ PARTLY_LOADED = "models and optimizers may be loaded in part: load another check
 class _LoadPlan:
     """What is to be loaded: tensors to fill, what stands in the way, and what of the checkpoint nobody here wants."""
 
-    folder: Path
     index: CellIndex
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
@@ -118,19 +119,17 @@ def load_checkpoint(
     """Load a checkpoint into the parts, in place, and return the values that were saved with it.
 
     Collective over the world. The parts may be spread in another way than when they were saved: another number of ranks
-    in a cell or of replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds. Buffers
-    that differed between the ranks of a cell come back as each had them, in another layout as the cell's first rank had
-    them. All names, shapes and dtypes are compared before anything is changed. Extra states of modules are taken as
-    they were saved, whatever is there now, and are given to their modules before any weight is written: where one
-    refuses its own, all get back what they had, and nothing was loaded. Tensors do not move between ranks.
+    in a cell or of replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds, and
+    tensors do not move between ranks. Buffers that differed between the ranks of a cell come back as each had them, in
+    another layout as the cell's first rank had them. All names, shapes, dtypes and checksums are compared before
+    anything is changed. Extra states of modules come as they were saved, before any weight: where a module refuses its
+    own, all get back what they had, and nothing was loaded. Reading the files (tensors, with ``weights_only``, and
+    JSON) runs no code.
 
-    The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was,
-    ``C`` cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written. What differed between
-    the cells (moments of optimizers, tensors with the policy ``local``) comes from there. Everything that is trained in
-    the models is compared over the saved cells first, bit for bit.
-
-    The files hold tensors, which torch reads with ``weights_only``, and JSON: reading them runs no code. Before
-    anything is changed, all that is read is compared with its checksum; a cell's ranks share its files out for this.
+    The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was, ``C``
+    cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written, and with it what differed
+    between the cells (moments of optimizers, tensors with the policy ``local``). Everything that is trained in the
+    models is compared over the saved cells first, bit for bit.
 
     :param path: The checkpoint's folder.
     :param parts: What to load into, under the names that were saved; see :func:`xffl.checkpoint.save_checkpoint`.
@@ -169,8 +168,7 @@ def load_checkpoint(
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
     is_same = is_same_layout(record, state.topology)
     rank_state, buffers = on_all_ranks(
-        "own state",
-        lambda: read_rank_state(plan.folder, cell.place, plan.index.files, wanted, is_same=is_same),
+        "own state", lambda: read_rank_state(plan.index.folder, cell.place, plan.index.files, wanted, is_same=is_same)
     )
     on_all_ranks("reading extra states", lambda: _read_values(plan, buffers))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
@@ -182,13 +180,8 @@ def load_checkpoint(
         on_all_ranks("taking extra states back", lambda: [call() for call in reversed(undo)], PARTLY_LOADED)
         raise
     on_all_ranks("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
-    on_all_ranks("applying", lambda: _name_partial_load(lambda: _apply(plan, parts)), PARTLY_LOADED)
-
-    def apply_rank_state() -> None:
-        for name, kept in rank_state.items():
-            request.own[name].load_state_dict(kept)
-
-    on_all_ranks("applying own state", lambda: _name_partial_load(apply_rank_state), PARTLY_LOADED)
+    on_all_ranks("applying", lambda: _apply(plan, parts), PARTLY_LOADED)
+    on_all_ranks("applying own state", lambda: _apply_rank_state(request.own, rank_state), PARTLY_LOADED)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
@@ -212,10 +205,9 @@ def _record(request: _LoadRequest) -> tuple[Path, Record, list[str]]:
 def _plan(folder: Path, record: Record, request: _LoadRequest, current: Contents) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
     parts, cell = request.parts, request.cell
-    home = folder / f"cell_{cell.number % len(record.cells)}"
-    index = read_index(home, record.indexes.get(home.name))
-    check_data(home, index, cell.place, cell.sizes[cell.number])
-    plan = _LoadPlan(home, index)
+    index = read_index(folder, record, cell.number % len(record.cells))
+    check_data(index, cell.place, cell.sizes[cell.number])
+    plan = _LoadPlan(index)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _want_model(name, current, plan)
@@ -230,7 +222,7 @@ def _plan(folder: Path, record: Record, request: _LoadRequest, current: Contents
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
         raise CheckpointError(
-            f"checkpoint {home} does not fit: {shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
+            f"checkpoint {index.folder} does not fit: {shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
         )
     return plan
 
@@ -302,13 +294,14 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     nobodys = set.intersection(*gather_in_cell(plan.unused, cell))
     if nobodys:
         problems = shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
-        raise CheckpointError(f"checkpoint {plan.folder} does not fit: {problems}; {NOTHING_LOADED}")
+        raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
-def _name_partial_load(act: Callable[[], None]) -> None:
-    """Do something, and add to its own errors, too, that tensors have been written before."""
+@contextmanager
+def _naming_partial_load() -> Iterator[None]:
+    """Add to errors of xffl, too, that tensors have been written before."""
     try:
-        act()
+        yield
     except XfflError as error:
         raise type(error)(f"{error}; {PARTLY_LOADED}") from error
 
@@ -316,7 +309,7 @@ def _name_partial_load(act: Callable[[], None]) -> None:
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
     """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
     tensors = {
-        name: (buffers[name] if name in buffers else read_tensor(plan.folder, plan.index, name)).to(device)
+        name: (buffers[name] if name in buffers else read_tensor(plan.index, name)).to(device)
         for name, device in plan.devices.items()
     }
     for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
@@ -327,10 +320,7 @@ def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
 def _try_extra_states(
     plan: _LoadPlan, parts: Mapping[str, Part], current: Contents, undo: list[Callable[[], None]]
 ) -> None:
-    """Give modules their extra states before any weight is written, since a module may refuse one; local.
-
-    ``undo`` gets what gives them back what they had. They are given once more with the weights.
-    """
+    """Give modules their extra states before any weight is written; ``undo`` gets what takes them back. Local."""
     for name, part in parts.items():
         for key, module in modules_with_extra_state(name, part) if isinstance(part, nn.Module) else ():
             if key in plan.values:
@@ -349,13 +339,19 @@ def _read(plan: _LoadPlan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> N
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = CellReader(plan.folder, plan.index)
-        load(plan.targets, storage_reader=reader, planner=planner, process_group=cell.group)
+        load(plan.targets, storage_reader=CellReader(plan.index), planner=planner, process_group=cell.group)
     for name, kept in buffers.items():
         if name not in plan.devices:
             plan.targets[name].copy_(kept)
 
 
+@_naming_partial_load()
+def _apply_rank_state(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
+    for name, kept in saved.items():
+        own[name].load_state_dict(kept)
+
+
+@_naming_partial_load()
 def _apply(plan: _LoadPlan, parts: Mapping[str, Part]) -> None:
     """Give the parts what was read. Nothing moves."""
     values = plan.index.values
@@ -386,27 +382,23 @@ def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[li
 
 
 def compare_cells(folder: Path, record: Record, names: Collection[str], local: Collection[str], cell: Cell) -> None:
-    """Refuse a checkpoint whose cells hold different weights.
-
-    Collective over the cell. All ranks of the world share the tensors out; each reads whole ones, two at a time.
-    """
+    """Refuse a checkpoint whose cells hold different weights; collective over the cell."""
+    # All ranks of the world share the tensors out; each reads whole ones, two at a time.
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
     mine = sorted(set().union(*gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
-    first = folder / "cell_0"
-    head = read_index(first, record.indexes.get(first.name))
+    head = read_index(folder, record)
     for number in range(1, len(record.cells)):
-        home = folder / f"cell_{number}"
-        index = read_index(home, record.indexes.get(home.name))
+        index = read_index(folder, record, number)
         for name in mine:
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
             is_there = name in index.tensors
-            if not is_there or not _is_same(read_tensor(first, head, name), read_tensor(home, index, name)):
+            if not is_there or not _is_same(read_tensor(head, name), read_tensor(index, name)):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
-                    f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in {home} as "
-                    f"in {first} (files {', '.join(places)}); start {len(record.cells)} cells, or give "
-                    f"local=[{name!r}] where its policy is local"
+                    f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in "
+                    f"{index.folder} as in {head.folder} (files {', '.join(places)}); start {len(record.cells)} cells, "
+                    f"or give local=[{name!r}] where its policy is local"
                 )
 
 

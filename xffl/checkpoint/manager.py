@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from xffl.checkpoint.async_save import PendingSave
 from xffl.checkpoint.format import (
     RECORD,
     Record,
@@ -24,6 +23,7 @@ from xffl.checkpoint.format import (
     temporary_path,
     write_pointer,
 )
+from xffl.checkpoint.save import PendingSave
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
 
@@ -67,10 +67,10 @@ class CheckpointManager:
         self.keep_every = keep_every
 
     def save(self, strategy: Saver, step: int, **kwargs: Any) -> None:
-        r"""Save the checkpoint of a step through a strategy, then delete the oldest.
+        r"""Save the checkpoint of a step through a strategy, then delete the oldest; collective over the world.
 
-        Collective over the world, where it is initialized. Where the strategy saves in the background, the thread
-        that writes also deletes, when the new checkpoint is whole.
+        Where the strategy saves in the background, the thread that writes also deletes, when the new checkpoint is
+        whole.
 
         :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
             :class:`PendingSave`, saves in the background.
@@ -84,12 +84,7 @@ class CheckpointManager:
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
     def save_final(self, strategy: Saver, **kwargs: Any) -> None:
-        r"""Save the checkpoint ``final``, which is never deleted; otherwise as :meth:`save`.
-
-        :param strategy: As for :meth:`save`.
-        :param \**kwargs: Passed on to the strategy; give it the ``step`` among its values.
-        :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
-        """
+        """Save ``final``, which is never deleted, as :meth:`save`; give it the ``step`` among its values."""
         path = self.path_of(FINAL)
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
@@ -108,10 +103,7 @@ class CheckpointManager:
             self._rotate(path)
 
     def _rotate(self, saved: Path | None = None, world: dist.ProcessGroup | None = None) -> None:
-        """Point to the new checkpoint and delete all but the newest; rank 0 does it, when all ranks have come here.
-
-        Collective over the world, where it is initialized.
-        """
+        """Point to the new checkpoint and delete all but the newest; collective over the world, rank 0 does it."""
         advice = "see who may write there; the new checkpoint is whole"
         # Until all ranks are here some may still be saving, and the older checkpoints are all there is.
         run_collectively("saving", lambda: None, self.output_dir, advice, world=world)
@@ -164,10 +156,7 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
 
 
 def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
-    """Raise where a run has a checkpoint that cannot be read. Reads files only; nothing moves.
-
-    :func:`find_latest_checkpoint` passes over it, so that the run would silently lose what it holds.
-    """
+    """Raise where a run has a checkpoint that cannot be read, which it would silently lose; reads files only."""
     folder = Path(experiment_dir) / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / RECORD).exists():

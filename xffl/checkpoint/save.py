@@ -1,14 +1,19 @@
-"""Saving of a checkpoint: each cell writes its own folder, once for all its replicas, and the whole appears at once."""
+"""Saving of a checkpoint: each cell writes its own folder, once for all its replicas, and the whole appears at once.
+
+:func:`save_checkpoint` returns when it is written; an :class:`AsyncSaver` copies the tensors, and a thread writes them.
+"""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,24 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from xffl import __version__
-from xffl.checkpoint.contents import Contents, Part, check_parts, collect, find_buffers
+from xffl import checks
+from xffl.checkpoint.contents import (
+    Contents,
+    Part,
+    RankState,
+    check_parts,
+    check_rank_state,
+    collect,
+    collect_rank_state,
+    differing_names,
+    find_buffers,
+    hash_buffers,
+    write_rank_state,
+)
 from xffl.checkpoint.format import (
     INDEX,
     Cell,
+    CellWriter,
     FileEntry,
     Record,
     check_path,
@@ -36,22 +54,14 @@ from xffl.checkpoint.format import (
     temporary_path,
     this_cell,
 )
-from xffl.checkpoint.rank_state import (
-    RankState,
-    check_rank_state,
-    collect_rank_state,
-    differing_names,
-    hash_buffers,
-    write_rank_state,
-)
-from xffl.checkpoint.storage import CellWriter
-from xffl.checks import one_of
+from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.distributed.sharding import Plain, to_plain
-from xffl.errors import CheckpointError, ConfigError
+from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
 
-__all__ = ["PreparedSave", "SaveRequest", "prepare_save", "save_checkpoint", "write_checkpoint"]
+__all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
 
 
 PREVIOUS_STAYS = (
@@ -84,10 +94,7 @@ class PreparedSave:
 
     def record(self) -> Record:
         """Return what the checkpoint says of itself, but for the indexes' checksums."""
-        return Record(
-            xffl=__version__,
-            torch=torch.__version__,
-            saved_at=datetime.now(timezone.utc).isoformat(),
+        return Record.now(
             world_size=self.topology.world_size,
             cells=self.topology.sizes,
             replica_size=self.topology.replica_size,
@@ -115,11 +122,10 @@ def save_checkpoint(
     tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
     not sharded its first rank. Buffers that differ between the ranks of a cell, such as statistics of their own data
     since the last round, each rank writes for itself as well. Tensors do not move between ranks. A small all-reduce
-    over the world ends each step, so that all ranks fail alike. The files are written aside, flushed to the disk, read
-    back for their checksums, and take their name in the end; a checkpoint of the same name is replaced only then. A
-    save that was killed leaves a folder ``.NAME.partial``, which the next one of this name removes.
-
-    Tensors are kept in torch's own files, everything else in JSON; reading them runs no code.
+    ends each step, so that all ranks fail alike. The files (tensors as torch writes them, all else as JSON, which run
+    no code when they are read) are written aside, flushed to the disk, read back for their checksums, and take their
+    name in the end; a checkpoint of the same name is replaced only then. A save that was killed leaves a folder
+    ``.NAME.partial``, which the next one of this name removes.
 
     :param path: The folder to make; one that is no checkpoint is not overwritten.
     :param parts: Models, optimizers of these models, and objects with ``state_dict`` and ``load_state_dict``, by name;
@@ -127,8 +133,8 @@ def save_checkpoint(
     :param state: The state that says where this rank stands.
     :param values: Plain values (step, epoch) that loading returns; the same on all ranks.
     :param own: Objects with ``state_dict`` and ``load_state_dict`` that each rank keeps for itself (random numbers,
-        what lossy codecs still have to send), by name; the names are the same on all ranks, what they hold need not be.
-        They load into the same layout only. Their tensors are copied to the host and come back on the CPU.
+        what lossy codecs still have to send), by name; the names are the same on all ranks. They load into the same
+        layout only; their tensors come back on the CPU.
     :param after_round: Whether a round has just given all cells the same weights; then the checkpoint also loads into
         other numbers of cells. The same on all ranks.
     :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
@@ -148,14 +154,13 @@ def prepare_save(
 ) -> PreparedSave:
     """Check what is to be saved and take it; collective over the world.
 
-    ``groups`` take the place of the state's, for a thread must not use those that the training uses; ``is_copied``
-    copies tensors to the memory of the host, so that they may change from here on.
+    ``groups`` are used in place of the state's (by a thread); ``is_copied`` copies tensors, so that they may change.
     """
     world = None if groups is None else groups[0]
 
     def check() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
         check_parts(request.parts)
-        one_of("after_round", request.after_round, (True, False))
+        checks.one_of("after_round", request.after_round, (True, False))
         own = check_rank_state(request.rank_state)
         return check_path(path), _plain_values(request.metadata), this_cell(state, groups), own
 
@@ -280,10 +285,7 @@ def _save_alone(tensors: Mapping[str, torch.Tensor], writer: CellWriter, planner
 
 
 def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | str:
-    """Put the values of the cell's ranks together on its first one; a text says that two ranks contradict each other.
-
-    Collective over the cell.
-    """
+    """Put the values of the cell's ranks together on its first one, or return what contradicts; collective over it."""
     # Stages of a pipeline name different parameters, all other ranks the same: only the first rank with some values
     # sends them.
     digests = gather_in_cell(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
@@ -318,3 +320,156 @@ def _publish(path: Path, record: Record, cell: Cell) -> None:
             )
         record.indexes[f"cell_{number}"] = checksum(index)
     publish(path, record)
+
+
+# In the background ----------------------------------------------------------------------------------------------------
+
+GRACE_S = 30.0
+"""How long a process that ends without :meth:`AsyncSaver.close` still waits for what is being written."""
+
+
+class PendingSave:
+    """A checkpoint that is being written to its ``path``, as :meth:`AsyncSaver.save` returns it."""
+
+    def __init__(self, path: Path, saver: AsyncSaver) -> None:
+        self.path, self._saver = path, saver
+
+    def then(self, call: Callable[[dist.ProcessGroup | None], None]) -> None:
+        """Call something on the saver's thread when the checkpoint is whole, and nothing where it failed.
+
+        All ranks ask for the same, before they wait or save again. The call gets the saver's group of all ranks
+        (``None`` in a single process) to communicate over; what it raises is raised by :meth:`AsyncSaver.wait`.
+        """
+        self._saver._do(call)
+
+
+class AsyncSaver:
+    """Save checkpoints while the training goes on.
+
+    .. code-block:: python
+
+       with AsyncSaver(state) as saver:
+           for step, batch in enumerate(loader):
+               train(batch)
+               if step % 1000 == 0:
+                   saver.save(f"step_{step}", {"model": model, "optimizer": optimizer}, values={"step": step})
+
+    :meth:`save` copies what this rank holds to the memory of the host, so it needs room for that once, and returns. A
+    thread writes the copy and gives the checkpoint its name, over gloo groups of its own, which are made here:
+    collective over the world, where it is initialized.
+
+    :param state: The state that says where this rank stands.
+    :param timeout_s: Seconds that a rank may wait for others to have written, at least.
+    :raises ConfigError: if an argument is invalid.
+    :raises StateError: if the state does not fit torch.distributed.
+    """
+
+    def __init__(self, state: DistributedState, *, timeout_s: float = 1800.0) -> None:
+        with run_on_all_ranks("arguments of AsyncSaver") as share:
+            timeout_s = checks.number("timeout_s", timeout_s, above=0, below=1e6, hint="give seconds")
+            cell = this_cell(state)
+            share(f"timeout_s={timeout_s}")
+        self._state = state
+        self._groups = make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        # A daemon: a peer that does not answer must not keep a process that has failed elsewhere from ending.
+        self._thread = threading.Thread(target=self._run, name="xffl-checkpoint", daemon=True)
+        self._thread.start()
+        # Python takes the threads down while they are inside gloo otherwise, and the process aborts.
+        atexit.register(self._linger)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        parts: Mapping[str, Part],
+        *,
+        values: Mapping[str, Any] | None = None,
+        own: Mapping[str, Stateful] | None = None,
+        after_round: bool = False,
+    ) -> PendingSave:
+        """Copy what is to be kept and begin to write it, with the arguments of :func:`xffl.checkpoint.save_checkpoint`.
+
+        Collective over the world. Waits for the save before this one.
+
+        :return: The save under way; :meth:`wait` tells whether it went well.
+        :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
+        :raises StateError: if the saver is closed.
+        :raises CheckpointError: if the save before this one failed; nothing of this one is begun then.
+        """
+        self.wait()
+        request = SaveRequest(parts, values, own, after_round)
+        saving = prepare_save(path, request, self._state, groups=self._groups, is_copied=True)
+        self._do(lambda _: write_checkpoint(saving))
+        return PendingSave(saving.target, self)
+
+    save_checkpoint = save
+    """The name under which a :class:`xffl.checkpoint.CheckpointManager` saves."""
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        :raises XfflError: what the save before has raised, once, on all ranks alike.
+        :raises StateError: if the saver is closed.
+        """
+        if self._is_closed:
+            raise StateError("this saver is closed; make another one")
+        self._jobs.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Wait as :meth:`wait`, which may raise, and give the groups back; collective over the world."""
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            self._jobs.put(None)
+            atexit.unregister(self._linger)
+        if self._groups is not None:
+            world, cell = self._groups
+            barrier(world)  # nobody still listens to a group that another one destroys
+            for group in (world, cell):
+                if group is not None:
+                    destroy_group(group)
+            barrier()  # nobody makes a group of the same name while another one still clears this one's keys
+
+    def __enter__(self) -> AsyncSaver:
+        """Return the saver."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the saver; after an exception nothing communicates, and what is being written goes on for a while."""
+        if kind is None:
+            self.close()
+
+    def _do(self, call: Callable[[dist.ProcessGroup | None], None]) -> None:
+        """Let the thread call something when it has done what came before."""
+        world = None if self._groups is None else self._groups[0]
+        self._jobs.put(lambda: call(world))
+
+    def _linger(self) -> None:
+        """Let the thread end; called where the process does."""
+        self._jobs.put(None)
+        self._thread.join(GRACE_S)
+
+    def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread has the first GPU as its current one
+        while True:
+            job = self._jobs.get()
+            try:
+                if job is None:
+                    return
+                if self._error is None:
+                    job()
+            except BaseException as error:  # noqa: BLE001 - raised in wait()
+                self._error = error
+            finally:
+                del job  # it holds the copy of all tensors
+                self._jobs.task_done()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "barrier",
     "check_consistent",
-    "check_consistent_on_store",
+    "compute_device",
     "connect",
     "control_device",
     "ranks_text",
@@ -45,22 +45,24 @@ def transfer_device(state: DistributedState) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else device
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until all ranks of a group have come here.
+def compute_device(state: DistributedState) -> torch.device:
+    """Return the device that this process computes on."""
+    device = state.current_device if state.current_device is not None else state.device_type
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
 
-    Collective over the group. NCCL gets this rank's GPU: by itself it counts GPUs by the rank, which is wrong where
-    nodes have unlike numbers of them.
-    """
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all ranks of a group have come here; collective over it."""
+    # NCCL gets this rank's GPU: by itself it counts GPUs by the rank, wrong where nodes have unlike numbers of them.
     device = control_device(group)
     dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Connect groups over NCCL; elsewhere nothing is done.
+    """Connect groups over NCCL; elsewhere nothing is done. Collective over each group, in one order on all ranks.
 
-    Collective over each group. NCCL connects a group in its first call, in which all its ranks must take part: where
-    some send and others do not, that call would wait for ever. All ranks name kinds of groups in the same order, so
-    that none waits for another in a circle.
+    NCCL connects a group in its first call, in which all its ranks must take part: where some send and others do not,
+    that call would wait for ever.
     """
     for group in dict.fromkeys(groups) if device.type != "cpu" else ():
         if group is not None:
@@ -178,8 +180,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _difference(
-    gathered: list[tuple[str, str, tuple[str, str] | None]],
-    describe: Callable[[dict[int, str]], XfflError] | None,
+    gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Callable[[dict[int, str]], XfflError] | None
 ) -> XfflError:
     """Make the one error that all ranks raise of what they have gathered."""
     failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,7 @@ from xffl.distributed.groups import (
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "DistributedState",
-    "create_device_mesh",
-    "logger",
-]
+__all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]
 
 logger: logging.Logger = logging.getLogger("xffl")
 """Default xFFL logger"""
@@ -54,29 +49,14 @@ _RELAYING = ("xffl_replica", "xffl_federation", "xffl_holders", "xffl_part")
 """Those of intra-cell groups that hand on what has crossed: they wait for senders, who wait for other cells."""
 
 _SETUP_FIELDS = (
-    "_topology",
-    "replica_local_rank",
-    "replica_local_size",
-    "replica_rank",
-    "replica_world_size",
-    "federated_local_rank",
-    "federated_local_size",
-    "federated_rank",
-    "federated_world_size",
-    "fsdp_mesh",
-    "hsdp_mesh",
-    "is_sender",
-    "receive_from",
-    "federated_group",
-    "replica_group",
-    "federation",
+    *("_topology", "replica_local_rank", "replica_local_size", "replica_rank", "replica_world_size"),
+    *("federated_local_rank", "federated_local_size", "federated_rank", "federated_world_size"),
+    *("fsdp_mesh", "hsdp_mesh", "is_sender", "receive_from", "federated_group", "replica_group", "federation"),
 )
 """The fields that a set-up fills; each set-up says all of them."""
 
 _MEMBERS_SHOWN = 8
 """Members of a tuple that are written out before the rest is counted."""
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -167,10 +147,7 @@ class DistributedState:
 
     @property
     def topology(self) -> Topology:
-        """The arithmetic behind the set-up: the federation's, else one cell of all ranks.
-
-        :raises StateError: before ``set_global``.
-        """
+        """The arithmetic behind the set-up: the federation's, else one cell of all ranks; needs ``set_global``."""
         return Topology(self._place()[1]) if self._topology is None else self._topology
 
     @property
@@ -180,12 +157,9 @@ class DistributedState:
 
     @property
     def data_place(self) -> tuple[Topology, int]:
-        """The ranks that samples are dealt out to, and this rank's number among them.
+        """The ranks that samples are dealt out to, and this rank's number among them; needs ``set_global``.
 
-        Those of this world; where this job is one cell of several that are jobs of their own, those of all jobs, as
-        they would be in one.
-
-        :raises StateError: before ``set_global``.
+        Where this job is one cell of several that are jobs of their own, those of all jobs, as they would be in one.
         """
         rank = self._place()[0]
         if self._lone_cell is None:
@@ -216,12 +190,12 @@ class DistributedState:
         return None not in (*own, self.federated_local_size, self.federated_world_size)
 
     def create_process_group(self, ranks: tuple[int, ...] | torch.Tensor, group_desc: str | None) -> dist.ProcessGroup:
-        """Create a new process group with the specified ranks.
+        """Create a new process group with the specified ranks, collective over these only.
 
-        Collective over these ranks only. All ranks of the world must make the same number of groups in the same order
-        (a rank that has none makes one of itself), since torch derives a group's name from how many the rank has. The
-        group's timeout is that of its level (:class:`xffl.cluster.network.Timeouts`); a group over which the results of
-        rounds are broadcast in a cell waits longer than the exchange that it waits for.
+        All ranks of the world must make the same number of groups in the same order (a rank that has none makes one of
+        itself), since torch derives a group's name from how many the rank has. The timeout is that of the group's level
+        (:class:`xffl.cluster.network.Timeouts`); a group that hands on results in a cell outlasts the exchange before
+        it.
 
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
@@ -249,9 +223,7 @@ class DistributedState:
         rank: int,
         world_size: int,
     ) -> None:
-        """Set global process group information.
-
-        Collective over the world, where it is initialized.
+        """Set global process group information; collective over the world, where it is initialized.
 
         :param backend: Communication backend to use, which this build of torch has.
         :param device_type: Type of device to use, ``cpu`` or ``cuda``.
@@ -263,29 +235,24 @@ class DistributedState:
         :raises TopologyError: if the rank is outside the world, or torch.distributed or the node says otherwise.
         :raises StateError: if a set-up stands on what was said before.
         """
-
-        def check() -> tuple[dist.Backend, torch.device, tuple[str | None, int | None], tuple[int, int]]:
+        with _comparison("arguments of set_global") as share:
             if self._setups:
                 raise StateError(f"set_global comes before {self._setups[-1].call}; undo that first")
             place = _check_place("rank", rank, "world_size", world_size)
             _check_world(place)
-            node = (self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size)
-            _check_node(node, place[1])
-            device = check_device("device_type", device_type)
+            _check_node(self.node_local_size, self.node_world_size, place[1])
+            device = torch.device(check_device("device_type", device_type).type)
             meeting = _check_rendezvous(master_addr, master_port)
-            return check_backend(backend), torch.device(device.type), meeting, place
-
-        backend_, device, meeting, place = self._compare(
-            "arguments of set_global", check, lambda it: f"{it[0]}, {it[1]}, {it[2]}, {it[3][1]} ranks"
-        )
-        self.backend, self.device_type = backend_, device
+            checked = check_backend(backend)
+            share(f"{checked}, {device}, {meeting}, {place[1]} ranks")
+        self.backend, self.device_type = checked, device
         self.master_addr, self.master_port = meeting
         self.rank, self.world_size = place
 
     def set_node(self, node_local_rank: int, node_local_size: int, node_rank: int, node_world_size: int) -> None:
-        """Set the process' information relative to the local node. Nodes may hold different numbers of processes.
+        """Set the process' information relative to the local node; collective over the world, where it is initialized.
 
-        Collective over the world, where it is initialized.
+        Nodes may hold different numbers of processes.
 
         :param node_local_rank: Local compute node rank, ``0 <= node_local_rank < node_local_size``.
         :param node_local_size: World size of the local compute node.
@@ -293,28 +260,23 @@ class DistributedState:
         :param node_world_size: Number of compute nodes involved in the training process.
         :raises TopologyError: if a rank is outside its size, or the nodes do not fit the world.
         """
-
-        def check() -> tuple[int, int, int, int]:
+        with _comparison("arguments of set_node") as share:
             local = _check_place("node_local_rank", node_local_rank, "node_local_size", node_local_size)
             node = _check_place("node_rank", node_rank, "node_world_size", node_world_size)
-            _check_node((*local, *node), self.world_size)
-            return (*local, *node)
-
-        node = self._compare("arguments of set_node", check, lambda it: f"{it[3]} nodes")
-        self.node_local_rank, self.node_local_size, self.node_rank, self.node_world_size = node
+            _check_node(local[1], node[1], self.world_size)
+            share(f"{node[1]} nodes")
+        self.node_local_rank, self.node_local_size = local
+        self.node_rank, self.node_world_size = node
 
     def set_exec_device(self, current_device: torch.device | int, streams: int | None = None) -> None:
-        """Set the device that this process works on, and make it torch's current one.
-
-        Collective over the world, where it is initialized.
+        """Set the device that this process works on, and make it torch's current one; collective over the world.
 
         :param current_device: Training device; a number is the index of a GPU.
         :param streams: Number of CUDA streams to instantiate; None means 4 on CUDA and none on CPU.
         :raises ConfigError: if there is no such device, it is not of the state's type, or CPU is to have streams.
         :raises StateError: if groups were made for another number of streams.
         """
-
-        def check() -> tuple[torch.device, int | None]:
+        with _comparison("arguments of set_exec_device") as share:
             kind = None if self.device_type is None else self.device_type.type
             device = check_device("current_device", current_device, kind)
             if device == torch.device("cuda"):  # without an index
@@ -325,11 +287,7 @@ class DistributedState:
                     f"{count} streams were asked for, but {self._setups[-1].call} made groups for {self._handles()}; "
                     "call set_exec_device before it"
                 )
-            return device, count
-
-        device, count = self._compare(
-            "arguments of set_exec_device", check, lambda it: f"{it[0].type}, streams={it[1]}"
-        )
+            share(f"{device.type}, streams={count}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.current_device = device
@@ -337,28 +295,30 @@ class DistributedState:
         self.streams = None if count is None else tuple(new)
 
     def set_init_device(self, init_device: torch.device | None, meta_initialization: bool = False) -> None:
-        """Set the device that models are initialized on.
-
-        Collective over the world, where it is initialized.
+        """Set the device that models are initialized on; collective over the world, where it is initialized.
 
         :param init_device: Initialization device; ranks may differ. None means the meta device where meta
             initialization is asked for, else the device that the process works on.
         :param meta_initialization: If meta device initialization is required.
         :raises ConfigError: if the device does not exist, or is the meta device without meta initialization.
         """
-        self.init_device, self.meta_initialization = self._compare(
-            "arguments of set_init_device",
-            lambda: _check_init_device(init_device, meta_initialization),
-            lambda it: f"meta_initialization={it[1]}",
-        )
+        with _comparison("arguments of set_init_device") as share:
+            one_of("meta_initialization", meta_initialization, (True, False))
+            if init_device is None:
+                device = torch.device("meta") if meta_initialization else None
+            else:
+                device = check_device("init_device", init_device, may_be_meta=True)
+                if device.type == "meta" and not meta_initialization:
+                    raise ConfigError(
+                        "init_device 'meta' holds no values; give meta_initialization=True with it, or a real device"
+                    )
+            share(f"meta_initialization={meta_initialization}")
+        self.init_device, self.meta_initialization = device, meta_initialization
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
     def _get_global_fsdp_mesh(self) -> DeviceMesh | None:
-        """Return a standard global FSDP device mesh.
-
-        Collective over the world, where it is initialized: one group of all ranks is made.
-        """
+        """Return a mesh of all ranks, and make its group; collective over the world, where it is initialized."""
         if not dist.is_initialized():
             return None
         rank, world_size = self._initialized_place("_get_global_fsdp_mesh")
@@ -375,12 +335,10 @@ class DistributedState:
         :raises ConfigError: if FSDP cannot shard over the mesh.
         :raises StateError: if HSDP or a federation is set up, or torch.distributed is not initialized.
         """
-
-        def check() -> DeviceMesh | None:
+        with _comparison("arguments of set_fsdp") as share:
             self._check_order("set_fsdp")
-            return None if mesh is None else _check_mesh(mesh, self._device_kind())
-
-        checked = self._compare("arguments of set_fsdp", check, lambda it: "no mesh" if it is None else "a mesh")
+            checked = None if mesh is None else _check_mesh(mesh, self._device_kind())
+            share("no mesh" if checked is None else "a mesh")
         replaced = self._setups[-1] if self._setups else None
         with setup_transaction(self, "set_fsdp"):
             self.fsdp_mesh = self._get_global_fsdp_mesh() if checked is None else checked
@@ -390,10 +348,7 @@ class DistributedState:
             replaced.destroy()
 
     def _set_global_hsdp_mesh(self) -> DeviceMesh | None:
-        """Make the groups of this rank's shard and replica, and return the HSDP device mesh over them.
-
-        Collective over the world, where it is initialized.
-        """
+        """Make the groups of this rank's shard and replica, and return their mesh; collective over the world."""
         if not dist.is_initialized():
             return None
         rank, _ = self._initialized_place("_set_global_hsdp_mesh")
@@ -414,24 +369,18 @@ class DistributedState:
         :raises TopologyError: if replicas of that size do not fill the world, or the shape has others.
         :raises StateError: if HSDP or a federation is set up, or torch.distributed is not initialized.
         """
-
-        def check() -> Topology:
+        with _comparison("arguments of set_hsdp") as share:
             self._check_order("set_hsdp")
             size = _replica_size(hsdp)
-            return Topology(self._place()[1], None, size, cell_shape)
-
-        topology = self._compare("arguments of set_hsdp", check, lambda it: f"{it.replica_size}{_shape_text(it)}")
+            topology = Topology(self._place()[1], None, size, cell_shape)
+            share(f"{size}{_shape_text(topology)}")
         with setup_transaction(self, "set_hsdp"):
             self._topology = topology
-            assert topology.replica_size is not None
-            self._partial_hsdp_setup(topology.replica_size)
+            self._partial_hsdp_setup(size)
             self._set_global_hsdp_mesh()
 
     def _partial_hsdp_setup(self, hsdp: int) -> None:
-        """Initialize PyTorch's HSDP parameters without creating the device mesh.
-
-        Collective over the world, where it is initialized.
-        """
+        """Fill the fields of HSDP without making its mesh; collective over the world, where it is initialized."""
         rank, world_size = self._place()
         sizes, shape = (None, None) if self._topology is None else (self._topology.sizes, self._topology.cell_shape)
         size = _replica_size(hsdp)
@@ -442,10 +391,7 @@ class DistributedState:
     def _partial_hsdp_setup_manual(
         self, replica_local_rank: int, replica_local_size: int, replica_rank: int, replica_world_size: tuple[int, ...]
     ) -> None:
-        """Partial set up of PyTorch's HSDP functionality, to be completed by instantiating the HSDP device mesh.
-
-        Collective over the world, where it is initialized.
-        """
+        """Fill the fields of HSDP with what is given; collective over the world, where it is initialized."""
         if self.is_hsdp_setup():
             raise StateError(f"HSDP with replicas of {self.replica_local_size} is set up; call unset_hsdp() first")
         shard, size, replica = replica_local_rank, replica_local_size, replica_rank
@@ -456,19 +402,17 @@ class DistributedState:
             self.replica_rank, self.replica_world_size = replica, topology.replica_counts
 
     def unset_hsdp(self) -> None:
-        """Unset all HSDP related variables: restore what was before :meth:`set_hsdp`, and destroy its groups.
+        """Restore what was before :meth:`set_hsdp`, if it was called, and destroy its groups.
 
-        Collective over the world, where it is initialized. Nothing happens where HSDP is not set up.
+        Collective over the world, where it is initialized.
 
         :raises StateError: if HSDP belongs to a federation.
         """
-
-        def check() -> str:
+        with _comparison("states at unset_hsdp") as share:
             if self.is_federated_scaling_setup():
                 raise StateError("HSDP belongs to the federation; call unset_federated_scaling() instead")
-            return "HSDP" if self.is_hsdp_setup() else "no HSDP"
-
-        if self._compare("states at unset_hsdp", check) == "HSDP":
+            share("HSDP" if self.is_hsdp_setup() else "no HSDP")
+        if self.is_hsdp_setup():
             rollback(self)
 
     # Federated scaling ------------------------------------------------------------------------------------------------
@@ -489,28 +433,21 @@ class DistributedState:
             number means equal groups of that size.
         :param hsdp: Size of an HSDP replica, a divisor of every group's size; None means that each group is one
             replica, sharded with FSDP.
-        :param cell_shape: Sizes of the axes of the mesh inside a group, outermost first, for groups with tensor,
-            context or pipeline parallelism, such as ``{"pp": 2, "dp_replicate": -1, "dp_shard": 2, "tp": 2}``. Replicas
-            are counted along ``dp_replicate``, where -1 stands for what a group's size leaves; a rank's shard is its
-            place along all other axes. It says the size of a replica, so ``hsdp`` may be left out.
+        :param cell_shape: Sizes of the axes of the mesh inside a group, outermost first, such as ``{"pp": 2,
+            "dp_replicate": -1, "dp_shard": 2, "tp": 2}``. Replicas are counted along ``dp_replicate``, where -1 stands
+            for what a group's size leaves; a rank's shard is its place along all other axes. It says the size of a
+            replica, so ``hsdp`` may be left out.
         :raises TopologyError: if groups, replicas or axes of these sizes do not fill the world.
-        :raises StateError: if a federation is set up, or a global HSDP where ``hsdp`` and ``cell_shape`` are None, or
-            torch.distributed is not initialized.
+        :raises StateError: if a federation is set up, or a global HSDP that this does not replace, or torch.distributed
+            is not initialized.
         """
-
-        def check() -> Topology:
+        with _comparison("arguments of set_federated_scaling") as share:
             self._check_order("set_federated_scaling", replaces_hsdp=(hsdp, cell_shape) != (None, None))
             if federated_group_size is None:
                 raise TopologyError("federated sizes None name no cell; give the ranks of each, or call set_fsdp()")
-            return Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
-
-        topology = self._compare(
-            "arguments of set_federated_scaling",
-            check,
-            lambda it: (
-                f"federated sizes {it.sizes}, hsdp={it.replica_size}{_shape_text(it)}, {self._handles()} streams"
-            ),
-        )
+            topology = Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
+            replicas = f"hsdp={topology.replica_size}{_shape_text(topology)}"
+            share(f"federated sizes {topology.sizes}, {replicas}, {self._handles()} streams")
         with setup_transaction(self, "set_federated_scaling"):
             self._topology = topology
             if topology.replica_size is not None:
@@ -522,29 +459,14 @@ class DistributedState:
 
     def _set_symmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
         """Create the process groups of federated groups of one size: a step of :meth:`set_federated_scaling`."""
-        topology = self._federated_topology(federated_group_size)
-        if min(topology.sizes) != max(topology.sizes):
-            raise TopologyError(f"federated sizes {topology.sizes} differ; call set_federated_scaling for any sizes")
-        self._federate(topology)
+        sizes = self._federated_topology(federated_group_size).sizes
+        if min(sizes) != max(sizes):
+            raise TopologyError(f"federated sizes {sizes} differ; call set_federated_scaling for any sizes")
+        self._set_asymmetric_federated_scaling(sizes)
 
     def _set_asymmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
-        """Create the process groups of federated groups of any sizes: a step of :meth:`set_federated_scaling`.
-
-        The groups bring together all the ranks handling corresponding shards of the model. E.g.: if a model is sharded
-        among four processes and replicated across two process groups (i.e., device_mesh=[[0,1,2,3],[4,5,6,7]]), then
-        they are the processes having the same local rank (i.e., [[0,4][1,5][2,6][3,7]]).
-        """
-        self._federate(self._federated_topology(federated_group_size))
-
-    def _federated_topology(self, sizes: tuple[int, ...] | int) -> Topology:
-        """Return the topology of a federation that is being set up; the replicas' size stands in the state."""
-        if not self._setups or not self._setups[-1].is_open:
-            raise StateError("this is a step of set_federated_scaling; call that instead")
-        shape = None if self._topology is None else self._topology.cell_shape
-        return Topology(self._place()[1], sizes, self.replica_local_size, shape)
-
-    def _federate(self, topology: Topology) -> None:
-        """Fill the fields of a federation, and make its groups and the cell's mesh."""
+        """Create the process groups of federated groups of any sizes: a step of :meth:`set_federated_scaling`."""
+        topology = self._federated_topology(federated_group_size)
         rank, _ = self._initialized_place("set_federated_scaling")
         at = topology.coordinates(rank)
         self._topology = topology
@@ -558,6 +480,13 @@ class DistributedState:
         mesh = cell_mesh(topology, rank, groups, self._device_kind())
         self.fsdp_mesh, self.hsdp_mesh = (None, mesh) if topology.is_hsdp else (mesh, None)
 
+    def _federated_topology(self, sizes: tuple[int, ...] | int) -> Topology:
+        """Return the topology of a federation that is being set up; the replicas' size stands in the state."""
+        if not self._setups or not self._setups[-1].is_open:
+            raise StateError("this is a step of set_federated_scaling; call that instead")
+        shape = None if self._topology is None else self._topology.cell_shape
+        return Topology(self._place()[1], sizes, self.replica_local_size, shape)
+
     def _set_rank_role(self) -> None:
         """Set whether this rank sends its shard to other cells, or else from whom it receives the average."""
         if not self.is_federated_scaling_setup():
@@ -570,12 +499,13 @@ class DistributedState:
         return self.topology.senders(federated_rank)
 
     def unset_federated_scaling(self) -> None:
-        """Unset Federated Scaling parameters: restore what was before, and destroy the groups made for it.
+        """Restore what was before :meth:`set_federated_scaling`, if it was called, and destroy the groups made for it.
 
-        Collective over the world, where it is initialized. Nothing happens where no federation is set up.
+        Collective over the world, where it is initialized.
         """
-        state = "a federation" if self.is_federated_scaling_setup() else "no federation"
-        if self._compare("states at unset_federated_scaling", lambda: state) == "a federation":
+        with _comparison("states at unset_federated_scaling") as share:
+            share("a federation" if self.is_federated_scaling_setup() else "no federation")
+        if self.is_federated_scaling_setup():
             rollback(self)
 
     def _rollback_all(self, *, destroys: bool = True) -> None:
@@ -584,18 +514,6 @@ class DistributedState:
             rollback(self, destroys=destroys)
 
     # Internals -------------------------------------------------------------------------------------------------------
-
-    def _compare(self, what: str, check: Callable[[], T], show: Callable[[T], str] = str) -> T:
-        """Check arguments, let the ranks compare them, and return them; collective over an initialized world."""
-        with run_on_all_ranks(what) as share:
-            try:
-                value = check()
-            except XfflError:  # which may be a ValueError, too
-                raise
-            except (TypeError, ValueError) as error:  # an argument of a kind that no check expects
-                raise ConfigError(f"{what} cannot be read: {error}") from error
-            share(show(value))
-        return value
 
     def _place(self) -> tuple[int, int]:
         """Return the rank and the world's size."""
@@ -662,9 +580,8 @@ class Setup:
 def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
     """Put a set-up on top of a state while the block fills its fields; within another set-up, be a step of that.
 
-    Collective over the world: at the end the ranks tell each other whether it worked, so that either all have it, or
-    all raise the same error and are as they were. No rank goes on before all have made their groups. Where making a
-    group failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
+    Collective over the world: all ranks have it, or all raise the same error and are as they were. Where making a group
+    failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
     """
     setups = state._setups
     if setups and setups[-1].is_open:
@@ -689,16 +606,26 @@ def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
 
 
 def rollback(state: DistributedState, *, destroys: bool = True) -> None:
-    """Put back the fields of before the newest set-up, and destroy its groups. Nothing moves.
-
-    Destroying a group of NCCL waits until all that it carries has ended. A rank that leaves by itself does not
-    (``destroys=False``): its groups go with its process.
-    """
+    """Put back the fields of before the newest set-up, and destroy its groups. Nothing moves."""
     setup = state._setups.pop()
     for name, value in setup.before.items():
         setattr(state, name, value)
-    if destroys:
+    if destroys:  # NCCL waits until all that a group carries has ended; a rank that leaves by itself must not
         setup.destroy()
+
+
+def _comparison(what: str) -> AbstractContextManager[Callable[[object], None]]:
+    """Let the ranks compare what the block shares, or raise alike what a check in it raised; collective over the world.
+
+    An argument of a kind that no check expects is a :class:`ConfigError`, too.
+    """
+
+    def unreadable(wrong: Exception) -> XfflError:
+        if not isinstance(wrong, (TypeError, ValueError)):
+            raise wrong
+        return ConfigError(f"{what} cannot be read: {wrong}")
+
+    return run_on_all_ranks(what, convert=unreadable)
 
 
 def _world() -> dist.ProcessGroup | None:
@@ -720,9 +647,8 @@ def _check_world(place: tuple[int, int]) -> None:
         )
 
 
-def _check_node(node: tuple[int | None, int | None, int | None, int | None], world_size: int | None) -> None:
+def _check_node(local_size: int | None, nodes: int | None, world_size: int | None) -> None:
     """Raise where nodes of at least one rank each cannot make up the world."""
-    _, local_size, _, nodes = node
     if local_size is None or nodes is None or world_size is None:
         return
     if local_size > world_size - (nodes - 1) or (nodes == 1 and local_size != world_size):
@@ -742,17 +668,6 @@ def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | N
     return master_addr, port
 
 
-def _check_init_device(device: object, is_meta: bool) -> tuple[torch.device | None, bool]:
-    """Return where models are initialized: on the meta device where that is asked for and no device is given."""
-    one_of("meta_initialization", is_meta, (True, False))
-    if device is None:
-        return (torch.device("meta") if is_meta else None), is_meta
-    checked = check_device("init_device", device, may_be_meta=True)
-    if checked.type == "meta" and not is_meta:
-        raise ConfigError("init_device 'meta' holds no values; give meta_initialization=True with it, or a real device")
-    return checked, is_meta
-
-
 def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
     """Return the ranks of a group that holds this rank."""
     if isinstance(ranks, torch.Tensor):
@@ -770,10 +685,7 @@ def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
 def _check_replicas(
     shard: object, size: object, replica: object, counts: object, place: tuple[int, int], inside: Topology | None
 ) -> Topology:
-    """Return the topology of cells of ``counts`` replicas of ``size`` ranks, in which this rank has its place.
-
-    The order of the ranks in a cell is that of ``inside``, if any: its shape.
-    """
+    """Return the topology of cells of replicas of ``size`` ranks, in which this rank has its place."""
     rank, world_size = place
     knob = "give the replicas of each federated group, (n,) without federation"
     if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:

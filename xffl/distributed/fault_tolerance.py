@@ -28,12 +28,11 @@ from torch.distributed.fsdp import FSDPModule
 from xffl.checks import one_of
 from xffl.cluster.network import list_interfaces
 from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
-from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
-from xffl.distributed.sharding import reshard, to_plain
+from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import
@@ -78,8 +77,7 @@ class FaultTolerantWorld(DistributedWorld):
     :param device_parameters: What is asked of the ranks of this group; or a world that is not set up, whose place this
         one takes.
     :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
-    :param backend: As for :class:`DistributedWorld`.
-    :param device: As for :class:`DistributedWorld`.
+    :param backend: As for :class:`DistributedWorld`, and so ``device``.
     :raises ConfigError: if an argument is invalid.
     :raises StateError: if the given world is set up.
     """
@@ -120,12 +118,8 @@ class FaultTolerantWorld(DistributedWorld):
     def setup(self, state: DistributedState | None = None) -> DistributedState:
         """Join the other ranks of this group, and make the manager that talks to the other groups.
 
-        Collective over the group. The other groups are not waited for: that is the first step's.
-
-        :param state: As for :meth:`DistributedWorld.setup`.
-        :return: The state.
-        :raises ConfigError: if torchft is missing, or the group has replicas or cells inside.
-        :raises LaunchError: if lighthouse or token are not set.
+        Collective over the group, as :meth:`DistributedWorld.setup`. The other groups are not waited for: that is the
+        first step's. Raises where torchft is missing, lighthouse or token are not set, or the group has cells inside.
         """
         made = super().setup(state)
         if not self.ft_params.enable:
@@ -138,10 +132,7 @@ class FaultTolerantWorld(DistributedWorld):
         return made
 
     def teardown(self, *, synchronize: bool = True) -> None:
-        """Leave the other groups, which go on, and the ranks of this one.
-
-        :param synchronize: As for :meth:`DistributedWorld.teardown`.
-        """
+        """Leave the other groups, which go on, and the ranks of this one, as :meth:`DistributedWorld.teardown`."""
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.shutdown(wait=False)
@@ -149,10 +140,6 @@ class FaultTolerantWorld(DistributedWorld):
         self._optimizer, self._pg, self._is_in_step = None, None, False
         super().teardown(synchronize=synchronize)
         self._store = None  # other ranks of this group have left it
-
-    def __enter__(self) -> FaultTolerantWorld:
-        super().__enter__()
-        return self
 
     @property
     def ft_manager(self) -> Manager | None:
@@ -172,12 +159,7 @@ class FaultTolerantWorld(DistributedWorld):
         return super().dp_size * (1 if self._manager is None else max(1, self._manager.num_participants()))
 
     def seed_for(self, seed: int, *axes: str) -> int:
-        r"""Return a seed as :meth:`DistributedWorld.seed_for`, where ranks with data of their own are of all groups.
-
-        :param seed: As there.
-        :param \*axes: As there; along ``dp`` and ``dp_replicate`` groups differ, too.
-        :return: The seed.
-        """
+        """Return a seed as :meth:`DistributedWorld.seed_for`; along ``dp`` and ``dp_replicate`` groups differ, too."""
         own = super().seed_for(seed, *axes)
         if self._group is None or not {"dp", "dp_replicate"} & set(axes):
             return own
@@ -298,10 +280,7 @@ class FaultTolerantWorld(DistributedWorld):
             raise ConfigError(self._pg.conflict)
 
     def _agree_in_group(self, manager: Manager) -> bool:
-        """Bring the ranks of this group to one step, and tell whether all have taken another group's state over.
-
-        Collective over the group: four numbers are gathered. What one rank could not do, none has done.
-        """
+        """Bring the ranks of this group to one step, and tell whether all have taken another group's state over."""
         failed = manager.errored()
         original = None if failed is None else failed.original_exception
         is_stranger = isinstance(original, LaunchError)
@@ -354,14 +333,10 @@ class FaultTolerantWorld(DistributedWorld):
             ) from error
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
-        """Combine a tensor of each rank; with ``mesh="dp"`` of all groups that take part in this step.
+        """Combine a tensor of each rank, as :meth:`DistributedWorld.all_reduce`.
 
-        :param tensor: As for :meth:`DistributedWorld.all_reduce`.
-        :param op: As there; over groups ``sum`` or ``mean``.
-        :param mesh: As there.
-        :return: The same values on all ranks. Where a group was lost meanwhile they mean nothing, and
-            :meth:`commit_step` says so.
-        :raises ConfigError: if the operation is invalid.
+        With ``mesh="dp"`` of all groups that take part in this step, by ``sum`` or ``mean``. Where a group was lost
+        meanwhile the values mean nothing, and :meth:`commit_step` says so.
         """
         if self._manager is None or mesh != "dp":
             return super().all_reduce(tensor, op, mesh)
@@ -375,10 +350,8 @@ class FaultTolerantWorld(DistributedWorld):
     # Internals --------------------------------------------------------------------------------------------------------
 
     def _start_alike(self, manager: Manager) -> None:
-        """Let all groups begin with the weights of one.
-
-        torchft's own way (``init_sync``) gives ranks of one group the parts of different groups.
-        """
+        """Let all groups begin with the weights of one."""
+        # torchft's own way (init_sync) gives ranks of one group the parts of different groups.
         is_source = manager.participating_rank() == 0
         pairs = []
         for model in self._parts.values():
@@ -433,7 +406,17 @@ class FaultTolerantWorld(DistributedWorld):
     def _connect(self) -> None:
         """Make the manager, and with it this rank's servers: all of them listen at one address."""
         with run_on_all_ranks("lighthouses or numbers of the replica group") as share:
-            self._check()
+            replicas, cells = self.dims.size("dp_replicate"), self.state.topology.cells
+            if replicas > 1:
+                raise ConfigError(
+                    f"dp_replicate is {replicas} inside this replica group, but replicas are groups of their own; give "
+                    "dp_replicate=1, and start more jobs"
+                )
+            if cells > 1:
+                raise ConfigError(
+                    f"this job has {cells} federated groups, but it is one of several replica groups of one model; "
+                    "leave federated and XFFL_FEDERATED out"
+                )
             lighthouse, token, self._group = lighthouse_of(), token_of(), replica_group_of()
             share(f"{lighthouse} {self._group}")
             address = bind_address(lighthouse)
@@ -472,25 +455,9 @@ class FaultTolerantWorld(DistributedWorld):
                 checkpoint_transport=ShardTransport(address, token),
             )
 
-    def _check(self) -> None:
-        replicas, cells = self.dims.size("dp_replicate"), self.state.topology.cells
-        if replicas > 1:
-            raise ConfigError(
-                f"dp_replicate is {replicas} inside this replica group, but replicas are groups of their own; give "
-                "dp_replicate=1, and start more jobs"
-            )
-        if cells > 1:
-            raise ConfigError(
-                f"this job has {cells} federated groups, but it is one of several replica groups of one model; leave "
-                "federated and XFFL_FEDERATED out"
-            )
-
     def _meet(self, address: str) -> tuple[str, int, int]:
-        """Make a store for ranks at the same place of all groups to meet at, and draw a number for this group's life.
-
-        Collective over the group: both are rank 0's.
-        """
-        place: list[Any] = [None]
+        """Make a store for ranks at one place of all groups, and draw a number for this group's life; collective."""
+        place: list[tuple[str, int, int]] = [(address, 0, 0)]
         if self.rank == 0:
             listener = socket.create_server((address, 0), backlog=1024)
             port = listener.getsockname()[1]
@@ -502,8 +469,7 @@ class FaultTolerantWorld(DistributedWorld):
             place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]
         if self.world_size > 1:
             dist.broadcast_object_list(place, src=0)
-        made: tuple[str, int, int] = place[0]
-        return made
+        return place[0]
 
 
 class CommittedOptimizer(torch.optim.Optimizer):
@@ -545,10 +511,7 @@ class CommittedOptimizer(torch.optim.Optimizer):
         self.wrapped.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step, or do nothing where a group was lost on the way; tell which. Collective over the group.
-
-        A closure is refused: a step of several passes would need an agreement for each.
-        """
+        """Step, or do nothing where a group was lost on the way; tell which. Collective over the group."""
         if closure is not None:
             raise ConfigError("an optimizer of several replica groups takes no closure; compute the gradients before")
         is_taken = self._world.commit_step()
@@ -580,11 +543,7 @@ def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Futur
 
 
 def _group_class(device: torch.device) -> Any:
-    """Return torchft's class of groups over the ranks at one place of all replica groups, with three changes.
-
-    It refuses groups that do not go together, it takes a fresh prefix in the store for each set of lives, and over gloo
-    it waits only shortly for groups that do not connect.
-    """
+    """Return torchft's class of groups over the ranks at one place of all replica groups, with three changes."""
     import torchft
 
     is_gloo = device.type == "cpu"

@@ -1,12 +1,18 @@
-"""Process groups and meshes, made for a topology in the same order on every rank, and the checks of their devices."""
+"""Process groups and meshes, made for a topology in the same order on every rank, and what goes with them.
+
+That is the checks of backends and devices, and the threads that still communicate when the process leaves its groups.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,21 +23,7 @@ from xffl.checks import index_of, integer
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
-__all__ = [
-    "ALL_KINDS",
-    "DEFAULT_STREAMS",
-    "Groups",
-    "cell_mesh",
-    "check_backend",
-    "check_device",
-    "check_streams",
-    "destroy_group",
-    "fresh_suffix",
-    "make_groups",
-    "make_host_groups",
-    "make_round_groups",
-    "new_group",
-]
+__all__ = ["Groups", "destroy_group", "leave_after", "make_groups", "make_host_groups", "make_round_groups"]
 
 
 logger = logging.getLogger("xffl")
@@ -97,10 +89,7 @@ def make_round_groups(
 def make_host_groups(
     topology: Topology, rank: int, timeout_s: float
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Make groups over gloo for what goes on beside the training, in the memory of the host.
-
-    Collective over the world.
-    """
+    """Make groups over gloo for what goes on beside the training, in the host's memory; collective over the world."""
     world = new_group(range(topology.world_size), timeout_s, "xffl_host_world", "gloo")
     if topology.cells == 1:
         return world, None
@@ -155,10 +144,7 @@ def fresh_suffix(*key: object) -> str:
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group and what it left in the store, so that a group of the same name can be made again.
-
-    Nothing moves between ranks. Every member must have finished making the group before one of them destroys it.
-    """
+    """Destroy a group and what it left in the store, when every member has finished making it; nothing moves."""
     store = group.get_group_store()
     dist.destroy_process_group(group)
     # A later group of these ranks may get this one's name, and would connect to the addresses of this one.
@@ -219,3 +205,37 @@ def check_streams(streams: object, device: torch.device) -> int | None:
     if device.type != "cuda":
         raise ConfigError(f"streams {count} were asked for, but {device} has none; leave streams out")
     return count
+
+
+class _Background(Protocol):
+    """Work on a thread of its own that can be waited for."""
+
+    def wait(self) -> None: ...
+
+    def stop(self, within_s: float) -> None: ...
+
+
+_STOP_S = 2.0
+"""How long work may go on where nobody waits for its result, and then to stop when it is asked to."""
+
+_under_way: WeakSet[_Background] = WeakSet()
+"""State of the process, not of a world: :mod:`atexit` ends what is left when no object that knows it is left."""
+
+
+def leave_after(work: _Background) -> None:
+    """Have this process wait for something that communicates on a thread of its own when it leaves the world; local."""
+    _under_way.add(work)
+
+
+def wait_for_threads() -> None:
+    """Wait until nothing is under way; local, but what is under way may need other ranks."""
+    for work in list(_under_way):
+        work.wait()
+
+
+@atexit.register
+def stop_threads() -> None:
+    """End what is still under way, within seconds; local."""
+    # A thread that wakes up in C++ while Python ends its process aborts it (before Python 3.14).
+    for work in list(_under_way):
+        work.stop(_STOP_S)

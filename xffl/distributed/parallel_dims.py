@@ -18,7 +18,7 @@ from xffl.distributed.parameters import AXES, MeshSizes
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["JOINED", "CellMeshes", "ParallelDims", "dtype_of", "make_cell_meshes"]
+__all__ = ["JOINED", "CellMeshes", "ParallelDims", "make_cell_meshes"]
 
 
 JOINED = {
@@ -102,10 +102,10 @@ def make_cell_meshes(
     state: DistributedState,
     device_type: str,
 ) -> CellMeshes:
-    """Make the groups and meshes of a rank.
+    """Make the groups and meshes of a rank; collective over the world.
 
-    Collective over the world: every rank makes a group for each set of axes of which one has more than one rank
-    anywhere, one of itself, and with cells of equal size one of the ranks at the same place in all cells.
+    Every rank makes a group for each set of axes of which one has more than one rank anywhere, one of itself, and with
+    cells of equal size one of the ranks at the same place in all cells.
     """
     topology, rank = state.topology, dist.get_rank()
     cell = state.federation if state.federation is not None else dist.group.WORLD
@@ -150,10 +150,3 @@ def make_cell_meshes(
         if name in groups:
             by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(f"{name}{suffix}",))
     return CellMeshes(mesh, dims, world_mesh, model_mesh, by_name, groups)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch's data type of a name that :class:`DeviceParameters` accepts."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), "checked by DeviceParameters"
-    return dtype

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Literal
 
-from xffl.checks import integer, integer_fields, one_of
+from xffl.checks import integer, integer_fields, number, one_of
 from xffl.errors import ConfigError
 
 __all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "FaultToleranceParameters", "MeshSizes"]
@@ -35,19 +34,14 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The mesh inside each cell, in numbers.
-
-    :param axes: Ranks along each of :data:`AXES`. Of ``dp_replicate`` and ``dp_shard`` one may be -1 where cells of
-        unequal size have different numbers of ranks along it.
-    :param replica_size: Ranks that together hold one copy of the model (``hsdp``); ``None`` where a cell is one
-        replica, sharded with FSDP alone.
-    :param cell_shape: What :class:`xffl.topology.Topology` needs to know of the axes; ``None`` where ``replica_size``
-        says all.
-    """
+    """The mesh inside each cell, in numbers."""
 
     axes: dict[str, int]
+    """Ranks along each of :data:`AXES`; -1 for the one along which cells of unequal size have different numbers"""
     replica_size: int | None
+    """Ranks that together hold one copy of the model (``hsdp``); ``None`` where a cell is one, sharded by FSDP alone"""
     cell_shape: dict[str, int] | None
+    """What :class:`xffl.topology.Topology` needs to know of the axes; ``None`` where ``replica_size`` says all"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +57,7 @@ class CommParameters:
 
     def __post_init__(self) -> None:
         for name in ("init_timeout_seconds", "train_timeout_seconds"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"comm.{name} {value!r} must be a positive number of seconds; give one, such as 600")
+            number(f"comm.{name}", getattr(self, name), above=0.0, hint="give seconds, such as 600")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,42 +143,22 @@ class DeviceParameters:
 
     @classmethod
     def SINGLE_DEVICE(cls, **options: Any) -> DeviceParameters:
-        r"""Return parameters for cells of one rank.
-
-        :param \**options: Any other field.
-        :return: The parameters.
-        """
+        """Return parameters for cells of one rank; options are the other fields."""
         return cls(**options)
 
     @classmethod
     def DDP(cls, *, dp_replicate: Size = AUTO, **options: Any) -> DeviceParameters:
-        r"""Return parameters for a whole copy of the model on each rank.
-
-        :param dp_replicate: Copies in a cell; by default as many as it has ranks.
-        :param \**options: Any other field.
-        :return: The parameters.
-        """
+        """Return parameters for a whole copy of the model on each rank; by default all ranks of a cell are replicas."""
         return cls(dp_replicate=dp_replicate, **options)
 
     @classmethod
     def FSDP(cls, *, dp_shard: Size = AUTO, **options: Any) -> DeviceParameters:
-        r"""Return parameters for one copy of the model in a cell, cut over its ranks.
-
-        :param dp_shard: Ranks that the model is cut over; by default what the other axes leave.
-        :param \**options: Any other field.
-        :return: The parameters.
-        """
+        """Return parameters for one copy of the model in a cell, cut over the ranks that other axes leave."""
         return cls(dp_shard=dp_shard, **options)
 
     @classmethod
     def HSDP(cls, *, dp_shard: Size, dp_replicate: Size = AUTO, **options: Any) -> DeviceParameters:
-        r"""Return parameters for several copies of the model in a cell, each cut over some ranks.
-
-        :param dp_shard: Ranks that each copy is cut over.
-        :param dp_replicate: Copies; by default as many as the cell has room for.
-        :param \**options: Any other field.
-        :return: The parameters.
-        """
+        """Return parameters for several copies of the model in a cell, each cut over ``dp_shard`` ranks."""
         return cls(dp_shard=dp_shard, dp_replicate=dp_replicate, **options)
 
     def resolve(self, cell_sizes: Sequence[int]) -> MeshSizes:

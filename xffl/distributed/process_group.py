@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import socket
@@ -10,8 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,21 +32,12 @@ from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import barrier, check_consistent_on_store, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
-from xffl.distributed.groups import check_backend, check_device, check_streams
+from xffl.distributed.groups import check_backend, check_device, check_streams, stop_threads, wait_for_threads
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
-__all__ = [
-    "cleanup_distributed_process_group",
-    "find_sizes",
-    "leave_after",
-    "set_up_cells",
-    "setup_distributed_process_group",
-    "stop_threads",
-    "wait_for_threads",
-    "waits_when_destroyed",
-]
+__all__ = ["cleanup_distributed_process_group", "setup_distributed_process_group"]
 
 
 ON_GPUS = "cpu:gloo,cuda:nccl"
@@ -114,6 +103,7 @@ def setup_distributed_process_group(
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
     The ranks compare what they were asked for as soon as they meet, so that all raise the same error. A rule that
     finds cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
+    Arguments that :func:`xffl.session <xffl.distributed.session.session>` has, too, mean what they mean there.
 
     :param rank: Rank of this process.
     :param world_size: Number of processes.
@@ -121,21 +111,9 @@ def setup_distributed_process_group(
     :param group_local_size: Processes on this node.
     :param group_rank: Number of this node.
     :param group_world_size: Number of nodes.
-    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA: NCCL for what lies
-        on GPUs, gloo for the votes of rounds and all else that the host must hear of if a rank is lost.
     :param master_addr: Address where rank 0 listens.
     :param master_port: Port where rank 0 listens.
-    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
-    :param hsdp: Size of a replica.
-    :param federated: Sizes of the federated groups, one size for equal ones, or a rule: ``auto`` (SLURM's network),
-        ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``.
-    :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
-    :param timeout_s: Seconds after which a collective over the world gives up; within a cell it is half of that,
-        between cells three quarters.
-    :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
-    :param device_parameters: The mesh inside each cell, in place of ``hsdp``. Its timeouts are not read here.
     :param join_timeout_s: Seconds to wait for all ranks to come; by default ``timeout_s``.
-    :param timeouts: Each level by itself, in place of ``timeout_s``.
     :return: The state, ready for use.
     :raises StateError: if torch.distributed is initialized already.
     :raises LaunchError: if the processes cannot be found or joined.
@@ -190,11 +168,10 @@ def cleanup_distributed_process_group(
 ) -> None:
     """Leave the process group and release what the state made; its set-ups are gone afterwards.
 
-    Collective over the world with ``synchronize``: the ranks wait for each other first, and for rounds under way that
-    nobody has merged, since a process that ends while something still talks to it may abort. After an exception give
-    ``synchronize=False``: nothing is communicated but what a round under way still does within two seconds, after which
-    it is stopped; and a world of several ranks over NCCL, which could not be left without the others, lasts as long as
-    the process.
+    Collective over the world with ``synchronize``: the ranks wait for each other first, and for rounds under way, since
+    a process that ends while something still talks to it may abort. After an exception give ``synchronize=False``: a
+    round under way is stopped within two seconds, and a world of several ranks over NCCL, which could not be left
+    without the others, lasts as long as the process.
 
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
@@ -277,14 +254,12 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
 def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) -> Store:
     """Return the store that the world keeps: not the one at the given port, which is free again once all have met.
 
-    Rank 0 tells where it is, so that all agree: on the control interface, where one is named, whose address every rank
-    has looked for before (see :func:`use_interface`); else where the ranks have met.
     torch's caches hold on to process groups, and so to their store, longer than the world lasts.
     """
     if place.master_addr is None or not isinstance(meeting, TCPStore):
         return meeting
     timeout = timedelta(seconds=timeouts.session_s)
-    if place.rank == 0:
+    if place.rank == 0:  # it tells where: every rank has looked for the control interface before (use_interface)
         address = control_address() or place.master_addr
         store = TCPStore(address, 0, place.world_size, True, timeout, False)
         meeting.set("store", f"{address} {store.port}")
@@ -296,10 +271,8 @@ def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) 
 
 
 def _arrive(store: Store, world_size: int) -> int:
-    """Return the number of the world that this rank is among the first ``world_size`` ranks of.
-
-    All ranks of a world arrive before one of the next does, since none leaves before all have met.
-    """
+    """Return the number of the world that this rank is among the first ``world_size`` ranks of."""
+    # All ranks of a world arrive before one of the next does, since none leaves before all have met.
     return int(store.add("xffl_arrivals", 1) - 1) // world_size
 
 
@@ -416,10 +389,7 @@ def set_up_cells(
     *,
     asked: Federation | None = None,
 ) -> None:
-    """Call the setter for what is asked for; collective over the world.
-
-    Fewer cells than ``XFFL_REQUIRE_CELLS`` asks for are refused; rank 0 says where a federation is a single cell.
-    """
+    """Call the setter for what is asked for; collective over the world."""
     asked = federated if asked is None else asked
     world_size = state.topology.world_size
     with run_on_all_ranks("numbers of cells to require (XFFL_REQUIRE_CELLS)") as share:
@@ -438,8 +408,7 @@ def set_up_cells(
 def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tuple[int, ...] | None:
     """Return the sizes of the cells; with a rule, those that it makes of the hosts on which the ranks run.
 
-    With a rule collective over the world: an all-gather of a few names, and the comparison of the sizes. With sizes
-    nothing moves.
+    With a rule collective over the world: an all-gather of a few names. With sizes nothing moves.
     """
     if not isinstance(federated, str):
         return federated
@@ -459,42 +428,3 @@ def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tup
         sizes = sizes_of_ranks([host for host, _ in places], federated)
         share(sizes)
     return sizes
-
-
-class _Background(Protocol):
-    """Work on a thread of its own that can be waited for."""
-
-    def wait(self) -> None: ...
-
-    def stop(self, within_s: float) -> None: ...
-
-
-_STOP_S = 2.0
-"""How long work may go on where nobody waits for its result, and then to stop when it is asked to."""
-
-_under_way: WeakSet[_Background] = WeakSet()
-"""State of the process, not of a world: :mod:`atexit` ends what is left when no object that knows it is left."""
-
-
-def leave_after(work: _Background) -> None:
-    """Have this process wait for something that communicates on a thread of its own when it leaves the world; local.
-
-    Where the process ends without having left, what is under way is stopped.
-    """
-    _under_way.add(work)
-
-
-def wait_for_threads() -> None:
-    """Wait until nothing is under way; local, but what is under way may need other ranks."""
-    for work in list(_under_way):
-        work.wait()
-
-
-@atexit.register
-def stop_threads() -> None:
-    """End what is still under way, within seconds; local.
-
-    A thread that wakes up in C++ while Python ends its process aborts it (before Python 3.14).
-    """
-    for work in list(_under_way):
-        work.stop(_STOP_S)

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.distributed.collectives import bytes_of
 from xffl.distributed.sharding import (
+    bytes_of,
     from_plain,
     load_optimizer,
     local_tensor,
@@ -63,13 +64,17 @@ DTYPES = {
 }
 
 
+@dataclass(eq=False)
 class _Offer:
     """One state that some ranks of other groups are to get."""
 
-    def __init__(self, step: int, text: bytes, tensors: list[torch.Tensor], takers: int) -> None:
-        self.step, self.text, self.tensors, self.left = step, text, tensors, takers
-        self.moved = time.monotonic()
-        """When something was last sent"""
+    step: int
+    text: bytes
+    tensors: list[torch.Tensor]
+    left: int
+    """Ranks that still have to get it"""
+    moved: float = field(default_factory=time.monotonic)
+    """When something was last sent"""
 
 
 class ShardTransport:
@@ -275,7 +280,12 @@ def give(name: str, part: Any, saved: Any) -> None:
     if isinstance(part, nn.Module):
         _give_model(name, part, saved)
     elif isinstance(part, torch.optim.Optimizer):
-        _give_optimizer(part, saved)
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        state = {
+            number: {key: _spread(value, parameters[number]) for key, value in values.items()}
+            for number, values in saved["state"].items()
+        }
+        load_optimizer(part, {"state": state, "param_groups": saved["param_groups"]})
     else:
         part.load_state_dict(_spread_like(saved, part.state_dict(), name))
 
@@ -304,20 +314,9 @@ def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
         model.load_state_dict(others, strict=False)
 
 
-def _give_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: {key: _spread(value, parameters[number]) for key, value in values.items()}
-        for number, values in saved["state"].items()
-    }
-    load_optimizer(optimizer, {"state": state, "param_groups": saved["param_groups"]})
-
-
 def local(value: Any) -> Any:
     """Return this rank's part of a tensor, without gradient; other values as they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return local_tensor(value).detach()
+    return local_tensor(value).detach() if isinstance(value, torch.Tensor) else value
 
 
 def _cut(value: Any) -> Any:
@@ -351,10 +350,7 @@ def _spread_like(value: Any, like: Any, where: str) -> Any:
 
 
 def digest(part: Any) -> int:
-    """Return a number of 40 bits of what must be the same in all groups of a part: buffers may differ.
-
-    Of each tensor it is a sum of its memory, which is read once, where it lies.
-    """
+    """Return a number of 40 bits of what must be the same in all groups of a part: buffers may differ."""
     whole = hashlib.blake2b(digest_size=5)
     tensors: dict[str, torch.Tensor] = {}
     if isinstance(part, nn.Module):

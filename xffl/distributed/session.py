@@ -44,15 +44,17 @@ def session(
        with xffl.session(federated=(4, 4), hsdp=2) as state:
            model = xffl.shard(build_model(), state)
 
-    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
-        ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation.
+    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them: ``auto``
+        (SLURM's network), ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``; by default what ``XFFL_FEDERATED`` says.
     :param hsdp: Size of a replica; by default what ``XFFL_HSDP`` says, else none.
-    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA: NCCL for what lies
+        on GPUs, gloo for the votes of rounds and all else that the host must hear of if a rank is lost.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
-    :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
-    :param timeout_s: Seconds after which a collective over the world gives up.
+    :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
+    :param timeout_s: Seconds after which a collective over the world gives up; within a cell it is half of that,
+        between cells three quarters.
     :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
-    :param device_parameters: The mesh inside each cell, in place of ``hsdp``; :class:`xffl.DistributedWorld` has more.
+    :param device_parameters: The mesh inside each cell, in place of ``hsdp``; its timeouts are not read here.
     :param timeouts: How long each level waits (in a cell, between cells, over the world), in place of ``timeout_s``.
     :param cell: Which cell this job is, from 0, where each cell is a job of its own and rounds go over files; by
         default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place`` deals

@@ -1,14 +1,15 @@
-"""Parameters as an optimizer holds them (FSDP2 puts others in their place while a unit is gathered), and plain values.
+"""Tensors and values as they are kept and sent: sharded parameters, bytes of tensors, and plain values.
 
-The outermost unit stays gathered after a forward pass that no backward pass follows (a validation). Whoever compares
-parameters by identity, or reads their gradients, asks here.
+FSDP2 puts other parameters in the place of an optimizer's while a unit is gathered, and the outermost unit stays
+gathered after a forward pass that no backward pass follows (a validation). Whoever compares parameters by identity, or
+reads their gradients, asks here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,6 +22,8 @@ from xffl.errors import ConfigError
 
 __all__ = [
     "Plain",
+    "bytes_of",
+    "from_bytes",
     "from_plain",
     "load_optimizer",
     "local_tensor",
@@ -47,10 +50,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's elements as a tensor that is spread like another, in the same memory; nothing moves.
-
-    ``DTensor.from_local`` copies what does not lie where the mesh computes, such as shards that FSDP keeps on the CPU.
-    """
+    """Return this rank's elements as a tensor that is spread like another, in the same memory; nothing moves."""
+    # DTensor.from_local copies what does not lie where the mesh computes, such as shards that FSDP keeps on the CPU.
     spread: Any = like.detach()
     names, made_of = spread.__tensor_flatten__()
     parts = {name: getattr(spread, name) for name in names} | {"_local_tensor": values.detach()}
@@ -83,6 +84,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
                 cast = optimizer.state[parameters[number]][key]
                 if cast.dtype != value.dtype:
                     optimizer.state[parameters[number]][key] = value.to(device=cast.device)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in order as one flat row of bytes, whatever the tensor's memory layout.
+
+    A view where the elements follow each other in memory, else a copy: read it, do not write to it.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # A single element, or none, counts as contiguous with any stride, but only one of 1 can be viewed as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a copy of what :func:`bytes_of` gave as a tensor; the copy is aligned for any data type."""
+    return data.clone().view(dtype).view(shape)
 
 
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]

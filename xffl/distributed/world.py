@@ -6,9 +6,9 @@ import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import DTensor, parallel
 
 from xffl.checks import one_of
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.launch.failure import note_failure
-from xffl.distributed.collectives import own_values, total_norm
-from xffl.distributed.consistency import barrier, run_on_all_ranks
+from xffl.distributed.consistency import barrier, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, dtype_of, make_cell_meshes
+from xffl.distributed.norms import total_norm
+from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.parameters import AXES, DeviceParameters, MeshSizes
 from xffl.distributed.process_group import (
     cleanup_distributed_process_group,
@@ -41,6 +41,8 @@ from xffl.topology import Topology
 
 __all__ = ["DistributedWorld", "loss_parallel"]
 
+
+W = TypeVar("W", bound="DistributedWorld")
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -91,10 +93,7 @@ class DistributedWorld:
         self._groups: list[dist.ProcessGroup] = []
 
     def setup(self, state: DistributedState | None = None) -> DistributedState:
-        """Join the other processes and make the meshes.
-
-        Collective over the world: every rank makes the same groups (see
-        :func:`xffl.distributed.parallel_dims.make_cell_meshes`).
+        """Join the other processes and make the meshes; collective over the world.
 
         :param state: A state of a world that is joined already, with replicas as the device parameters ask for, or
             with no set-up yet; by default the world is joined, and left again by :meth:`teardown`.
@@ -127,8 +126,6 @@ class DistributedWorld:
         """Leave the other processes, if :meth:`setup` joined them.
 
         Collective over the world with ``synchronize``; after an exception give ``synchronize=False``: nothing moves.
-
-        :param synchronize: Whether the ranks wait for each other first.
         """
         state, self._state, self._meshes = self._state, None, None
         groups, self._groups = self._groups, []
@@ -147,7 +144,7 @@ class DistributedWorld:
             self._is_laid_here = False
             state._rollback_all(destroys=destroys)
 
-    def __enter__(self) -> DistributedWorld:
+    def __enter__(self: W) -> W:
         if self._state is None:
             self.setup()
         return self
@@ -196,8 +193,7 @@ class DistributedWorld:
     def device(self) -> torch.device:
         """What this process computes on."""
         if self._device is None:  # asked for in every step
-            device = self.state.current_device if self.state.current_device is not None else self.state.device_type
-            self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+            self._device = compute_device(self.state)
         return self._device
 
     @property
@@ -225,44 +221,9 @@ class DistributedWorld:
         return self.dims.rank("dp")
 
     @property
-    def dp_replicate_size(self) -> int:
-        """Replicas in the cell."""
-        return self.dims.size("dp_replicate")
-
-    @property
-    def dp_replicate_rank(self) -> int:
-        """The replica that this rank belongs to."""
-        return self.dims.rank("dp_replicate")
-
-    @property
-    def dp_shard_size(self) -> int:
-        """Ranks with data of their own that FSDP cuts a replica over."""
-        return self.dims.size("dp_shard")
-
-    @property
-    def dp_shard_rank(self) -> int:
-        """This rank's place along ``dp_shard``."""
-        return self.dims.rank("dp_shard")
-
-    @property
-    def cp_size(self) -> int:
-        """Ranks that share a sequence."""
-        return self.dims.size("cp")
-
-    @property
-    def cp_rank(self) -> int:
-        """The part of a sequence that this rank works on."""
-        return self.dims.rank("cp")
-
-    @property
     def tp_size(self) -> int:
         """Ranks that share a layer."""
         return self.dims.size("tp")
-
-    @property
-    def tp_rank(self) -> int:
-        """The part of each layer that this rank works on."""
-        return self.dims.rank("tp")
 
     @property
     def pp_size(self) -> int:
@@ -273,11 +234,6 @@ class DistributedWorld:
     def pp_rank(self) -> int:
         """The stage that this rank works on."""
         return self.dims.rank("pp")
-
-    @property
-    def dp_enabled(self) -> bool:
-        """Whether ranks of the cell have data of their own."""
-        return self.dims.size("dp") > 1
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -322,7 +278,7 @@ class DistributedWorld:
     @property
     def mixed_precision_dtype(self) -> torch.dtype:
         """What computation is done in."""
-        return dtype_of(self.device_parameters.param_dtype)
+        return _dtype_of(self.device_parameters.param_dtype)
 
     # Determinism ------------------------------------------------------------------------------------------------------
 
@@ -344,13 +300,12 @@ class DistributedWorld:
         return int.from_bytes(digest, "big") >> 1
 
     def set_determinism(self, seed: int, *axes: str, deterministic: bool = False) -> int:
-        r"""Seed Python, numpy and torch on this rank; local.
+        r"""Seed Python, numpy and torch on this rank, and return the seed; local.
 
         :param seed: The run's seed.
         :param \*axes: Axes along which ranks draw different numbers, as in :meth:`seed_for`. Ranks that share a layer
             or a copy of the model have to agree on dropout and initialization: ``dp`` and ``federated`` are the usual.
         :param deterministic: Whether torch is to take deterministic algorithms only, from now on.
-        :return: The seed that was set.
         """
         own = self.seed_for(seed, *axes)
         random.seed(own)
@@ -364,10 +319,9 @@ class DistributedWorld:
 
     @property
     def world_mesh(self) -> DeviceMesh:
-        """The mesh of all axes over this rank's cell: ``pp, cp, dp_replicate, dp_shard, tp``.
+        """The mesh ``pp, cp, dp_replicate, dp_shard, tp`` over this rank's cell, since cells may have different sizes.
 
-        The federated axis stands outside it, since cells may have different sizes. From the second world of a process
-        on, the names of its dimensions end in a number.
+        From the second world of a process on, the names of its dimensions end in a number.
         """
         return self._made.world_mesh
 
@@ -386,12 +340,7 @@ class DistributedWorld:
         return self._made.get_mesh(name)
 
     def get_group(self, name: str) -> dist.ProcessGroup:
-        """Return the process group of a mesh; nothing moves.
-
-        :param name: ``world`` (all ranks), ``cell``, or a name that :meth:`get_mesh` knows.
-        :return: The group.
-        :raises ConfigError: if there is none of that name.
-        """
+        """Return the process group of ``world`` (all ranks), ``cell``, or a mesh by name; nothing moves."""
         return self._made.group(name)
 
     @property
@@ -426,79 +375,54 @@ class DistributedWorld:
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
         group = self._made.group(mesh)
-        result = own_values(tensor).clone(memory_format=torch.contiguous_format)
+        result = _movable(tensor).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=OPERATIONS[op], group=group)
         return result.div_(group.size()) if op == "mean" else result
 
     def all_gather(self, tensor: torch.Tensor, mesh: str = "world") -> torch.Tensor:
-        """Collect a tensor of each rank.
+        """Return a tensor of each rank of the mesh, stacked to the shape ``(ranks, *tensor.shape)``.
 
-        Collective over the ranks of the mesh; each receives the tensors of all others.
-
-        :param tensor: This rank's values, of the same shape and data type on all ranks.
-        :param mesh: As in :meth:`all_reduce`.
-        :return: The tensors stacked by rank, shape ``(ranks, *tensor.shape)``, the same on all of them.
+        Collective over the mesh, as :meth:`all_reduce`; each rank receives the tensors of all others.
         """
         group = self._made.group(mesh)
-        values = own_values(tensor).contiguous()
+        values = _movable(tensor).contiguous()
         gathered = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(gathered, values, group=group)
         return torch.stack(gathered)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
-        """Give a tensor of one rank to the others.
-
-        Collective over the ranks of the mesh.
+        """Return the tensor of one rank on all ranks of a mesh; collective over it, as :meth:`all_reduce`.
 
         :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
         :param src: The rank that sends, counted along the mesh.
-        :param mesh: As in :meth:`all_reduce`.
-        :return: The same values on all ranks.
         :raises ConfigError: if there is no such rank.
         """
         group = self._made.group(mesh)
         if not 0 <= src < group.size():
             raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
-        result = own_values(tensor).clone(memory_format=torch.contiguous_format)
+        result = _movable(tensor).clone(memory_format=torch.contiguous_format)
         dist.broadcast(result, group=group, group_src=src)
         return result
 
     def barrier(self, mesh: str = "world") -> None:
-        """Wait until all ranks of the mesh have come here.
-
-        :param mesh: As in :meth:`all_reduce`.
-        """
+        """Wait until all ranks of the mesh have come here; ``mesh`` as in :meth:`all_reduce`."""
         barrier(self._made.group(mesh))
 
     # Steps that several replica groups take together ------------------------------------------------------------------
 
     def average_gradients(self, model: nn.Module) -> nn.Module:
-        """Return the model to use: the same one, since a plain world is the only one; local.
-
-        :param model: The model, as it is spread.
-        :return: It. :class:`xffl.distributed.FaultTolerantWorld` averages its gradients over all groups.
-        """
+        """Return the model: a :class:`xffl.distributed.FaultTolerantWorld` averages its gradients over all groups."""
         return model
 
     def register(self, name: str, part: Any) -> None:
-        """Do nothing: no other group may come and take the part over; local.
-
-        :param name: What it is called.
-        :param part: A model, an optimizer, or what has ``state_dict`` and ``load_state_dict``.
-        """
+        """Do nothing: no other group may come and take the part over; local."""
 
     def begin_step(self) -> bool:
-        """Begin an optimizer step; nothing moves.
-
-        :return: Whether the state of another group was taken over; never in a plain world.
-        """
+        """Begin an optimizer step, and tell that no other group's state was taken over; nothing moves."""
         return False
 
     def commit_step(self) -> bool:
-        """Tell whether the optimizer is to step; nothing moves.
-
-        :return: Always True in a plain world.
-        """
+        """Tell that the optimizer is to step; nothing moves."""
         return True
 
     @property
@@ -545,13 +469,9 @@ class DistributedWorld:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale the gradients of the whole model down to a norm; collective over the cell, as :meth:`get_total_norm`.
+        """Scale the gradients of the whole model down to a norm above 0, and return the norm before.
 
-        :param parameters: This rank's parameters.
-        :param max_norm: The largest norm that stays, above 0.
-        :param norm_type: Order of the norm.
-        :param error_if_nonfinite: Whether to raise where the norm is not finite.
-        :return: The norm before.
+        Collective over the cell, with the arguments of :meth:`get_total_norm`.
         """
         if not max_norm > 0:
             raise ConfigError(f"max_norm must be a number above 0, got {max_norm}")
@@ -566,18 +486,15 @@ class DistributedWorld:
 
     # Contexts and policies --------------------------------------------------------------------------------------------
 
-    def train_context(self) -> AbstractContextManager[None]:
-        """Return a context for the forward pass and the loss, as the parameters ask: data type, cut logits; local.
+    @contextmanager
+    def train_context(self) -> Iterator[None]:
+        """Run the forward pass and the loss in this context, as the parameters ask: data type, cut logits; local.
 
         With ``loss_parallel`` the backward pass belongs inside, too.
 
-        :return: The context.
+        :yield: Nothing.
         """
         is_cast = self.mixed_precision_enabled and not self.fsdp_enabled  # FSDP casts by itself
-        return self._cast_and_cut(is_cast) if is_cast or self.loss_parallel_enabled else nullcontext()
-
-    @contextmanager
-    def _cast_and_cut(self, is_cast: bool) -> Iterator[None]:
         cast = torch.autocast(self.device.type, dtype=self.mixed_precision_dtype) if is_cast else nullcontext()
         with cast, self.loss_parallel():
             yield
@@ -586,7 +503,8 @@ class DistributedWorld:
     def loss_parallel(self) -> Iterator[None]:
         """Compute a cross-entropy, forward and backward, of logits that are cut along the vocabulary.
 
-        Without tensor parallelism, or where logits are whole, the block is as any other.
+        No rank gathers them: a few numbers for each token are all-reduced over the mesh. Without tensor parallelism, or
+        where logits are whole, the block is as any other.
 
         :yield: Nothing.
         """
@@ -595,16 +513,13 @@ class DistributedWorld:
 
     def get_fsdp_mp_policy(self) -> MixedPrecisionPolicy:
         """Return FSDP's mixed-precision policy: computation in ``param_dtype``, sums in ``reduce_dtype``."""
-        reduce_dtype = dtype_of(self.device_parameters.reduce_dtype)
+        reduce_dtype = _dtype_of(self.device_parameters.reduce_dtype)
         if self.mixed_precision_enabled:
             return MixedPrecisionPolicy(param_dtype=self.mixed_precision_dtype, reduce_dtype=reduce_dtype)
         return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
 
     def get_fsdp_config(self) -> dict[str, Any]:
-        """Return what :func:`torch.distributed.fsdp.fully_shard` is to be called with.
-
-        :return: ``mesh``, ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
-        """
+        """Return the keyword arguments of :func:`torch.distributed.fsdp.fully_shard`: mesh, policies, resharding."""
         return {
             "mesh": self._fsdp_mesh(),
             "mp_policy": self.get_fsdp_mp_policy(),
@@ -687,14 +602,26 @@ def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) ->
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Let cross-entropy work on logits that are cut by the vocabulary; the backward pass belongs inside, too.
-
-    No rank gathers the logits: a few numbers for each token are all-reduced over the mesh. torch's context of the same
-    name stays switched on where the block raises; this one does not.
-    """
+    """Let cross-entropy work on logits that are cut by the vocabulary, as torch's context of the same name."""
     context = parallel.loss_parallel()
     context.__enter__()
     try:
         yield
-    finally:
+    finally:  # torch's own stays switched on where its block raises
         context.__exit__(None, None, None)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that a backend can move, without gradient; local."""
+    if isinstance(tensor, DTensor):
+        raise ConfigError(
+            f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
+        )
+    # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), "checked by DeviceParameters"
+    return dtype

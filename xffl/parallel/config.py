@@ -11,15 +11,7 @@ from xffl.cluster.cells import read_federation
 from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
 
-__all__ = [
-    "DDPConfig",
-    "DistributedConfig",
-    "StrategyConfig",
-    "TrainingConfig",
-    "read_config",
-    "read_ddp",
-    "with_precision",
-]
+__all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "read_config"]
 
 
 HOOKS = ("none", "fp16", "bf16", "powersgd")
@@ -52,10 +44,9 @@ class DDPConfig:
 
     def __post_init__(self) -> None:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"ddp.{name} must be True or False, got {getattr(self, name)!r}")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ConfigError(f"ddp.bucket_cap_mb must be a number of MiB above 0, or None, got {self.bucket_cap_mb!r}")
+            one_of(f"ddp.{name}", getattr(self, name), (True, False))
+        if self.bucket_cap_mb is not None:
+            number("ddp.bucket_cap_mb", self.bucket_cap_mb, above=0.0, hint="give MiB, or None")
         one_of("communication_hook", self.communication_hook, HOOKS)
         integer_fields(self, "powersgd_rank", hint="give the columns of a matrix")
         integer_fields(self, "powersgd_start", minimum=2, hint="DDP needs 2 steps to settle its buckets")

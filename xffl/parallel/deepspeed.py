@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -22,8 +23,7 @@ from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
-from xffl.parallel.meta_init import is_meta
-from xffl.parallel.spread import SpreadOptions, check_model, named_tensors, send_weights
+from xffl.parallel.spread import SpreadOptions, check_model, is_meta, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 
@@ -140,10 +140,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
     ) -> nn.Module:
-        """Give all ranks rank 0's weights; they are cut by :meth:`wrap_optimizer`.
-
-        Collective over the world. Each rank holds the whole model until then.
-        """
+        """Give all ranks rank 0's weights, to be cut by :meth:`wrap_optimizer`; collective over the world."""
         with run_on_all_ranks("models given to wrap_model") as share:
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
@@ -165,16 +162,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._model
 
     def wrap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Make the engine: it takes over the optimizer and cuts what the stage says.
-
-        Collective over the world.
-        """
+        """Make the engine: it takes over the optimizer and cuts what the stage says; collective over the world."""
         with run_on_all_ranks("optimizers given to wrap_optimizer") as share:
             zero_model = _zero_model(model)
             _check_optimizer(zero_model, optimizer)
             share(f"{type(optimizer).__name__} {self.ds_config}")
-        unit = _CellUnit(self.world.get_group("cell"), self.world.get_group("tp"))
-        engine = zero_model.make_engine(optimizer, self.ds_config, unit, self.device, self.local_rank)
+        engine = zero_model.make_engine(optimizer, self.ds_config, self.world)
         masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
         mark(zero_model.module, masters)
         return super().wrap_optimizer(zero_model, _engine_optimizer(zero_model, optimizer))
@@ -232,10 +225,10 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, model: Any, optimizer: Any = None, **options: Any) -> Any:
-        """Write a checkpoint, each rank its part; collective over the world.
+        """Write a checkpoint, each rank its part; collective over the world. Other strategies cannot read it.
 
-        With stages 1 to 3 it holds the master weights in fp32 as rows, each parameter one: any number of ranks and any
-        of these stages can read it, other strategies cannot.
+        With stages 1 to 3 it holds the master weights in fp32 by parameter, for any number of ranks and any of these
+        stages.
         """
         _read_masters(_only("model", model))
         return super().save_checkpoint(path, model, optimizer, **options)
@@ -309,39 +302,23 @@ def _read_masters(model: nn.Module) -> Masters | None:
     return masters
 
 
-class _CellUnit:
-    """The ranks that share the data-parallel work: those of a cell. The methods are DeepSpeed's, of an ``mpu``."""
-
-    def __init__(self, cell: dist.ProcessGroup, alone: dist.ProcessGroup) -> None:
-        self.cell, self._alone = cell, alone
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.cell
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.cell)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.cell)
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.cell.size()
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._alone
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
+def _unit_of(cell: dist.ProcessGroup, alone: dist.ProcessGroup) -> SimpleNamespace:
+    """Return the ranks that share the data-parallel work, those of a cell, as DeepSpeed's ``mpu`` tells them."""
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: cell,
+        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(cell),
+        get_data_parallel_rank=lambda: dist.get_rank(cell),
+        get_data_parallel_world_size=cell.size,
+        get_model_parallel_group=lambda: alone,
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_world_size=lambda: 1,
+    )
 
 
 class _CellBackend:
     """DeepSpeed's communication with the cell in the place of the world.
 
-    Stage 3 compares over the world in which order modules run, in the first step and whenever that order changes. Cells
-    do so at different times.
+    Stage 3 compares over the world in which order modules run, whenever that changes; cells do so at different times.
     """
 
     def __init__(self, inner: Any, cell: dist.ProcessGroup) -> None:
@@ -397,18 +374,12 @@ class ZeroModel(nn.Module):
             raise StateError(NO_ENGINE)
         return self._engine[0]
 
-    def make_engine(
-        self,
-        optimizer: torch.optim.Optimizer,
-        config: dict[str, Any],
-        unit: _CellUnit,
-        device: torch.device,
-        local_rank: int,
-    ) -> Any:
+    def make_engine(self, optimizer: torch.optim.Optimizer, config: dict[str, Any], world: DistributedWorld) -> Any:
         """Let DeepSpeed make the engine; collective over the cell."""
+        device, cell = world.device, world.get_group("cell")
         # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
         # some variables of its own.
-        self._local_rank = str(local_rank if device.index is None else device.index)
+        self._local_rank = str(world.local_rank if device.index is None else device.index)
         with _restored(os.environ):
             os.environ.update(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type)
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])
@@ -419,10 +390,14 @@ class ZeroModel(nn.Module):
                 comm: Any = importlib.import_module("deepspeed.comm.comm")
                 if comm.cdb is None:
                     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
-                self._backend = _CellBackend(getattr(comm.cdb, "inner", comm.cdb), unit.cell)
+                self._backend = _CellBackend(getattr(comm.cdb, "inner", comm.cdb), cell)
                 with self.working():
                     engine, *_ = deepspeed.initialize(
-                        model=self.module, optimizer=optimizer, config=config, mpu=unit, dist_init_required=False
+                        model=self.module,
+                        optimizer=optimizer,
+                        config=config,
+                        mpu=_unit_of(cell, world.get_group("tp")),
+                        dist_init_required=False,
                     )
         engine.set_gradient_accumulation_boundary(True)
         self._engine.append(engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -12,24 +12,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from xffl.distributed.collectives import alike, norms_of, values_of
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.norms import alike, norms_of, values_of
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import local_tensor, sharded_parameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
+from xffl.parallel.deepspeed import DeepSpeedStrategy
 from xffl.parallel.pipeline import PipelineModel
 from xffl.parallel.spread import SpreadOptions, spread
 from xffl.parallel.strategy import DistributedStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "HSDPStrategy", "LossScale", "NativeStrategy", "SingleStrategy"]
+__all__ = [
+    "STRATEGIES",
+    "DDPStrategy",
+    "FSDPStrategy",
+    "HSDPStrategy",
+    "NativeStrategy",
+    "SingleGPUStrategy",
+    "SingleStrategy",
+]
 
 
 class NativeStrategy(DistributedStrategy):
-    """A strategy of torch's DDP, FSDP2, tensor, context and pipeline parallelism.
-
-    :param config: As for :class:`DistributedStrategy`.
-    """
+    """A strategy of torch's DDP, FSDP2, tensor, context and pipeline parallelism."""
 
     kinds: ClassVar[tuple[str, ...]]
     """What the plainest strategy for the device parameters may be called."""
@@ -63,12 +69,9 @@ class NativeStrategy(DistributedStrategy):
     def setup(self, state: DistributedState | None = None) -> None:
         """Join the other processes; collective over the world."""
         super().setup(state)
-        self._make_scale()
-
-    def __enter__(self) -> DistributedStrategy:
-        super().__enter__()
-        self._make_scale()
-        return self
+        self._scale = None
+        if self.device_parameters.param_dtype == "float16":
+            self._scale = LossScale(group=self.world.get_group("cell"), device=self.device)
 
     def wrap_model(
         self,
@@ -77,10 +80,7 @@ class NativeStrategy(DistributedStrategy):
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
     ) -> nn.Module:
-        """Spread a model over the ranks of each cell.
-
-        Collective over the world, see :func:`xffl.parallel.spread.spread`.
-        """
+        """Spread a model as :func:`xffl.parallel.spread.spread` does; collective over the world."""
         world, device_parameters = self.world, self.device_parameters
         if world.pp_enabled and loss is None:
             raise ConfigError("a pipeline computes its loss itself; give wrap_model(model, loss=...)")
@@ -146,11 +146,7 @@ class NativeStrategy(DistributedStrategy):
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
     ) -> torch.Tensor:
-        """Run a micro-batch forward and backward, through all stages where there is a pipeline.
-
-        Collective over the cell where gradients are synchronized, with a pipeline always over its stages, which are all
-        given the same micro-batch.
-        """
+        """Run a micro-batch forward and backward; with a pipeline all stages are given the same one. Collective."""
         if not isinstance(model, PipelineModel):
             return super().forward_backward(model, *inputs, target=target, share=share, **named)
         factor = self._accumulator.factor(share)
@@ -181,30 +177,22 @@ class NativeStrategy(DistributedStrategy):
 
         Collective over the cell with float16: one all-reduce of a number.
         """
+        is_taken = super().step(*optimizers)
+        if self._scale is not None:
+            self._scale.update(is_lost=self.is_step_lost)
+        return is_taken
+
+    def _are_finite(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         if self._scale is None:
-            return super().step(*optimizers)
-        self._accumulator.check_complete()
+            return True
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         # Of all optimizers at once: the ranks decide together, and all optimizers step or none.
-        has_overflowed = self._scale.unscale([parameter for group in groups for parameter in group["params"]])
-        self.is_step_lost = not self.world.commit_step()
-        is_taken = not (self.is_step_lost or has_overflowed)
-        for optimizer in optimizers:
-            if is_taken:
-                optimizer.step()
-            optimizer.zero_grad()
-        self._scale.update(is_lost=self.is_step_lost)
-        return is_taken
+        return not self._scale.unscale([parameter for group in groups for parameter in group["params"]])
 
     def _parts(self, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
         stages = {name: model.module if isinstance(model, PipelineModel) else model for name, model in models.items()}
         parts = super()._parts(stages, optimizers)
         return parts if self._scale is None else {**parts, "loss_scale": self._scale}
-
-    def _make_scale(self) -> None:
-        self._scale = None
-        if self.device_parameters.param_dtype == "float16":
-            self._scale = LossScale(group=self.world.get_group("cell"), device=self.device)
 
 
 class SingleStrategy(NativeStrategy):
@@ -248,6 +236,14 @@ class HSDPStrategy(NativeStrategy):
         )
 
 
+SingleGPUStrategy = SingleStrategy  # the reference document's name; it trains on a CPU as well
+
+STRATEGIES: dict[str, type[DistributedStrategy]] = {
+    strategy.name: strategy for strategy in (SingleStrategy, DDPStrategy, FSDPStrategy, HSDPStrategy, DeepSpeedStrategy)
+}
+"""The strategies by their names in configurations; users may add theirs."""
+
+
 class LossScale:
     """A factor that halves after a step whose gradients overflow and doubles after many that do not.
 
@@ -281,10 +277,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Divide gradients by the factor, those of each parameter once before :meth:`update`.
-
-        Collective over the cell: one all-reduce of a number.
-        """
+        """Divide gradients by the factor, once before :meth:`update`; collective over the cell."""
         if self._is_spent:
             raise StateError("the gradients were stepped on already; give all optimizers to one call of step")
         scaled = [parameter for parameter in parameters if id(parameter) not in self._unscaled]

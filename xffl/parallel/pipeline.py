@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,28 +26,20 @@ __all__ = ["PipelineModel", "Skip", "sizes_of", "split_model"]
 class PipelineModel(nn.Module):
     """Run a stage's module as one of a pipeline; its parameters keep their names.
 
-    Made by all ranks of the mesh, each with its own stage (:func:`xffl.parallel.pipeline.split_model`), after tensor
-    parallelism, FSDP2 or DDP were applied to the stage's module over the other dimensions of the cell. Every call is
+    Made by all ranks of a mesh of one dimension, rank i with stage i (:func:`xffl.parallel.pipeline.split_model`),
+    after tensor parallelism, FSDP2 or DDP were applied to the module over the cell's other dimensions. Every call is
     collective over the mesh's group, and **all its ranks are given the same batch**: the first stage uses the inputs,
-    the last the target, and all know the sizes. Between neighbours goes one activation forward and one gradient back
-    for each micro-batch.
+    the last the target, and all know the sizes. It is cut into equal micro-batches along dimension 0, for each of which
+    one activation goes forward between neighbours and one gradient back; ``loss(output, target)`` is a mean over a
+    micro-batch's elements, on the last stage. The schedule is ``"1f1b"`` (at most as many micro-batches in flight as
+    stages, needs as many) or ``"gpipe"`` (all forward, then all backward).
 
     Where the sizes of a batch are new, the stages compare it, and one forward pass without gradients tells the
     activations' sizes and finds what fails, on all stages alike. With FSDP2 that pass gathers parameters, so
-    data-parallel ranks must meet new sizes at the same call; where they do not (sequences of any length), give
-    ``boundary``, which needs no such pass.
-
-    FSDP2 and DDP stages accumulate over the micro-batches and reduce once, after the last one; FSDP2 gathers the
-    parameters anew for each micro-batch unless it is given ``reshard_after_forward=False``.
+    data-parallel ranks must meet new sizes at the same call. FSDP2 and DDP reduce once, after the last micro-batch;
+    FSDP2 gathers the parameters anew for each unless it is given ``reshard_after_forward=False``.
 
     After an exception inside a call the ranks are out of step, and gradients are undefined: end the job.
-
-    Rank i of the mesh, which has one dimension, holds stage i. A batch is cut into equal micro-batches along dimension
-    0; ``loss(output, target)`` is called on the last stage for each, and is a mean over its elements. The schedule is
-    ``"1f1b"`` (at most as many micro-batches in flight as stages, needs as many) or ``"gpipe"`` (all forward, then all
-    backward). ``output`` picks what counts of a stage's output (``lambda out: out.logits``); ``boundary``, called with
-    a micro-batch's inputs, returns a tensor or a tuple of the size and dtype of what goes between any two stages, best
-    on the meta device.
     """
 
     def __init__(
@@ -59,8 +50,6 @@ class PipelineModel(nn.Module):
         *,
         micro_batches: int,
         schedule: str = "1f1b",
-        output: Callable[[Any], Any] | None = None,
-        boundary: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
     ) -> None:
         super().__init__()
         if mesh.ndim != 1:
@@ -79,8 +68,6 @@ class PipelineModel(nn.Module):
         self._device = torch.device(mesh.device_type)
         if self._device.type != "cpu":
             self._device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-        self._output = output or (lambda out: out)
-        self._boundary = boundary
         self._known: dict[str, list[tuple[torch.Tensor, ...]]] = {}
         self._made: tuple[str, Stage, Schedule] | None = None
         self._losses: list[torch.Tensor] = []
@@ -90,7 +77,6 @@ class PipelineModel(nn.Module):
         self,
         *inputs: torch.Tensor,
         target: torch.Tensor,
-        losses: list[torch.Tensor] | None = None,
         scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
         sync: bool = True,
         shared: Mapping[str, Any] | None = None,
@@ -101,26 +87,19 @@ class PipelineModel(nn.Module):
         Collective over the mesh's group, and with ``sync`` over the groups of FSDP2 or DDP, which then reduce the
         gradients at the end; ``False`` is for all but the last call of a window (FSDP2 keeps whole parameters and
         gradients meanwhile). Inputs and target, (batch, ...), are the same on all stages; keyword arguments go to every
-        stage's module, tensors among them cut like the inputs, those of ``shared`` whole.
-
-        The last stage fills ``losses`` with the loss of each micro-batch. ``scale_loss`` changes a loss before its
-        backward pass (a gradient scaler's ``scale``, a division by the calls of a window); the mean loss that is
-        returned on every rank, a scalar in fp32, is not scaled.
+        stage's module, tensors among them cut like the inputs, those of ``shared`` whole. ``scale_loss`` changes a loss
+        before its backward pass (a gradient scaler's ``scale``, a division by the calls of a window); the mean loss
+        that is returned on every rank, a scalar in fp32, is not scaled.
         """
         if not torch.is_grad_enabled():
             raise StateError("step() makes gradients, but they are disabled; call evaluate(), or leave torch.no_grad()")
         self._scale = scale_loss
         self._run(self.schedule, inputs, target, named, dict(shared or {}), sync)
-        return self._mean_loss(losses)
+        return self._mean_loss()
 
     @torch.no_grad()
     def evaluate(
-        self,
-        *inputs: torch.Tensor,
-        target: torch.Tensor,
-        losses: list[torch.Tensor] | None = None,
-        shared: Mapping[str, Any] | None = None,
-        **named: Any,
+        self, *inputs: torch.Tensor, target: torch.Tensor, shared: Mapping[str, Any] | None = None, **named: Any
     ) -> torch.Tensor:
         """Run a batch forward and return its mean loss on every rank, with the arguments of :meth:`step`.
 
@@ -128,7 +107,7 @@ class PipelineModel(nn.Module):
         """
         self._scale = None
         self._run("evaluate", inputs, target, named, dict(shared or {}))
-        return self._mean_loss(losses)
+        return self._mean_loss()
 
     @torch.no_grad()
     def forward(self, *inputs: torch.Tensor, shared: Mapping[str, Any] | None = None, **named: Any) -> Any:
@@ -172,13 +151,12 @@ class PipelineModel(nn.Module):
         key = f"{_shape_text((first, aim, slices, shared))} autocast={autocast}"
         if key not in self._known:
             self._compare([*first, aim, *slices.values(), *shared.values()], f"{mode} {key}")
-            known = self._declare(first) if self._boundary else self._probe(first, aim, slices | shared, key)
-            self._known[key] = known
+            self._known[key] = self._probe(first, aim, slices | shared, key)
         if self._made is None or self._made[0] != f"{mode} {key}":
             from xffl.parallel.torch_pipeline import Stage, make_schedule
 
             flows, loss = self._known[key], None if mode == "forward" else self._micro_loss
-            stage = Stage(self.module, self.stage, self._device, flows=flows, group=self._group, pick=self._output)
+            stage = Stage(self.module, self.stage, self._device, flows=flows, group=self._group)
             self._made = (f"{mode} {key}", stage, make_schedule(stage, mode, self.micro_batches, loss))
         _, stage, schedule = self._made
         stage.shared, stage.sync = shared, sync
@@ -233,22 +211,10 @@ class PipelineModel(nn.Module):
             text = "; ".join(f"stage {stage}: {batch}" for stage, batch in enumerate(batches))
             raise ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
 
-    def _declare(self, inputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        """Return what each stage gets, as the user says."""
-        assert self._boundary is not None, "called where there is one"
-        between = self._boundary(*inputs)
-        tensors = between if isinstance(between, tuple) else (between,)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise ConfigError(f"boundary gave {_shape_text(between)}; let it return a tensor, or a tuple of tensors")
-        return [tuple(item.detach().to("meta") for item in inputs), *[_empty(sizes_of(tensors))] * self.stages]
-
     def _probe(
         self, inputs: list[torch.Tensor], target: torch.Tensor | None, arguments: dict[str, Any], key: str
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return what each stage gets, found by a forward pass of one micro-batch; raise alike what a stage raises.
-
-        Collective over the mesh's group: a broadcast of sizes from each stage.
-        """
+        """Return what each stage gets, found by a forward pass of one micro-batch; raise alike what a stage raises."""
         flows = [tuple(inputs)]
         for stage in range(self.stages):
             answer = [self._try(flows[-1], target, arguments) if stage == self.stage else None]
@@ -273,12 +239,12 @@ class PipelineModel(nn.Module):
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=device_type):
                 module.eval()
                 received = [torch.zeros_like(item, device=self._device) if item.is_meta else item for item in inputs]
-                output = self._output(module(*received, **arguments))
+                output = module(*received, **arguments)
                 tensors = output if isinstance(output, tuple) else (output,)
                 is_last = self.stage == self.stages - 1
                 are_plain = all(isinstance(item, torch.Tensor) and not isinstance(item, DTensor) for item in tensors)
                 if not are_plain and not (is_last and isinstance(output, DTensor)):
-                    return [], f"its output is {_shape_text(output)}; let output= choose plain tensors"
+                    return [], f"its output is {_shape_text(output)}; let the model return plain tensors"
                 if is_last and target is not None:
                     loss = self.loss(output, target)
                     if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -299,14 +265,12 @@ class PipelineModel(nn.Module):
         loss = loss / self.micro_batches
         return loss if self._scale is None else self._scale(loss)
 
-    def _mean_loss(self, losses: list[torch.Tensor] | None) -> torch.Tensor:
+    def _mean_loss(self) -> torch.Tensor:
         """Broadcast the last stage's mean loss."""
         mean = torch.zeros((), device=self._device)
         if self.stage == self.stages - 1:
             whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in self._losses]
             mean = torch.stack(whole).float().mean()
-            if losses is not None:
-                losses[:] = whole
         dist.broadcast(mean, group=self._group, group_src=self.stages - 1)
         return mean
 
@@ -353,16 +317,7 @@ class Skip(nn.Module):
         return hidden
 
 
-def split_model(
-    model: nn.Module,
-    stage: int,
-    stages: int,
-    *,
-    cuts: Sequence[int] | None = None,
-    layers: str | None = None,
-    first: Sequence[str] | None = None,
-    last: Sequence[str] | None = None,
-) -> nn.Module:
+def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
     """Keep one stage's part of a model of stacked layers, with the names of the whole model, and return the model.
 
     Local; nothing moves. The model is changed in place, on any device (meta too): absent parts become a :class:`Skip`,
@@ -371,20 +326,17 @@ def split_model(
     and its other parts as ``part(hidden)``. What the first stage takes as tokens, others take as the hidden state, in
     the same positional arguments; all but the last return it.
 
-    The layers are those called ``layers``, by default the list (``ModuleList``, ``ModuleDict`` or ``Sequential``) of
-    modules of one class that holds the most elements. ``cuts`` has the index of the first layer of each stage but the
-    first; by default layers are spread evenly, the embedding and the head counted as one layer each.
-
-    On the way from the root to the list, modules registered before it belong to the first stage and those after it to
-    the last, unless ``first`` and ``last`` name them; a module that has buffers but no parameters (rotary angles) stays
+    The layers are the list of modules of one class that holds the most elements. They are spread evenly, the embedding
+    and the head counted as one layer each. On the way from the root to the list, modules registered before it belong to
+    the first stage and those after it to the last; a module that has buffers but no parameters (rotary angles) stays
     everywhere. A parameter that would lie on several stages (tied embeddings) or on none is refused.
     """
-    name, container = _find_layers(model, layers)
+    name, container = _find_layers(model)
     keys = [key for key, _ in container.named_children()]
-    bounds = _bounds(len(keys), stage, stages, cuts)
+    bounds = _bounds(len(keys), stage, stages)
     # A layer's stage is the number of cuts up to it.
     homes = {f"{name}.{key}": sum(bound <= index for bound in bounds) for index, key in enumerate(keys)}
-    homes |= _surroundings(model, name, first, last, stages)
+    homes |= _surroundings(model, name, stages)
     _check_homes(model, homes, stages)
     for part, home in homes.items():
         if home != stage:
@@ -397,15 +349,8 @@ def split_model(
     return model
 
 
-def _find_layers(model: nn.Module, name: str | None) -> tuple[str, Container]:
+def _find_layers(model: nn.Module) -> tuple[str, Container]:
     """Return the list of layers and its name."""
-    if name is not None:
-        module = dict(model.named_modules()).get(name)
-        if not name or not isinstance(module, Container) or not len(module):
-            raise ConfigError(
-                f"layers={name!r} is {type(module).__name__}; name a ModuleList, ModuleDict or Sequential of layers"
-            )
-        return name, module
     sizes: dict[str, int] = {}
     for place, module in model.named_modules():
         if place and isinstance(module, Container) and len({type(child) for child in module.children()}) == 1:
@@ -414,26 +359,19 @@ def _find_layers(model: nn.Module, name: str | None) -> tuple[str, Container]:
     if len(best) != 1:
         raise ConfigError(
             f"{type(model).__name__} has {len(best)} largest lists of modules of one class"
-            f"{': ' if best else ''}{', '.join(best)}; name the list of layers with layers="
+            f"{': ' if best else ''}{', '.join(best)}; a pipeline needs one list of layers"
         )
     container = model.get_submodule(best[0])
     assert isinstance(container, Container)
     return best[0], container
 
 
-def _bounds(count: int, stage: int, stages: int, cuts: Sequence[int] | None) -> list[int]:
+def _bounds(count: int, stage: int, stages: int) -> list[int]:
     """Return where the stages but the first begin."""
     if stages < 1 or not 0 <= stage < stages:
         raise ConfigError(f"stage {stage} of {stages} does not exist; give 0 <= stage < stages")
     if stages > count:
         raise ConfigError(f"{stages} stages cannot share {count} layers; give at most {count} stages")
-    if cuts is not None:
-        hint = f"give {stages - 1} growing indices between 1 and {count - 1}"
-        cuts = [integer("an index of cuts", cut, None, hint=hint) for cut in cuts]
-        bounds = [0, *cuts, count]
-        if len(cuts) != stages - 1 or any(left >= right for left, right in pairwise(bounds)):
-            raise ConfigError(f"cuts={cuts} do not make {stages} stages of {count} layers; {hint}")
-        return cuts
     counts = [1] * stages
     # The embedding and the head count as a layer each.
     loads = [1 + (index == 0) + (index == stages - 1) for index in range(stages)]
@@ -444,29 +382,18 @@ def _bounds(count: int, stage: int, stages: int, cuts: Sequence[int] | None) -> 
     return [sum(counts[: index + 1]) for index in range(stages - 1)]
 
 
-def _surroundings(
-    model: nn.Module, name: str, first: Sequence[str] | None, last: Sequence[str] | None, stages: int
-) -> dict[str, int]:
-    """Return the stage of each module beside the layers, by name."""
-    before: list[str] = []
-    after: list[str] = []
+def _surroundings(model: nn.Module, name: str, stages: int) -> dict[str, int]:
+    """Return the stage of each module beside the layers, by name: the first before the list, the last after it."""
+    homes: dict[str, int] = {}
     path = name.split(".")
     for depth, stop in enumerate(path):
         holder = model.get_submodule(".".join(path[:depth]))
-        side = before
+        home = 0
         for leaf, module in holder.named_children():
             if leaf == stop:
-                side = after
+                home = stages - 1
             elif any(True for _ in module.parameters()) or not any(True for _ in module.buffers()):
-                side.append(".".join([*path[:depth], leaf]))
-    homes: dict[str, int] = {}
-    known = dict(model.named_modules(remove_duplicate=False))
-    for names, home in ((before if first is None else first, 0), (after if last is None else last, stages - 1)):
-        for part in names:
-            if part not in known or f"{name}.".startswith(f"{part}.") or part.startswith(f"{name}."):
-                raise ConfigError(f"{part!r} is not a module beside {name!r}; give names of modules outside the layers")
-            if homes.setdefault(part, home) != home:
-                raise ConfigError(f"{part!r} is on the first and on the last stage; name it in first= or in last= only")
+                homes[".".join([*path[:depth], leaf])] = home
     return homes
 
 
@@ -476,9 +403,7 @@ def _check_homes(model: nn.Module, homes: Mapping[str, int], stages: int) -> Non
     for name, parameter in model.named_parameters(remove_duplicate=False) if stages > 1 else ():
         home = next((stage for part, stage in homes.items() if name.startswith(f"{part}.")), None)
         if home is None:
-            raise ConfigError(
-                f"parameter {name!r} belongs to no stage; put it into a module, or name its module in first= or last="
-            )
+            raise ConfigError(f"parameter {name!r} belongs to no stage; put it into a module beside the list of layers")
         other, where = seen.setdefault(id(parameter), (name, home))
         if where != home:
             raise ConfigError(

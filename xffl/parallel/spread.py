@@ -1,12 +1,14 @@
 """Spreading of a model over the ranks of each cell: plain, DDP, FSDP2 or HSDP, as the state or the world says.
 
-All ranks check and compare the model and the options, rank 0's weights go to every rank, and each cell cuts its copy.
+All ranks check and compare the model and the options, rank 0's weights go to every rank, and each cell cuts its copy. A
+model that was built on the meta device gets its weights module by module instead, each rank keeping its part.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,22 +19,23 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from xffl.cluster.malloc import return_large_blocks
-from xffl.distributed.collectives import bytes_of, from_bytes
-from xffl.distributed.consistency import connect, run_on_all_ranks, transfer_device
+from xffl.distributed.consistency import compute_device, connect, control_device, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import DDPConfig, read_ddp
-from xffl.parallel.meta_init import check_initializers, is_meta, materialize
 from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
 
-__all__ = ["SpreadOptions", "check_model", "named_tensors", "send_weights", "shard", "spread"]
+__all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
+
+Initializer = Callable[[nn.Module], object]
 
 SAVED_OPERATORS = (
     torch.ops.aten.mm.default,
@@ -97,7 +100,7 @@ class SpreadOptions:
     sequence_parallel: bool = True
     loss_parallel: bool = False
     ddp: DDPConfig | Mapping[str, Any] | None = None
-    init_weights: Callable[[nn.Module], object] | None = None
+    init_weights: Initializer | None = None
 
     def __str__(self) -> str:
         """Write what must be the same on all ranks."""
@@ -113,7 +116,7 @@ def spread(
     if not dist.is_initialized():
         raise StateError("torch.distributed is not initialized; open xffl.session() or call init_process_group first")
     options, is_bare = _check_on_all_ranks(model, state, options, world)
-    device = _device(state)
+    device = compute_device(state)
     modules = dict(model.named_modules())  # of the whole model: a stage must skip the random numbers of the others
     if not is_bare:
         model.to(device)
@@ -301,10 +304,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def send_weights(model: nn.Module, state: DistributedState) -> None:
-    """Copy rank 0's parameters and buffers to all ranks: once to the first rank of each cell, then on within the cell.
-
-    Collective over the world.
-    """
+    """Copy rank 0's tensors once to the first rank of each cell, then on within the cell; collective over the world."""
     topology, rank = state.topology, dist.get_rank()
     heads = topology.offsets[:-1]
     head = heads[topology.cell_of(rank)]
@@ -352,11 +352,6 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
     if dims.size("dp_shard_cp") > 1 or (dims.size("tp") > 1 and replicas > 1):
         return "fsdp"
     return "ddp" if replicas > 1 else "plain"
-
-
-def _device(state: DistributedState) -> torch.device:
-    device = state.current_device if state.current_device is not None else state.device_type
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
 
 
 def _set_batch_norm_group(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
@@ -409,7 +404,7 @@ def _replicate(
     model: nn.Module, state: DistributedState, world: DistributedWorld | None, config: DDPConfig
 ) -> nn.Module:
     """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
-    device = _device(state)
+    device = compute_device(state)
     with torch.no_grad():
         for _, tensor in named_tensors(model):
             if tensor.is_contiguous():
@@ -449,3 +444,154 @@ def _average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futu
     assert work is not None, "this rank belongs to the group"
     averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
     return averaged
+
+
+# Models on the meta device --------------------------------------------------------------------------------------------
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Return whether a model's tensors have no values yet; local."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    bare = [name for name, tensor in tensors if tensor.is_meta]
+    with_values = [name for name, tensor in tensors if not tensor.is_meta]
+    if bare and with_values:
+        raise ConfigError(
+            f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all of the model under "
+            "torch.device('meta'), or none of it"
+        )
+    return bool(bare)
+
+
+def check_initializers(model: nn.Module, init_weights: Initializer | None) -> None:
+    """Raise where nothing says what a module's tensors are to be; local."""
+    if init_weights is not None:
+        return
+    for name, module in model.named_modules():
+        if _tensors_of(module) and _reset_of(module) is None:
+            raise ConfigError(
+                f"module {name or 'model'!r} ({type(module).__name__}) has tensors without values and no "
+                "reset_parameters(); write one, or give init_weights"
+            )
+    if _reset_of(model) is not None and any(True for _ in model.children()):
+        raise ConfigError(
+            f"{type(model).__name__}.reset_parameters initializes all of the model at once, which would be whole on "
+            "every rank; give init_weights, which is called module by module"
+        )
+
+
+@torch.no_grad()
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    init_weights: Initializer | None = None,
+    *,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Give values to a model on the meta device, spread as it is; collective over the world.
+
+    Module by module every rank makes whole tensors on the CPU, initializes them, and keeps its part, so the largest
+    module is all that is ever whole; a module that initializes its children, too (torch's attention), is whole with
+    them. The weights are those of the unsharded model where modules are made in the order of ``model.modules()``.
+    """
+    # A pipeline's stage gives the modules of the whole model: those it does not hold are initialized, too, and dropped,
+    # so that random numbers are those of the whole model.
+    order = dict(model.named_modules()) if modules is None else modules
+    own_modules = set(map(id, model.modules()))
+    _make_empty(model, device)
+    done: set[int] = set()
+
+    def keep(module: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        # A tensor that another module has initialized before (a tied one) keeps its values.
+        if id(module) in own_modules and id(tensor) not in done:
+            _keep_part(tensor, values, device)
+        done.add(id(tensor))
+
+    with torch.random.fork_rng(devices=[]):
+        if dist.is_initialized():  # all go on with rank 0's random numbers (5 kB)
+            state = torch.get_rng_state().to(control_device())
+            dist.broadcast(state, src=0)
+            torch.set_rng_state(state.cpu())
+        inside: set[int] = set()
+        for name, module in order.items():
+            # reset_parameters may initialize the children, too (torch's attention does); init_weights takes one module.
+            is_alone = init_weights is not None or _reset_of(module) is None
+            covered = [module] if is_alone else [*module.modules()]
+            if id(module) in inside or not any(_tensors_of(part) for part in covered):
+                continue
+            inside.update(map(id, covered))
+            with _whole_tensors(name, covered, keep):
+                if init_weights is not None:
+                    init_weights(module)
+                else:
+                    for reset in filter(None, map(_reset_of, _children_first(module))):
+                        reset()
+
+
+@contextmanager
+def _whole_tensors(
+    name: str, modules: Sequence[nn.Module], keep: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
+) -> Iterator[None]:
+    """Let modules have whole tensors on the CPU for the length of a block, then let this rank keep its part of them."""
+    own = [(module, *place) for module in modules for place in _tensors_of(module)]
+    for _, holder, leaf, tensor in own:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if whole.is_floating_point():
+            whole.fill_(torch.nan)  # to see what nobody initializes
+        is_parameter = isinstance(tensor, nn.Parameter)
+        holder[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+    try:
+        yield
+        initialized = [holder[leaf] for _, holder, leaf, _ in own]
+    finally:
+        for _, holder, leaf, tensor in own:
+            holder[leaf] = tensor
+    for (module, _, leaf, tensor), values in zip(own, initialized, strict=True):
+        if values is None or (values.is_floating_point() and values.isnan().any()):
+            raise ConfigError(
+                f"tensor {leaf!r} of module {name or 'model'!r} ({type(module).__name__}) was left without values; "
+                "initialize all of it in reset_parameters, or in init_weights"
+            )
+        keep(module, tensor, values.detach())
+
+
+def _make_empty(model: nn.Module, device: torch.device) -> None:
+    """Give a model's tensors memory; a tensor that several modules share stays one."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    ties = []
+    for module in model.modules():
+        for leaf, tensor in module._parameters.items():
+            if tensor is not None:
+                home = first.setdefault(id(tensor), (module, leaf))
+                ties.append((module, leaf, home))
+    model.to_empty(device=device)
+    for module, leaf, (owner, name) in ties:
+        if module._parameters[leaf] is not owner._parameters[name]:
+            module._parameters[leaf] = owner._parameters[name]
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    """Return a module and its descendants, children in order and each before its parent."""
+    below = [part for child in module.children() for part in _children_first(child)]
+    return list(dict.fromkeys([*below, module]))
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Return a module's own tensors, with the dictionary and the name under which it keeps them."""
+    holders: list[Any] = [module._parameters, module._buffers]
+    return [(holder, leaf, tensor) for holder in holders for leaf, tensor in holder.items() if tensor is not None]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return what initializes a module; torch's attention calls it by another name."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _keep_part(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> None:
+    """Copy this rank's part of whole values."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(values)
+        return
+    # src_data_rank=None: cut from the values that every rank has made, without communication.
+    part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.to_local().copy_(part.to_local())

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -85,10 +85,8 @@ class DistributedStrategy(ABC):
 
     @classmethod
     def from_config(cls, config: object) -> DistributedStrategy:
-        """Make the strategy that a configuration names in ``distributed.strategy``; nothing moves.
+        """Make the strategy that a configuration names in ``distributed.strategy``, not yet set up; nothing moves.
 
-        :param config: As for the class.
-        :return: The strategy, not yet set up.
         :raises ConfigError: if there is none of that name, or a value is invalid.
         """
         from xffl.parallel import STRATEGIES
@@ -138,9 +136,8 @@ class DistributedStrategy(ABC):
     # Life -------------------------------------------------------------------------------------------------------------
 
     def use_world(self, world: DistributedWorld) -> None:
-        """Let another world take the place of the one that the configuration asks for; local.
+        """Let another world, for the same device parameters and not set up, take the place of this one; local.
 
-        :param world: A world for the same device parameters that is not set up.
         :raises StateError: if one of the two is set up already.
         :raises ConfigError: if it is for other device parameters.
         """
@@ -151,21 +148,16 @@ class DistributedStrategy(ABC):
         self.world = world
 
     def setup(self, state: DistributedState | None = None) -> None:
-        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`.
-
-        :param state: A state that is set up already; by default one is made.
-        """
+        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`."""
         self.world.setup(state)
 
     def teardown(self, *, synchronize: bool = True) -> None:
-        """Leave the other processes; collective over the world with ``synchronize``.
-
-        :param synchronize: Whether the ranks wait for each other first; not after an exception.
-        """
+        """Leave the other processes, as :meth:`DistributedWorld.teardown`; collective with ``synchronize``."""
         self.world.teardown(synchronize=synchronize)
 
     def __enter__(self) -> DistributedStrategy:
-        self.world.__enter__()
+        if not self.world.is_set_up:
+            self.setup()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -192,13 +184,12 @@ class DistributedStrategy(ABC):
         """
 
     def wrap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer to use: the same one, except with DeepSpeed.
+        """Return the optimizer that :meth:`step` and rounds take: the same one, except with DeepSpeed.
 
         Collective over the world with DeepSpeed, where it makes the engine; else nothing moves.
 
         :param model: What :meth:`wrap_model` returned.
         :param optimizer: An optimizer of its parameters.
-        :return: The optimizer that :meth:`step` and rounds take.
         """
         self._wrapped.setdefault(model, WeakSet()).add(optimizer)
         return optimizer
@@ -216,9 +207,9 @@ class DistributedStrategy(ABC):
         r"""Yield a loader's batches on this rank's device, and let gradients add up over each window of them.
 
         A window is ``training.gradient_accumulation`` batches, the last of a loader what is left of them. Gradients are
-        synchronized in the backward pass of a window's last batch only. Collective in so far as all ranks of a cell
-        need as many batches. A loop that is left in the middle of a window leaves gradients that are not synchronized,
-        and no optimizer steps on them: leave it at a window's end.
+        synchronized in the backward pass of a window's last batch only, so all ranks of a cell need as many batches. A
+        loop that is left in the middle of a window leaves gradients that no optimizer steps on: leave it at a window's
+        end.
 
         In a :class:`xffl.distributed.FaultTolerantWorld` each window begins a step of all groups. Where this one takes
         the state of another group over, the batches end and :attr:`has_taken_over` is True: begin anew, where the
@@ -226,7 +217,7 @@ class DistributedStrategy(ABC):
 
         :param loader: Batches.
         :param \*models: What :meth:`wrap_model` returned, of all models that train on them.
-        :yield: The batches, as :meth:`to_device` gives them.
+        :yield: The batches.
         """
         batches = iter(loader)
         try:
@@ -245,11 +236,7 @@ class DistributedStrategy(ABC):
 
     @contextmanager
     def no_gradient_sync(self, *models: nn.Module) -> Iterator[None]:
-        r"""Let backward passes of what is called in the block add gradients up without any communication; local.
-
-        :param \*models: What :meth:`wrap_model` returned.
-        :yield: Nothing.
-        """
+        """Let backward passes of the models called in the block add gradients up without communication; local."""
         self._accumulator.set_last(False, models)
         try:
             yield
@@ -263,9 +250,8 @@ class DistributedStrategy(ABC):
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
 
-        :param \*tensors: Tokens, targets, positions: tensors of whole sequences, equal on the ranks that share them.
+        :param \*tensors: Tokens, targets, positions, equal on the ranks that share them.
         :param dim: The dimension that is the sequence.
-        :return: The parts, in the same order; without context parallelism what was given.
         """
         del dim
         return tensors
@@ -273,7 +259,7 @@ class DistributedStrategy(ABC):
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
     ) -> torch.Tensor:
-        r"""Run a micro-batch forward and backward, with the loss that :meth:`wrap_model` was given.
+        r"""Run a micro-batch forward and backward with its model's loss, and return the mean on this rank.
 
         Collective over the cell where gradients are synchronized, with a pipeline always.
 
@@ -282,7 +268,6 @@ class DistributedStrategy(ABC):
         :param target: What its output is compared with.
         :param share: As in :meth:`backward`.
         :param \**named: Keyword arguments of the model.
-        :return: The micro-batch's mean loss on this rank, without gradient.
         :raises StateError: if no loss was given.
         """
         with self.train_context():
@@ -305,35 +290,32 @@ class DistributedStrategy(ABC):
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of the whole model down to a norm; collective over the cell.
-
-        :param model: What :meth:`wrap_model` returned.
-        :param max_norm: The largest norm that stays.
-        :return: The norm before, the same on all ranks of the cell.
-        """
+        """Scale the model's gradients down to a norm, and return the norm before; collective over the cell."""
 
     def step(self, *optimizers: torch.optim.Optimizer) -> bool:
-        r"""Step the optimizers and zero their gradients; the ranks of a cell do so together.
+        """Step the optimizers of the window's gradients and zero these; collective over the cell.
 
-        :param \*optimizers: All optimizers of the window's gradients.
         :return: Whether they stepped; False where gradients in float16 have overflowed, or another replica group was
             lost on the way.
         :raises StateError: in the middle of a window, where gradients are not synchronized yet.
         """
         self._accumulator.check_complete()
+        are_finite = self._are_finite(optimizers)
         self.is_step_lost = not self.world.commit_step()
+        is_taken = are_finite and not self.is_step_lost
         for optimizer in optimizers:
-            if not self.is_step_lost:
+            if is_taken:
                 optimizer.step()
             optimizer.zero_grad()
-        return not self.is_step_lost
+        return is_taken
+
+    def _are_finite(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Tell whether the optimizers may step on their gradients; collective over the cell with float16."""
+        del optimizers
+        return True
 
     def to_device(self, batch: T) -> T:
-        """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.strategy.to_device`.
-
-        :param batch: Tensors, mappings, sequences, named tuples, dataclasses of them, and anything else.
-        :return: An object of the same kind.
-        """
+        """Return a batch with its tensors on this rank's device; see :func:`xffl.parallel.strategy.to_device`."""
         return to_device(batch, self.device)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -358,9 +340,9 @@ class DistributedStrategy(ABC):
         :param others: Other parts by name, the same on all ranks of a cell: schedulers, samplers.
         :param own: What each rank keeps for itself, by name: random numbers, the state of rounds.
         :param after_round: Whether all cells hold the weights of a round, without a step since.
-        :param saver: What writes, such as ``AsyncSaver.save``; by default :func:`xffl.checkpoint.save_checkpoint`.
+        :param saver: What writes, such as ``AsyncSaver.save``, and whose result is returned; by default
+            :func:`xffl.checkpoint.save_checkpoint`.
         :param \**values: Plain numbers, texts, lists and mappings to keep beside.
-        :return: What the saver has returned.
         :raises CheckpointError: if it could not be written; on all ranks.
         """
         parts = self._all_parts(model, optimizer, others)
@@ -382,12 +364,9 @@ class DistributedStrategy(ABC):
     ) -> dict[str, Any]:
         """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
 
-        :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned, or several by name. ``None`` for the only model that it was
-            called with, together with what :meth:`wrap_optimizer` returned for it, if it was called.
-        :param optimizer: Its optimizer, or several by name.
-        :param others: As in :meth:`save_checkpoint`.
-        :param own: As in :meth:`save_checkpoint`.
+        :param path: Folder of the checkpoint; arguments that :meth:`save_checkpoint` has, too, are as there.
+        :param model: ``None`` for the only model that :meth:`wrap_model` was called with, together with what
+            :meth:`wrap_optimizer` returned for it, if it was called.
         :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded; ``*``
             for all.
         :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
@@ -403,12 +382,7 @@ class DistributedStrategy(ABC):
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
     def register(self, model: Models, optimizer: Optimizers = None, *, others: Mapping[str, Any] | None = None) -> None:
-        """Let replica groups that come back take these parts over; local, and nothing in a plain world.
-
-        :param model: What :meth:`wrap_model` returned, or several by name.
-        :param optimizer: Its optimizer, or several by name.
-        :param others: Other parts by name, as in :meth:`save_checkpoint`.
-        """
+        """Let replica groups that come back take these parts over; local, and nothing in a plain world."""
         for name, part in self._all_parts(model, optimizer, others).items():
             self.world.register(name, part)
 
@@ -445,10 +419,7 @@ class DistributedStrategy(ABC):
 
 
 class Accumulator:
-    """The window of micro-batches whose gradients add up before the optimizer steps.
-
-    Gradients are synchronized in the backward pass of the window's last micro-batch only.
-    """
+    """The window of micro-batches whose gradients add up; the last one's backward pass synchronizes them."""
 
     def __init__(self, synchronize: Callable[[nn.Module, bool], None]) -> None:
         self.size = 1
@@ -490,13 +461,8 @@ def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T
     """Return a batch with its tensors on a device; local.
 
     Mappings, lists, tuples, named tuples, packed sequences and dataclasses are made anew with what they hold moved,
-    however deep; where nothing has to move, and whatever else there is, comes back as it is.
-
-    :param batch: Any object.
-    :param device: Where its tensors are to lie.
-    :param non_blocking: Whether copies from pinned memory to a GPU may go on in the background. Copies from a GPU never
-        do, since the CPU would read them before they are there.
-    :return: An object of the same kind.
+    however deep; where nothing has to move, and whatever else there is, comes back as it is. ``non_blocking`` copies
+    from pinned memory to a GPU in the background; copies from a GPU never, since the CPU would read them too early.
     """
     is_async = non_blocking and device.type == "cuda"
     moved: Any = batch

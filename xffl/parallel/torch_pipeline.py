@@ -35,38 +35,29 @@ class Stage(PipelineStage):
         *,
         flows: Sequence[tuple[torch.Tensor, ...]],
         group: dist.ProcessGroup,
-        pick: Callable[[Any], Any],
     ) -> None:
         super().__init__(
-            module,
-            number,
-            len(flows) - 1,
-            device,
-            input_args=flows[number],
-            output_args=flows[number + 1],
-            group=group,
+            module, number, len(flows) - 1, device, input_args=flows[number], output_args=flows[number + 1], group=group
         )
         self.shared: dict[str, Any] = {}
         self.sync = True
-        self._pick = pick
         self._sent = sizes_of(flows[number + 1])
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what is sent on is contiguous and of the size that the next stage expects."""
-        output = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
-        output = self._pick(output)
+        output: Any = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
         if self.is_last:
             return output
         sent = tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
         if sizes_of(sent) != self._sent:  # gloo would take fewer bytes than it expects, and leave the rest as it was
             raise ConfigError(
-                f"stage {self.stage_index} sends {sizes_of(sent)}, but the next one expects {self._sent}; let "
-                "boundary= give the size and dtype of what goes between stages"
+                f"stage {self.stage_index} sends {sizes_of(sent)}, but the next one expects {self._sent}; the module's "
+                "output must have the same size and dtype in training as in evaluation"
             )
         return sent
 
     def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Keep torch 2.11 from comparing the last stage's output, too, whose size ``boundary`` does not tell."""
+        """Keep torch 2.11 from comparing the last stage's output, too, which may be a DTensor."""
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -190,10 +190,7 @@ class Masters:
             )
 
     def read(self) -> None:
-        """Take the masters as they are into the view.
-
-        Collective over the cell with stages 1 and 2: an all-reduce of each parameter in fp32.
-        """
+        """Take the masters as they are into the view; collective over the cell with stages 1 and 2."""
         for name, shard in self._shard.items():
             self._collect(name, self._rows, local_tensor(shard).detach())
         self._steps = self._engine.global_steps
@@ -205,10 +202,7 @@ class Masters:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Make the view's values the masters, and the model's weights copies of them.
-
-        Collective over the cell with stages 1 and 2: an all-gather of each parameter in fp32.
-        """
+        """Make the view's values the masters, and the weights copies of them; collective like :meth:`read`."""
         if self._stage == 3:  # frees what is gathered
             self._engine.optimizer.empty_partition_cache()
         for name, shard in self._shard.items():
@@ -223,10 +217,7 @@ class Masters:
     # The optimizer's state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state by parameter, cut like the view, and its options.
-
-        Collective over the cell with stages 1 and 2: an all-reduce of each tensor of the size of a parameter.
-        """
+        """Return the optimizer's state, by parameter and cut like the view, and its options; collective like read."""
         inner = self._engine.optimizer.optimizer
         states: list[dict[str, Any]] = [dict(inner.state.get(row, {})) for row in self._rows]
         cut: dict[str, dict[str, torch.Tensor]] = {}

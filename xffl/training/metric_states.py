@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.distributed.collectives import bytes_of, from_bytes
 from xffl.distributed.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.training.metrics import counted_place, gather_objects, metric_group

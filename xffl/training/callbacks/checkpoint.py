@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xffl.checkpoint.async_save import AsyncSaver
 from xffl.checkpoint.manager import CheckpointManager
+from xffl.checkpoint.save import AsyncSaver
 from xffl.checks import integer, integer_fields
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback

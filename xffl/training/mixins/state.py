@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from xffl.checkpoint.rank_state import RandomState
+from xffl.checkpoint.contents import RandomState
 from xffl.training.mixins.base import TrainerMixin
 
 __all__ = ["StateMixin"]

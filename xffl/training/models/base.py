@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.format import this_cell
-from xffl.distributed.collectives import bytes_of
 from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import bytes_of, reshard
 from xffl.errors import ConfigError, XfflError
 from xffl.training.models.held import Held, held_tensors, local_part, places_held
 

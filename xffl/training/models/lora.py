@@ -20,7 +20,7 @@ from xffl.checks import integer
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
-from xffl.parallel.meta_init import is_meta
+from xffl.parallel.spread import is_meta
 from xffl.training.models.held import bare_model, is_adapter
 from xffl.training.models.packages import package
 from xffl.training.models.writing import ADVICE, NewFolder, whole

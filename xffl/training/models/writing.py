@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint.format import check_path, delete, run_collectively, sync, sync_all, temporary_path, this_cell
+from xffl.checkpoint.format import check_path, replace_folder, run_collectively, sync_all, temporary_path, this_cell
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
@@ -115,18 +115,9 @@ class NewFolder:
             self.partial.mkdir(parents=True)
 
     def _publish(self) -> None:
-        if self.partial is None:
-            return
-        old = temporary_path(self._path, "old")
-        sync_all(self.partial)
-        if self._path.exists():
-            if old.exists():
-                delete(old)
-            self._path.rename(old)
-        self.partial.rename(self._path)
-        sync(self._path.parent)
-        if old.exists():
-            delete(old)
+        if self.partial is not None:
+            sync_all(self.partial)
+            replace_folder(self._path)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

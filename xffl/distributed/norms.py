@@ -1,4 +1,4 @@
-"""What collectives send and add up: tensors as bytes, and norms of gradients that ranks hold parts of."""
+"""Norms of gradients that the ranks of a cell hold parts of."""
 
 from __future__ import annotations
 
@@ -14,36 +14,16 @@ from xffl.distributed.parameters import AXES
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 
-__all__ = ["alike", "bytes_of", "from_bytes", "norms_of", "own_values", "total_norm", "values_of"]
+__all__ = ["alike", "norms_of", "total_norm", "values_of"]
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in order as one flat row of bytes, whatever the tensor's memory layout.
-
-    A view where the elements follow each other in memory, else a copy: read it, do not write to it.
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    # A single element, or none, counts as contiguous with any stride, but only one of 1 can be viewed as bytes.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a copy of what :func:`bytes_of` gave as a tensor; the copy is aligned for any data type."""
-    return data.clone().view(dtype).view(shape)
-
-
-def own_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that a backend can move, without gradient; local."""
-    if isinstance(tensor, DTensor):
-        raise ConfigError(
-            f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
-        )
-    # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-HELD = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
-"""Axes that the dimensions of a state's own meshes stand for."""
+AXES_OF = {
+    **{axis: (axis,) for axis in AXES},
+    **JOINED,
+    "shard": tuple(axis for axis in AXES if axis != "dp_replicate"),
+    "replica": ("dp_replicate",),
+}
+"""Axes of a cell that a dimension of a mesh stands for; the last two are those of a state's own meshes."""
 
 
 def total_norm(
@@ -53,10 +33,9 @@ def total_norm(
     cell: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm of the gradients of all ranks of a cell.
+    """Return the norm of the gradients of all ranks of a cell; collective over it: one all-reduce of one number.
 
-    Collective over the cell: one all-reduce of one number. What several ranks hold is counted on one of them: the one
-    whose coordinate is 0 along every axis that does not cut the tensor; stages of a pipeline hold different tensors.
+    What several ranks hold counts on the one whose coordinate is 0 along every axis that does not cut the tensor.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [_whole(gradient) for gradient in gradients]
@@ -108,23 +87,18 @@ def _counts_here(gradient: torch.Tensor, dims: ParallelDims) -> bool:
     """Tell whether this rank is the one that counts its part: 0 along every axis that does not cut the tensor."""
     cut = {"pp"}
     if isinstance(gradient, DTensor):
-        names = gradient.device_mesh.mesh_dim_names or ()
-        for name, placement in zip(names, gradient.placements, strict=True):
-            if not placement.is_replicate():
-                cut.update(_axes(name))
+        names = gradient.device_mesh.mesh_dim_names
         if not names:
             raise ConfigError(
                 f"a gradient lies on {gradient.device_mesh}, whose dimensions have no names; shard over world.get_mesh"
             )
+        for name, placement in zip(names, gradient.placements, strict=True):
+            if placement.is_replicate():
+                continue
+            stem = name.rstrip("0123456789").removesuffix("_")  # later meshes of a process have a number behind
+            if stem not in AXES_OF:
+                raise ConfigError(
+                    f"a gradient is cut along {name!r}, not along an axis of the world; shard over world.get_mesh"
+                )
+            cut.update(AXES_OF[stem])
     return all(axis in cut or dims.at[axis] == 0 for axis in AXES)
-
-
-def _axes(name: str) -> tuple[str, ...]:
-    """Return the axes of the cell that a dimension of a mesh stands for; names may end in a number."""
-    stem = name.rstrip("0123456789").removesuffix("_")
-    known = {axis: (axis,) for axis in AXES} | JOINED | HELD
-    if stem not in known:
-        raise ConfigError(
-            f"a gradient is cut along {name!r}, not along an axis of the world; shard over world.get_mesh"
-        )
-    return known[stem]
