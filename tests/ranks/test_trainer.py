@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,25 +111,29 @@ def by_hand(rank: int, world_size: int, config: TaskConfig, batch_size: int) -> 
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_one_process_is_the_loop_by_hand(tmp_path: Path, window: int) -> None:
-    config = configure(str(tmp_path / "run"), training={"gradient_accumulation": window})
-    ((weights, _, counters),) = run_world(1, fit, config)
-    (expected,) = run_world(1, by_hand, config, 20)
-    assert counters == (2 * math.ceil(3 / window), 2, 6, 120)
-    for name, tensor in expected.items():
-        assert torch.equal(weights[name], tensor), name
+def in_one_process(rank: int, world_size: int, folder: str, sharded: TaskConfig) -> Any:
+    """Train with the trainer and by hand, also with what a returned loss leaves to the trainer."""
+    found = {}
+    for window in (1, 2):
+        config = configure(f"{folder}/{window}", training={"gradient_accumulation": window})
+        own = replace(config, experiment=replace(config.experiment, output_dir=f"{folder}/returned {window}"))
+        runs = [fit(rank, world_size, config), fit(rank, world_size, own, Returning)]
+        found[window] = (runs, by_hand(rank, world_size, config, 20))
+    return found, by_hand(rank, world_size, replace_batch(sharded, 20), 20)
 
 
-def test_sharded_ranks_are_one_process_with_their_batches(tmp_path: Path) -> None:
+def test_ranks_are_the_loop_by_hand(tmp_path: Path) -> None:
     config = configure(
         str(tmp_path / "run"),
         distributed=DistributedConfig(strategy="fsdp"),
         training={"batch_size": 10, "max_grad_norm": 1.0, "gradient_accumulation": 2},
     )
-    found = run_world(2, fit, config)
-    (expected,) = run_world(1, by_hand, replace_batch(config, 20), 20)
-    for weights, _, counters in found:
+    ((alone, expected),) = run_world(1, in_one_process, str(tmp_path), config)
+    for window, (runs, weights_by_hand) in alone.items():
+        for weights, _, counters in runs:
+            assert counters == (2 * math.ceil(3 / window), 2, 6, 120)
+            assert all(torch.equal(weights[name], tensor) for name, tensor in weights_by_hand.items()), window
+    for weights, _, counters in run_world(2, fit, config):
         assert counters == (4, 2, 6, 120)
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6)
@@ -201,7 +206,13 @@ class DocumentTrainer(BaseTrainer, SetupMixin, EvalMetricMixin):
         return {"val_loss": F.cross_entropy(self.model(images), labels)}
 
 
-def first_weights(rank: int, world_size: int, folder: str, meta: bool, strategy: str) -> Any:
+def first_weights(rank: int, world_size: int, folder: str, cases: list[tuple[bool, str]]) -> Any:
+    return [
+        first_weights_of(rank, world_size, f"{folder}/{strategy}_{meta}", meta, strategy) for meta, strategy in cases
+    ]
+
+
+def first_weights_of(rank: int, world_size: int, folder: str, meta: bool, strategy: str) -> Any:
     made: dict[str, torch.Tensor] = {}
 
     class First(Callback):
@@ -219,9 +230,8 @@ def first_weights(rank: int, world_size: int, folder: str, meta: bool, strategy:
 
 
 def test_the_documents_trainer(tmp_path: Path) -> None:
-    for world_size, meta, strategy in ((1, False, "single"), (1, True, "single"), (2, True, "fsdp"), (2, False, "ddp")):
-        folder = str(tmp_path / f"{strategy}_{meta}")
-        for weights, records in run_world(world_size, first_weights, folder, meta, strategy):
+    for world_size, cases in ((1, [(False, "single"), (True, "single")]), (2, [(True, "fsdp"), (False, "ddp")])):
+        for weights, records in chain(*run_world(world_size, first_weights, str(tmp_path), cases)):
             assert weights["0.weight"].std().item() == pytest.approx(0.02, rel=0.1)
             assert not weights["2.bias"].any()
             assert records[0]["step"] == 5 * (1 if world_size == 2 else 2)  # 80 samples, 8 a rank
@@ -298,36 +308,41 @@ class Naked(BaseTrainer, SetupMixin):
     """Says nothing of itself."""
 
 
-def failing(rank: int, world_size: int, config: TaskConfig, kind: type[BaseTrainer]) -> tuple[str, list[str], str]:
-    diary = Diary()
-    try:
-        kind(config, callbacks=[diary]).fit(joined(rank, world_size))
-    except (ConfigError, StateError) as error:
-        return type(error).__name__, diary.stages[-2:], str(error)
-    return "", diary.stages[-2:], ""
+class Backwards(BaseTrainer, OptimizerAndSchedulerSetupMixin, ModelSetupMixin):
+    """Would make the optimizer of weights that are thrown away."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Linear(64, 10)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+
+FAILURES: dict[type[BaseTrainer], tuple[str, str]] = {
+    Forgetful: ("StateError", "has not stepped"),
+    Silent: ("StateError", "neither called backward nor returned a loss"),
+    Naked: ("ConfigError", "overload configure_models"),
+    Backwards: ("ConfigError", "ModelSetupMixin stand before"),
+}
+
+
+def failing(rank: int, world_size: int, folder: str) -> list[tuple[str, list[str], str]]:
+    found = []
+    for kind in FAILURES:
+        diary = Diary()
+        config = configure(f"{folder}/{kind.__name__}", training={"gradient_accumulation": 2})
+        try:
+            kind(config, callbacks=[diary]).fit(joined(rank, world_size))
+        except (ConfigError, StateError) as error:
+            found.append((type(error).__name__, diary.stages[-2:], str(error)))
+    return found
 
 
 def test_what_a_trainer_leaves_out_is_said(tmp_path: Path) -> None:
-    cases = {
-        Forgetful: ("StateError", "has not stepped"),
-        Silent: ("StateError", "neither called backward nor returned a loss"),
-        Naked: ("ConfigError", "overload configure_models"),
-    }
-    for kind, (error, words) in cases.items():
-        config = configure(str(tmp_path / kind.__name__), training={"gradient_accumulation": 2})
-        ((found, stages, text),) = run_world(1, failing, config, kind)
-        assert found == error
-        assert words in text
+    (found,) = run_world(1, failing, str(tmp_path))
+    for (kind, stages, text), (expected, words) in zip(found, FAILURES.values(), strict=True):
+        assert kind == expected and words in text
         assert stages == ["exception", "on_exception"]
-
-
-def test_a_returned_loss_is_stepped(tmp_path: Path) -> None:
-    config = configure(str(tmp_path / "own"), training={"gradient_accumulation": 2})
-    ((own, _, _),) = run_world(1, fit, config, Returning)
-    ((expected, _, _),) = run_world(
-        1, fit, replace(config, experiment=ExperimentConfig(output_dir=str(tmp_path / "b")))
-    )
-    assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
 
 
 class Stopping(Callback):
@@ -338,7 +353,11 @@ class Stopping(Callback):
             trainer.stop("enough")
 
 
-def stopped(rank: int, world_size: int, folder: str, limit: int | None) -> Any:
+def stopped(rank: int, world_size: int, folder: str) -> Any:
+    return [stopped_at(rank, world_size, f"{folder}/{limit}", limit) for limit in (None, 6)]
+
+
+def stopped_at(rank: int, world_size: int, folder: str, limit: int | None) -> Any:
     config = configure(folder, training={"max_steps": limit, "epochs": 3})
     trainer = TaskTrainer(config, callbacks=[] if limit else [Stopping()])
     trainer.fit(joined(rank, world_size))
@@ -355,8 +374,7 @@ def stopped(rank: int, world_size: int, folder: str, limit: int | None) -> Any:
 
 def test_training_ends_where_it_is_told_to(tmp_path: Path) -> None:
     names = ["dataloaders", "models", "optimizers", "schedulers", "trainer"]
-    assert run_world(1, stopped, str(tmp_path / "stopped"), None) == [(4, 1, 4, True, names)]
-    assert run_world(1, stopped, str(tmp_path / "limited"), 6) == [(6, 2, 6, True, names)]
+    assert run_world(1, stopped, str(tmp_path)) == [[(4, 1, 4, True, names), (6, 2, 6, True, names)]]
 
 
 def test_configurations_are_checked() -> None:
@@ -373,7 +391,11 @@ def test_configurations_are_checked() -> None:
     assert xffl.XfflError
 
 
-def dealt(rank: int, world_size: int, folder: str, partition: str, labels: bool) -> Any:
+def dealt(rank: int, world_size: int, folder: str, cases: list[tuple[str, bool]]) -> Any:
+    return [dealt_as(rank, world_size, f"{folder}/{one}_{labels}", one, labels) for one, labels in cases]
+
+
+def dealt_as(rank: int, world_size: int, folder: str, partition: str, labels: bool) -> Any:
     class Dealing(TaskTrainer):
         def configure_dataloaders(self) -> Any:
             images, codes = (one[:200] for one in digits())
@@ -397,17 +419,18 @@ def dealt(rank: int, world_size: int, folder: str, partition: str, labels: bool)
 
 
 def test_data_are_dealt_out_as_the_configuration_says(tmp_path: Path) -> None:
-    found = run_world(2, dealt, str(tmp_path / "a"), "dirichlet:alpha=0.3", True)
+    dirichlet = "dirichlet:alpha=0.3"
+    cases = [(dirichlet, True), ("iid", False), (dirichlet, False), ("dirichlett", False)]
+    found, equal, unlabelled, unknown = zip(*run_world(2, dealt, str(tmp_path), cases), strict=True)
     assert sum(found) == 200
-    counts = json.loads((tmp_path / "a" / "partition.json").read_text())
+    counts = json.loads((tmp_path / f"{dirichlet}_True" / "partition.json").read_text())
     assert counts["labels"] == [str(digit) for digit in range(10)]
-    assert [sum(row) for row in counts["counts"]] == found
+    assert [sum(row) for row in counts["counts"]] == list(found)
     _, labels = digits()
     assert [sum(pair) for pair in zip(*counts["counts"], strict=True)] == labels[:200].bincount().tolist()
-    assert set(run_world(2, dealt, str(tmp_path / "b"), "iid", False)) == {100}
-    unlabelled = "one for each sample; give a 1-D array); does it need labels? Give train_loader(dataset, labels=...)"
-    for wrong, words in (("dirichlet:alpha=0.3", unlabelled), ("dirichlett", "dirichlet")):
-        assert all(words in told for told in run_world(2, dealt, str(tmp_path / wrong), wrong, False))
+    assert set(equal) == {100}
+    words = "one for each sample; give a 1-D array); does it need labels? Give train_loader(dataset, labels=...)"
+    assert all(words in error for error in unlabelled) and all("dirichlet" in error for error in unknown)
 
 
 VALIDATING: dict[str, tuple[Callable[[Any], Any], str | int]] = {
@@ -424,7 +447,11 @@ VALIDATING: dict[str, tuple[Callable[[Any], Any], str | int]] = {
 }
 
 
-def validating(rank: int, world_size: int, folder: str, name: str) -> str | int:
+def validating(rank: int, world_size: int, folder: str) -> dict[str, str | int]:
+    return {name: validating_with(rank, world_size, f"{folder}/{name}", name) for name in VALIDATING}
+
+
+def validating_with(rank: int, world_size: int, folder: str, name: str) -> str | int:
     class Validating(TaskTrainer):
         def configure_dataloaders(self) -> Any:
             data = TensorDataset(*(one[:20] for one in digits()))
@@ -440,11 +467,10 @@ def validating(rank: int, world_size: int, folder: str, name: str) -> str | int:
     return trainer.val_dataloader.batch_size if name == "small batches" else trainer.val_dataloader.samples
 
 
-@pytest.mark.parametrize("name", VALIDATING)
-def test_plain_loaders_for_validation(name: str, tmp_path: Path) -> None:
-    (found,) = run_world(1, validating, str(tmp_path), name)
-    expected = VALIDATING[name][1]
-    assert expected in found if isinstance(expected, str) else found == expected, found
+def test_plain_loaders_for_validation(tmp_path: Path) -> None:
+    (found,) = run_world(1, validating, str(tmp_path))
+    for name, (_, expected) in VALIDATING.items():
+        assert expected in str(found[name]) if isinstance(expected, str) else found[name] == expected, found
 
 
 def configured_apart(rank: int, world_size: int, folder: str) -> str:
@@ -460,16 +486,6 @@ def test_ranks_with_different_configurations_are_told(tmp_path: Path) -> None:
     for told in run_world(2, configured_apart, str(tmp_path / "run")):
         assert "configurations" in told
         assert "0.2" in told
-
-
-class Backwards(BaseTrainer, OptimizerAndSchedulerSetupMixin, ModelSetupMixin):
-    """Would make the optimizer of weights that are thrown away."""
-
-    def configure_models(self) -> None:
-        self.model = nn.Linear(64, 10)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
 
 
 class Losing(TaskTrainer):
@@ -491,12 +507,6 @@ class BareConfig(BaseTrainerConfig):
     dropout: float = 0.0
     optimizer: str = "SGD"
     learning_rate: float = 0.1
-
-
-def test_mixins_in_a_wrong_order_are_refused(tmp_path: Path) -> None:
-    ((error, _, text),) = run_world(1, failing, configure(str(tmp_path / "run")), Backwards)
-    assert error == "ConfigError"
-    assert "ModelSetupMixin stand before" in text
 
 
 def losing(rank: int, world_size: int, folder: str) -> Any:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to leave, heard also while the main thread waits for other ranks."""
+"""Signals that ask a run to stop early, heard also while the main thread waits for other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -24,19 +24,14 @@ KNOWN = ("USR1", "USR2", "TERM", "HUP", "XCPU")
 
 
 def check_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
-    """Return the signals of names such as ``USR2`` or ``SIGUSR2``.
-
-    :param names: The names; none for no signals.
-    :return: The signals, each once.
-    :raises ConfigError: if a name is none of those that can be asked for.
-    """
+    """Return the signals of names such as ``USR2`` or ``SIGUSR2``, each once."""
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ConfigError(f"preempt_signals is {names!r}; give a list such as [USR2, TERM], or [] for none")
+        raise ConfigError(f"preempt_signals must be a list such as [USR2, TERM], or [] for none, got {names!r}")
     found: dict[signal.Signals, None] = {}
     for name in names:
         bare = name.removeprefix("SIG") if isinstance(name, str) else name
         if bare not in KNOWN:
-            raise ConfigError(f"preempt_signals has {name!r}, which is none of {', '.join(KNOWN)}; give some of these")
+            raise ConfigError(f"preempt_signals must be some of {', '.join(KNOWN)}, got {name!r}")
         found[signal.Signals[f"SIG{bare}"]] = None
     return tuple(found)
 
@@ -52,8 +47,6 @@ class SignalInbox:
     Processes that are forked meanwhile (workers of a loader) do not take part: they ignore the signals but SIGTERM, of
     which they have the handler of before, since schedulers signal all processes of a job. Those that are started in
     another way do not know of the signals.
-
-    :param signals: The signals; where there are none, nothing is changed.
     """
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
@@ -78,7 +71,13 @@ class SignalInbox:
                 self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
                 signal.siginterrupt(number, False)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
-            os.register_at_fork(after_in_child=_forgetter(self))
+            method = weakref.WeakMethod(self._forget)  # such hooks stay for good, and must not keep the inbox alive
+
+            def forget() -> None:
+                if (bound := method()) is not None:
+                    bound()
+
+            os.register_at_fork(after_in_child=forget)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,8 +93,7 @@ class SignalInbox:
     def wait(self, timeout_s: float) -> list[signal.Signals]:
         """Wait until a signal comes, somebody calls :meth:`wake`, or the time is over; one thread calls it.
 
-        :param timeout_s: How long to wait.
-        :return: The signals that came since the last call, each once, in their order.
+        Return the signals that came since the last call, each once, in their order.
         """
         if not self._is_open:
             return []
@@ -116,8 +114,6 @@ class SignalInbox:
         """Let signals do what they did before, those that were heard and those that come; any thread may call it.
 
         Each call of the handler of before is for a signal that came: what this sends is not answered again.
-
-        :param heard: Signals that came.
         """
         with self._lock:
             self._has_given_up = True
@@ -149,22 +145,10 @@ class SignalInbox:
             os.kill(os.getpid(), number)
 
     def _forget(self) -> None:
-        """Take a forked process out."""
+        """Leave a forked process without this inbox."""
         if not self._before or os.getpid() == self._pid:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler if number == signal.SIGTERM else signal.SIG_IGN)
         self._before = {}
-
-
-def _forgetter(inbox: SignalInbox) -> Callable[[], None]:
-    """Return what a forked process calls; such hooks stay for good, so it does not keep the inbox alive."""
-    kept = weakref.ref(inbox)
-
-    def forget() -> None:
-        found = kept()
-        if found is not None:
-            found._forget()
-
-    return forget

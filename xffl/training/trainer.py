@@ -1,4 +1,4 @@
-"""The trainer: a loop made of the public parts, with hooks for all that differs between two runs."""
+"""Trainer: a loop made of the public parts, with hooks for all that differs between two runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,9 +31,32 @@ from xffl.training.preemption import PreemptedExit, Preemption, PreemptionMixin
 from xffl.training.run_directory import RunDirectory, plain_config
 from xffl.training.signals import SignalInbox, check_signals
 
-__all__ = ["BaseTrainer"]
+__all__ = ["BaseTrainer", "Loader"]
 
 LOG = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """A training loader that knows where it stands, such as :class:`CellLoader` and :class:`CellStream`.
+
+    Any other iterable will do: its batches are counted from the start of each epoch.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that comes next, or is being drawn."""
+
+    @property
+    def position(self) -> int:
+        """Batches of the epoch that the loop has taken."""
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that the whole cell has taken since the first epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; the current one keeps its position, another starts at its first batch."""
 
 
 class BaseTrainer(PreemptionMixin, LoggerMixin):
@@ -72,7 +95,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     :param config: What is asked for, of the class that the trainer's annotation ``config`` names.
     :param callbacks: More callbacks, after those of the configuration.
     :param origins: Where each value of the configuration comes from, for the run's folder.
-    :raises ConfigError: if the configuration or a callback cannot be meant.
+    :raises ConfigError: if the configuration or a callback is invalid.
     """
 
     config: BaseTrainerConfig
@@ -204,7 +227,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         """
         if state is not None:
             self.strategy.setup(state)
-        left: PreemptedExit | None = None
+        preempted: PreemptedExit | None = None
         names = self.config.experiment.preempt_signals
         # From before the ranks have joined: a signal that comes meanwhile is kept.
         with SignalInbox(check_signals(names)) as inbox, self.strategy:
@@ -212,7 +235,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
                 with Preemption(self.state, names, inbox=inbox) as self.preemption:
                     self._fit()
             except PreemptedExit as early:
-                left = early
+                preempted = early
             except BaseException as error:
                 self.callbacks.exception(self, error)
                 try:
@@ -221,8 +244,8 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
                     LOG.exception("giving back what the run had taken failed, too")
                 raise
             self.teardown(None)
-        if left is not None:
-            raise left
+        if preempted is not None:
+            raise preempted
 
     def _fit(self) -> None:
         self._take_own_folder()
@@ -301,11 +324,11 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         A loader of xffl that was asked for more than there was stands at the start of the next epoch.
         """
         loader = self.train_dataloader
-        if not (hasattr(loader, "position") and hasattr(loader, "epoch")):
+        if not isinstance(loader, Loader):
             return None
         if loader.epoch > self.current_epoch:
             return 0
-        if not hasattr(loader, "__len__"):  # a stream
+        if not isinstance(loader, Sized):  # a stream
             return None
         return len(loader) - (loader.position if loader.epoch == self.current_epoch else 0)
 
@@ -320,11 +343,11 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         loader, left = self.train_dataloader, self._batches_left()
         if hasattr(loader, "set_epoch") and left != 0:
             loader.set_epoch(self.current_epoch)
-        first = getattr(loader, "position", 0)
+        first = loader.position if isinstance(loader, Loader) else 0
         is_whole = True
         self._note_place()
-        given: Iterable[Any] = () if left == 0 else loader
-        with closing(self.strategy.micro_batches(given, *self.named_models().values())) as batches:
+        rest: Iterable[Any] = () if left == 0 else loader
+        with closing(self.strategy.micro_batches(rest, *self.named_models().values())) as batches:
             for batch_idx, batch in enumerate(batches, first):
                 self._train_on(batch, batch_idx)
                 if self.strategy.is_step_lost:
@@ -372,9 +395,9 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
             self._finish_step(output)
         self.callbacks.post_train_batch(self, output, batch, batch_idx)
         self.local_batches += 1
+        loader = self.train_dataloader
         # That other ranks have as many is all that is known of a loader that does not say.
-        seen = getattr(self.train_dataloader, "samples_seen", None)
-        self.samples = self.samples + count * self.world.dp_size if seen is None else seen
+        self.samples = loader.samples_seen if isinstance(loader, Loader) else self.samples + count * self.world.dp_size
         self._is_in_batch = False
         if not self.is_accumulating_gradients and not self.strategy.is_step_lost:
             self.global_step += 1
@@ -411,9 +434,9 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         every = training.validate_every_steps
         if every is not None and self.global_step % every == 0 and self.val_dataloader is not None:
             self.perform_validation_epoch()
-        told = self._take_rounds()
+        recorded = self._take_rounds()
         self.callbacks.post_optimizer_step(self)
-        for report in told:
+        for report in recorded:
             self.callbacks.post_round(self, report)
         self.leave_if_due()
 
@@ -425,14 +448,11 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     # Rounds -----------------------------------------------------------------------------------------------------------
 
     def note_round(self, report: RoundReport) -> None:
-        """Hear of a round, and tell the callbacks where the batch is done; called on all ranks.
-
-        :param report: What the round did.
-        """
+        """Hear of a round, and tell the callbacks where the batch is done; called on all ranks."""
         self._reports.append(report)
         if not self._is_in_batch:
-            for told in self._take_rounds():
-                self.callbacks.post_round(self, told)
+            for recorded in self._take_rounds():
+                self.callbacks.post_round(self, recorded)
 
     def _take_rounds(self) -> list[RoundReport]:
         """Record the rounds that nobody has heard of, and validate what they made; all ranks of all cells come here."""

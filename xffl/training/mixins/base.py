@@ -1,10 +1,10 @@
-"""What all mixins of a trainer share: the hooks through which they work together."""
+"""Base of a trainer's mixins: the hooks through which they work together, and the attributes that hooks have set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -22,9 +22,29 @@ if TYPE_CHECKING:
     from xffl.training.preemption import Rounds
     from xffl.training.run_directory import RunDirectory
 
-__all__ = ["TrainerMixin"]
+__all__ = ["Attributes", "TrainerMixin"]
 
 S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Attributes(Generic[T]):
+    """The names under which an object holds things of some classes: models, optimizers, schedulers, metrics."""
+
+    def __init__(self, owner: object, *kinds: type[T]) -> None:
+        self._owner, self._kinds = owner, kinds
+        self.names: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the block sets, in order."""
+        before = dict(vars(self._owner))
+        yield
+        self.names += [
+            name
+            for name, value in vars(self._owner).items()
+            if isinstance(value, self._kinds) and before.get(name) is not value and name not in self.names
+        ]
 
 
 class TrainerMixin:
@@ -76,12 +96,7 @@ class TrainerMixin:
         return self.strategy.device
 
     def section(self, name: str, kind: type[S]) -> S:
-        """Return a section of the configuration; its defaults, where the configuration has none of that name.
-
-        :param name: The section.
-        :param kind: Its class.
-        :return: The section.
-        """
+        """Return a section of the configuration; its defaults, where the configuration has none of that name."""
         found = getattr(self.config, name, None)
         return kind() if found is None else found
 
@@ -98,9 +113,9 @@ class TrainerMixin:
         """Make what training needs: spread models, optimizers, loaders, metrics, loggers. Collective over the world."""
 
     def teardown(self, error: BaseException | None) -> None:
-        """Give back what :meth:`setup` has taken: files, hooks, threads. Local; called on every rank at the end.
+        """Give back what :meth:`setup` has taken: files, hooks, threads; local, on every rank at the end.
 
-        :param error: What ended the run; ``None`` where it has ended well.
+        ``error`` is what ended the run; ``None`` where it has ended well.
         """
 
     def checkpoint_parts(self) -> dict[str, Part]:
@@ -136,11 +151,7 @@ class TrainerMixin:
         return {}
 
     def step_schedulers(self, interval: str, *optimizers: Optimizer) -> None:
-        r"""Step the schedulers of optimizers; there are none without :class:`SetupMixin`.
-
-        :param interval: ``step`` or ``epoch``.
-        :param \*optimizers: Those whose schedulers step.
-        """
+        """Step the schedulers whose ``interval`` this is (``step``, ``epoch``); none without :class:`SetupMixin`."""
 
     def training_rounds(self) -> AbstractContextManager[Any]:
         """Return the context in which rounds take place; there are none without :class:`FederatedMixin`."""
@@ -169,56 +180,27 @@ class TrainerMixin:
         """Merge the round that is under way; there is none without :class:`FederatedMixin`."""
 
     def note_batch(self, count: int) -> None:
-        """Hear of a batch before it is trained on.
-
-        :param count: Samples of this rank.
-        """
+        """Hear of a batch before it is trained on."""
 
     def note_round(self, report: RoundReport) -> None:
-        """Hear of a round.
-
-        :param report: What it did.
-        """
+        """Hear of a round."""
 
     def reset_metrics(self) -> None:
         """Begin a validation; nothing is measured without :class:`EvalMetricMixin`."""
 
     def measuring(self, count: float) -> AbstractContextManager[None]:
-        """Return the context of a ``validation_step``.
-
-        :param count: Samples of the batch that count; 0 for one that only keeps the ranks in step.
-        :return: The context.
-        """
-        del count
+        """Return the context of a ``validation_step``; ``count`` is 0 for a batch that only keeps the ranks in step."""
         return nullcontext()
 
     def update_outputs(self, output: Any, count: float) -> None:
-        """Take in what ``validation_step`` has returned; nothing is measured without :class:`EvalMetricMixin`.
-
-        :param output: What it returned.
-        :param count: Samples of the batch that count.
-        """
+        """Take in what ``validation_step`` has returned; nothing is measured without :class:`EvalMetricMixin`."""
 
     def compute_metrics(self, over: str = "cell") -> dict[str, float]:
-        """Return the metrics of a validation; there are none without :class:`EvalMetricMixin`.
-
-        :param over: ``cell`` or ``federation``: whose samples count.
-        :return: Numbers by name.
-        """
-        del over
+        """Return the metrics over a ``cell`` or the ``federation``; there are none without :class:`EvalMetricMixin`."""
         return {}
 
     def log_scalar(self, name: str, value: float | torch.Tensor | None, *, weight: float = 1.0) -> None:
-        """Keep a value of this rank for the next record.
-
-        :param name: Its name, such as ``train/loss``.
-        :param value: A number, or a tensor of one element; ``None``, such as a norm that was not measured, is left out.
-        :param weight: What it counts for in means (samples, tokens).
-        """
+        """Keep a value of this rank for the next record."""
 
     def log_metrics(self, values: Mapping[str, float], *, over: str = "cell") -> None:
-        """Record values that are the same on all ranks of the cell already.
-
-        :param values: Numbers by name.
-        :param over: Whether they are of the ``cell`` or of the ``federation``.
-        """
+        """Record values that are the same on all ranks of the cell already."""

@@ -1,4 +1,4 @@
-"""Rounds of a trainer."""
+"""Rounds of a trainer, over a network or over files."""
 
 from __future__ import annotations
 
@@ -322,10 +322,7 @@ class FederatedMixin(ValidationMixin):
         return self._scaling
 
     def note_batch(self, count: int) -> None:
-        """Count a batch's samples for the next round.
-
-        :param count: Samples of this rank.
-        """
+        """Count a batch's samples for the next round."""
         self._fresh += count
         super().note_batch(count)
 

@@ -15,8 +15,7 @@ from torch import nn
 from xffl.errors import ConfigError
 from xffl.training.metric_states import compute_metrics, metric_kinds, prepare_metrics, uncounted
 from xffl.training.metrics import WeightedSums, reduce_sums
-from xffl.training.mixins.attributes import Attributes
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.mixins.base import Attributes, TrainerMixin
 
 __all__ = ["EvalMetricConfigMixin", "EvalMetricMixin", "MetricsConfig"]
 

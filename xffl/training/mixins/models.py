@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from xffl.errors import ConfigError
-from xffl.training.mixins.attributes import Attributes
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.mixins.base import Attributes, TrainerMixin
 
 __all__ = ["ModelSetupMixin", "SetupConfig"]
 

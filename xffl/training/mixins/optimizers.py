@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedulers."""
+"""Optimizers and learning-rate schedulers of a trainer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
-from xffl.training.mixins.attributes import Attributes
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.mixins.base import Attributes, TrainerMixin
 
 __all__ = ["OptimizerAndSchedulerSetupMixin"]
 
@@ -75,12 +74,7 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
         return {**super().checkpoint_parts(), **self.named_schedulers()}
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
-        """Return the model that an optimizer trains.
-
-        :param optimizer: The optimizer.
-        :return: The model.
-        :raises ConfigError: if its parameters are of no model, or of several.
-        """
+        """Return the model that an optimizer trains."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         models = self.named_models().values()
         owners = [model for model in models if any(id(one) in held for one in sharded_parameters(model).values())]
@@ -92,11 +86,7 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
         return owners[0]
 
     def step_schedulers(self, interval: str, *optimizers: Optimizer) -> None:
-        r"""Step the schedulers, if this is their interval; local.
-
-        :param interval: ``step`` or ``epoch``.
-        :param \*optimizers: Those whose schedulers step.
-        """
+        """Step the schedulers, if this is their interval; local."""
         if self.config.training.scheduler_interval != interval:
             return
         with _in_any_order() if interval == "epoch" else nullcontext():

@@ -1,4 +1,4 @@
-"""What a run keeps, and how it goes on from there."""
+"""Counters of a trainer, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -46,12 +46,9 @@ class StateMixin(TrainerMixin):
         return self.furthest(self.global_step)[0]
 
     def furthest(self, *counts: int) -> list[int]:
-        r"""Return the largest value of each of some counts over the cells, the same on all ranks.
+        """Return the largest value of each of some counts over the cells, the same on all ranks.
 
         Collective over the world, where there are several cells: the numbers are reduced.
-
-        :param \*counts: Counts that are the same on all ranks of a cell.
-        :return: The largest ones.
         """
         if self.state.topology.cells == 1:
             return list(counts)
@@ -76,7 +73,7 @@ class StateMixin(TrainerMixin):
         # Between two rounds one cell may have made steps and another none.
         step, since_round = self.furthest(self.global_step, self.steps_since_round)
         self.callbacks.pre_save_checkpoint(self, str(path))
-        written = self.strategy.save_checkpoint(
+        saved = self.strategy.save_checkpoint(
             path,
             self.named_models(),
             self.named_optimizers(),
@@ -87,7 +84,7 @@ class StateMixin(TrainerMixin):
             **{"step": step, **values},
         )
         self.callbacks.post_save_checkpoint(self, str(path))
-        return written
+        return saved
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint; collective over the world, after :meth:`setup`.
@@ -126,8 +123,7 @@ class StateMixin(TrainerMixin):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what :meth:`state_dict` returned on this rank, in the same layout; local.
 
-        :param state_dict: The states.
-        :param strict: Whether models must have exactly the saved tensors.
+        With ``strict`` models must have exactly the saved tensors.
         """
         trainer = dict(state_dict["trainer"])
         self.callbacks.load_state_dict(trainer.pop("callbacks"))
