@@ -29,8 +29,6 @@ With --processes it starts them here, as xffl exec does; else start it with srun
 prints; --out writes bench.json, and bench.svg and bench.png where matplotlib is installed.
 """
 
-_SCRIPT = Path(__file__).with_name("bench_rank.py")
-"""What each process runs that this command starts."""
 _PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "out", "json")
 """Options that processes started here get, too; the federation stands in their environment."""
 
@@ -57,12 +55,7 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Measure on the ranks that exist, or start some and measure on them.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code for this process.
-    :raises XfflError: if an option cannot be meant, or the processes cannot be found, started or joined.
-    """
+    """Measure on the ranks that exist, or start some and measure on them."""
     from xffl.aggregation.bench import Effort, measure
     from xffl.distributed.session import session
 
@@ -100,7 +93,7 @@ def _start(options: Namespace) -> int:
     given = {name: options[name] for name in _PASSED_ON if options[name] not in (None, False)}
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
     job = [f"--{name}={options[name]}" for name in ("processes", "federated", "hsdp") if options[name] is not None]
-    return execute.run(execute.build_parser().parse_args(job), [str(_SCRIPT), *words])
+    return execute.run(execute.build_parser().parse_args(job), [__file__, *words])
 
 
 def _made(out: str) -> Path:
@@ -134,3 +127,7 @@ def _show(record: Mapping[str, Any], folder: Path | None, *, as_json: bool) -> N
     except ConfigError as error:  # the numbers stand; a picture can be drawn from them elsewhere
         print(f"xffl: no picture: {error}", file=sys.stderr)
     print(f"wrote {', '.join(written)} in {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":  # one of the processes that the command starts; its launcher tells once what goes wrong
+    sys.exit(run(build_parser().parse_args(sys.argv[1:])))

@@ -52,12 +52,7 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Check, and print what was found; under a launcher every rank runs it, and rank 0 prints.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code: 1 where there is an error.
-    :raises ConfigError: if an option is invalid.
-    """
+    """Check, and print what was found; under a launcher every rank runs it, and rank 0 prints."""
     from xffl.cluster.cells import parse_federation
     from xffl.cluster.doctor.examine import examine, examine_hosts
     from xffl.cluster.doctor.probe import Request

@@ -145,11 +145,7 @@ def build_parser() -> ArgumentParser:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut ``exec [options] SCRIPT [arguments]`` before the script.
-
-    :param words: Command line from ``exec`` on.
-    :return: What is xffl's, and the script with its arguments.
-    """
+    """Cut ``exec [options] SCRIPT [arguments]`` before the script."""
     at = 1
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
@@ -159,13 +155,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:
-    """Start the job, and tell how it ended; or be one rank of it, where a launcher has started this process.
-
-    :param options: What :func:`build_parser` parses.
-    :param command: Script and its arguments, or a configuration and values for its keys.
-    :return: Exit code for this process.
-    :raises XfflError: if the set-up is wrong; no process has been started then.
-    """
+    """Start the job, and tell how it ended; or be one rank of it, where a launcher has started this process."""
     if not command:
         raise ConfigError(
             "no script is given; write xffl exec --processes N SCRIPT [arguments], or xffl exec config.yaml"

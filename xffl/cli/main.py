@@ -57,12 +57,7 @@ xffl COMMAND --help tells more.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    :param argv: Command line without the program's name; ``None`` means this process's.
-    :return: Exit code, see :class:`~xffl.cluster.exit_codes.ExitCode`; ``exec`` passes on the code of the rank that
-        failed first.
-    """
+    """Run one command."""
     _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number
-from xffl.cli import cell, placed
+from xffl.cli import plan_cell, plan_hosts
 from xffl.cli.formatter import HelpFormatter
 from xffl.cluster.cells import Arrangement, Federation, lone_cell
 from xffl.cluster.environment import sources_named
@@ -101,18 +101,13 @@ def build_parser() -> ArgumentParser:
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
     for name, told in _FLAGS:
         group.add_argument(_option(name), action="store_true", help=told)
-    placed.add_options(parser)
-    cell.add_options(parser)
+    plan_hosts.add_options(parser)
+    plan_cell.add_options(parser)
     return parser
 
 
 def run(options: Namespace) -> int:
-    """Print the plan.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code 0.
-    :raises XfflError: if sizes do not fit each other, or a number is invalid.
-    """
+    """Print the plan."""
     from xffl.planning import round_traffic, topology_text
 
     for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
@@ -120,12 +115,12 @@ def run(options: Namespace) -> int:
             minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
             number(_option(name), options[name], minimum, above=above)
     if options.bytes_per_param is None:
-        options.bytes_per_param = cell.bytes_of_dtype(options)
+        options.bytes_per_param = plan_cell.bytes_of_dtype(options)
     topology, hosts = _lay_out(options)
-    federated, *_ = placed.asked_federation(options)
+    federated, *_ = plan_hosts.asked_federation(options)
     if federated is not None and topology.cells == 1:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
-    inside = cell.describe(options, topology)
+    inside = plan_cell.describe(options, topology)
     forecast = _simulate(options, topology) if _is_simulated(options) else None
     traffic = None
     if options.params is not None:
@@ -140,15 +135,15 @@ def run(options: Namespace) -> int:
         return 0
     print(topology_text(topology))
     if hosts is not None:
-        print("\n".join(placed.lines(hosts)))
+        print("\n".join(plan_hosts.lines(hosts)))
     if inside is not None:
-        print("\n".join(cell.mesh_lines(inside)))
+        print("\n".join(plan_cell.mesh_lines(inside)))
     if traffic is not None:
         print("\n".join(_traffic_lines(traffic)))
     if forecast is not None:
         print("\n".join(_forecast_lines(forecast)))
     if inside is not None and inside["memory"] is not None:
-        print("\n".join([*cell.lines(inside), *_assumption_lines(inside["assumptions"])]))
+        print("\n".join([*plan_cell.lines(inside), *_assumption_lines(inside["assumptions"])]))
     return 0
 
 
@@ -209,7 +204,7 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
 
 def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
     """Return the federation, and the placement of its ranks where hosts are known."""
-    federated, replica_size, sources = placed.asked_federation(options)
+    federated, replica_size, sources = plan_hosts.asked_federation(options)
     with sources_named(sources):
         return _fit(options, federated, replica_size)
 
@@ -218,12 +213,12 @@ def _fit(
     options: Namespace, federated: Federation | None, replica_size: int | None
 ) -> tuple[Topology, dict[str, Any] | None]:
     """Fit the federation that is asked for to the world or the hosts."""
-    hosts = placed.find_hosts(options, federated)
+    hosts = plan_hosts.find_hosts(options, federated)
     arrangement: Arrangement | None = None
     sizes = None if isinstance(federated, str) else federated
     world = options.world
     if hosts is not None:
-        arrangement = placed.order(hosts, federated, replica_size)
+        arrangement = plan_hosts.order(hosts, federated, replica_size)
         sizes = arrangement.sizes or sizes
         slots = sum(host.slots for host in hosts)
         if world not in (None, slots):
@@ -234,15 +229,15 @@ def _fit(
             if sizes is None:
                 raise ConfigError("the number of ranks is missing; give --federated 4,4, or --world")
             raise ConfigError(
-                f"{placed.knob(options)} {sizes} does not say how many ranks there are; give --world, too"
+                f"{plan_hosts.knob(options)} {sizes} does not say how many ranks there are; give --world, too"
             )
         world = max(sum(sizes), 1)  # Topology refuses a size below 1
-    topology = cell.lay_out(options, Topology(world, sizes), replica_size)
+    topology = plan_cell.lay_out(options, Topology(world, sizes), replica_size)
     if hosts is None or arrangement is None:
         return topology, None
     if replica_size != topology.replica_size:  # the mesh inside the cells has set it
-        arrangement = placed.order(hosts, federated, topology.replica_size)
-    return topology, placed.describe(arrangement, topology, federated)
+        arrangement = plan_hosts.order(hosts, federated, topology.replica_size)
+    return topology, plan_hosts.describe(arrangement, topology, federated)
 
 
 def _shape(topology: Topology) -> dict[str, object]:

@@ -33,12 +33,7 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Write the report, and print its place and what it lacks.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code 0.
-    :raises ConfigError: if a folder is not that of a run, or there is no folder to write into.
-    """
+    """Write the report, and print its place and what it lacks."""
     from xffl.run_report import write_report
     from xffl.run_report.summary import printable
 

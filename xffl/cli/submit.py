@@ -87,12 +87,7 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Submit the job, and follow it.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code for this process: the job's where it was followed.
-    :raises XfflError: if the job cannot be meant, or SLURM refuses it.
-    """
+    """Submit the job, and follow it."""
     file, *words = options.words or [""]
     is_configuration = file.endswith(_CONFIGURATIONS)
     if is_configuration:

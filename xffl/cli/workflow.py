@@ -60,12 +60,7 @@ def build_parser() -> ArgumentParser:
 
 
 def run(options: Namespace) -> int:
-    """Do what is asked for.
-
-    :param options: What :func:`build_parser` parses.
-    :return: Exit code 0.
-    :raises XfflError: if it cannot be done; what has been written then is not used by anybody.
-    """
+    """Do what is asked for."""
     {"init": _init, "begin": _begin, "record": _record}[options.subcommand](options[options.subcommand])
     return 0
 

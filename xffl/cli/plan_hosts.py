@@ -30,10 +30,7 @@ _MAX_CELLS = 8
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options about hosts.
-
-    :param parser: Parser of ``xffl plan``.
-    """
+    """Add the options about hosts."""
     group = parser.add_argument_group("hosts; by default those of the SLURM job that this shell stands in")
     group.add_argument(
         "--hosts", type=str, metavar="LIST", help="a:4,b[1-3]:8 (host:ranks), or @FILE with a host a line"
@@ -44,12 +41,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def asked_federation(options: Namespace) -> tuple[Federation | None, int | None, tuple[str, ...]]:
-    """Return the sizes or the rule, and the replica size, from options or else the environment.
-
-    :param options: What the parser has read.
-    :return: Sizes, a rule or ``None``; the replica size or ``None``; which variables they are from.
-    :raises XfflError: if one of them cannot be read.
-    """
+    """Return the sizes or the rule, and the replica size, from options or else the environment."""
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     return complete_federation(asked, options.hsdp)
 
@@ -60,14 +52,7 @@ def knob(options: Namespace) -> str:
 
 
 def find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host, ...] | None:
-    """Return the hosts that are described, or that the job has; ``None`` where only sizes are asked for.
-
-    :param options: What the parser has read.
-    :param federated: Sizes, or a rule.
-    :return: The hosts; with their switches, where the rule needs them.
-    :raises ConfigError: if options do not fit each other, or there are no hosts for a rule.
-    :raises LaunchError: if SLURM's network cannot be read.
-    """
+    """Return the hosts that are described, or that the job has; ``None`` where only sizes are asked for."""
     if not isinstance(federated, str):
         if options.topology is not None:
             raise ConfigError(f"--topology {options.topology} would not be read; give --federated auto, too")
@@ -102,28 +87,14 @@ def _read_topology(file: str) -> dict[str, tuple[str, ...]]:
 
 
 def order(hosts: tuple[Host, ...], federated: Federation | None, replica_size: int | None) -> Arrangement:
-    """Return the hosts in the order of their ranks: as ``xffl exec`` would order them by a rule, else as they are.
-
-    :param hosts: The hosts.
-    :param federated: Sizes, or a rule.
-    :param replica_size: Ranks that hold one copy of the model.
-    :return: The hosts, and the cells that a rule finds.
-    :raises XfflError: if the rule does not fit the hosts.
-    """
+    """Return hosts in the order of their ranks, as ``xffl exec`` orders them by a rule, and the cells that it finds."""
     if isinstance(federated, str):
         return arrange(hosts, federated, replica_size)
     return Arrangement(hosts, (), ())
 
 
 def describe(arrangement: Arrangement, topology: Topology, federated: Federation | None) -> dict[str, Any]:
-    """Describe where ranks and replicas stand, for people and for JSON.
-
-    :param arrangement: The hosts in the order of their ranks.
-    :param topology: The cells; their ranks must be as many as the hosts take.
-    :param federated: The rule, if there is one.
-    :return: Rule and cells; of each cell its name, ranks, hosts (with their ranks and replicas) and the number of hosts
-        below each replica.
-    """
+    """Describe where ranks and replicas stand, for people and for JSON."""
     starts = (0, *accumulate(host.slots for host in arrangement.hosts))
     cells = []
     for cell in range(topology.cells):
@@ -150,11 +121,7 @@ def describe(arrangement: Arrangement, topology: Topology, federated: Federation
 
 
 def lines(placed: dict[str, Any]) -> list[str]:
-    """Write for people what :func:`describe` returns.
-
-    :param placed: The description.
-    :return: Lines; of many cells or hosts the first ones, and how many more there are.
-    """
+    """Write for people what :func:`describe` returns."""
     by = "" if placed["rule"] is None else f", with cells by {placed['rule']}"
     told = ["", f"Hosts in the order of their ranks{by}:"]
     for number, cell in enumerate(placed["cells"][:_MAX_CELLS]):

@@ -38,10 +38,7 @@ _STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "deepspeed")
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options of a cell's inside.
-
-    :param parser: The command's parser.
-    """
+    """Add the options of a cell's inside."""
     group = parser.add_argument_group("inside a cell; with --params the memory of a rank and the traffic of a step")
     group.add_argument("--strategy", choices=_STRATEGIES, help="how the model is spread (default: as --mesh or --hsdp)")
     for name, metavar, told in _WORDS:
@@ -53,25 +50,14 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def bytes_of_dtype(options: Namespace) -> float:
-    """Return the bytes of a weight as it is kept; also what a round sends of it.
-
-    :param options: The command's options.
-    :return: The bytes.
-    """
+    """Return the bytes of a weight as it is kept; also what a round sends of it."""
     from xffl.planning.memory import TrainingSize
 
     return float(TrainingSize(dtype=options.dtype or "float32").kept_bytes)
 
 
 def lay_out(options: Namespace, plain: Topology, replica_size: int | None) -> Topology:
-    """Return the federation with the mesh that is asked for in each cell.
-
-    :param options: The command's options.
-    :param plain: The cells.
-    :param replica_size: Ranks of a replica, where that is asked for.
-    :return: The federation.
-    :raises ConfigError: if the options contradict each other, or sizes do not fit the cells.
-    """
+    """Return the federation with the mesh that is asked for in each cell."""
     parameters = _asked_mesh(options, replica_size)
     if parameters is None:
         return Topology(plain.world_size, plain.sizes, replica_size)
@@ -86,15 +72,10 @@ def lay_out(options: Namespace, plain: Topology, replica_size: int | None) -> To
 
 
 def describe(options: Namespace, topology: Topology) -> dict[str, Any] | None:
-    """Describe the smallest cell's mesh, and what its ranks hold and send.
+    """Describe the smallest cell's mesh and what its ranks hold and send; ``None`` where no option asks for it.
 
-    :param options: The command's options.
-    :param topology: What :func:`lay_out` gave.
-    :return: ``cell``, ``ranks``, ``axes``, ``first_rank``, ``strategy``, ``zero_stage``; with the model's size also
-        ``memory`` and ``traffic`` (lists of parts with ``what``, ``bytes`` and ``formula``), ``total_bytes`` of memory,
-        ``strategies`` (the bytes of others for comparison) and ``assumptions``, else ``None`` in their places. ``None``
-        where nothing of it is asked for.
-    :raises ConfigError: if a number is missing or cannot be meant.
+    ``memory`` and ``traffic`` are lists of parts (``what``, ``bytes``, ``formula``); they and ``strategies``, the bytes
+    of others for comparison, are ``None`` without ``--params``.
     """
     asked = [name for name, *_ in (*_WORDS, *_COUNTS) if options[name] is not None]
     asked += [name for name in ("strategy", "keep_gathered", "loss_parallel") if options[name]]
@@ -113,11 +94,7 @@ def describe(options: Namespace, topology: Topology) -> dict[str, Any] | None:
 
 
 def mesh_lines(inside: dict[str, Any]) -> list[str]:
-    """Draw the cell's mesh, and say what moves along its axes.
-
-    :param inside: What :func:`describe` gave.
-    :return: Lines.
-    """
+    """Draw the cell's mesh, and say what moves along its axes."""
     from xffl.planning.mesh import MOVES, mesh_text
 
     drawn = ["", mesh_text(inside["axes"], first_rank=inside["first_rank"], cell=inside["cell"])]
@@ -125,11 +102,7 @@ def mesh_lines(inside: dict[str, Any]) -> list[str]:
 
 
 def lines(inside: dict[str, Any]) -> list[str]:
-    """Write the memory, the traffic and the comparison.
-
-    :param inside: What :func:`describe` gave, with the model's size.
-    :return: Lines, without the assumptions.
-    """
+    """Write the memory, the traffic and the comparison."""
     name = inside["strategy"] + (f", ZeRO {inside['zero_stage']}" if inside["zero_stage"] else "")
     found = ["", f"Memory of a rank in cell {inside['cell']} ({name}), beside activations:"]
     found += _part_lines(inside["memory"])
