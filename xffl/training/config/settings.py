@@ -31,7 +31,11 @@ from xffl.training.config.values import (
 __all__ = ["COMMAND_LINE", "DEFAULT", "Key", "Settings", "Source", "Words", "keys_of", "read_words"]
 
 COMMAND_LINE = "command line"
+"""The origin of what stands on the command line."""
+
 DEFAULT = "default"
+"""The origin of what nothing else has set."""
+
 FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 
 
