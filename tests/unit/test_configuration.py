@@ -376,6 +376,9 @@ callbacks:
         tmp_path, "callbacks: [CheckpointCallback]", words=["--callbacks.0.class_path=Counting"]
     ).config.callbacks
     assert type(other) is Counting
+    text = "callbacks: [{class_path: Picky, init_args: {needed: 10}}, Counting]"
+    with pytest.raises(ConfigError, match=r"^callbacks.0 in file .*0.yaml, line 1 is invalid: needed 10 is above 9"):
+        read(tmp_path, text, words=["--callbacks.1.every=4"])
     assert to_plain(others[0]) == {
         "class_path": "tests.unit.test_configuration.Counting",
         "init_args": {"every": 4, "tags": ["a", "1"], "name": "7"},
@@ -664,14 +667,16 @@ class Forgetful(Callback):
         self.doubled = 2 * every
 
 
-def test_ranks_get_what_the_command_has_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_get_what_the_command_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "config.yaml").write_text(
-        "trainer: tests.unit.test_configuration.MyTrainer\noptimizer: {}\nextra: {1: '1', a: [1e-3, '\\n\\0', .inf]}\n"
-        "callbacks: [{class_path: Forgetful, init_args: {every: 3}}]\nexperiment: {name: é}\nlaunch: {hsdp: 1}"
-    )
+    text = """
+trainer: tests.unit.test_configuration.MyTrainer
+optimizer: {}
+anything: {1: '1', a: [1e-3, "\\n\\0", .inf]}
+callbacks: [{class_path: Forgetful, init_args: {every: 3}}]
+experiment: {name: é}
+"""
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     words = ["--extra.b=2", "--callbacks+=Forgetful", "--callbacks.every=4", "--tuned.lr=1e-5", "--slurm.nodes=2"]
     _, resolved = read_job(str(tmp_path / "config.yaml"), words, {"XFFL_TITLE": "3", "XFFL_NOTE": "null"})
     word = hand_over(str(tmp_path / "config.yaml"), resolved)
@@ -680,7 +685,8 @@ def test_ranks_get_what_the_command_has_read(
     trainer, again = take_over(word)
     assert trainer is MyTrainer and print_text(again) == print_text(resolved)
     assert [one.doubled for one in again.config.callbacks] == [6, 8]
-    assert again.config.extra == {1: "1", "a": [1e-3, "\n\0", float("inf")], "b": 2} and again.config.title == "3"
+    assert again.config.anything == {1: "1", "a": [1e-3, "\n\0", float("inf")]}
+    assert (again.config.extra, again.config.title) == ({"b": 2}, "3")
     assert (again.launch, again.slurm, again.origins) == (resolved.launch, resolved.slurm, resolved.origins)
     long = replace(resolved, given={"title": random.Random(0).randbytes(200_000).hex()})
     with pytest.raises(ConfigError, match="keep long lists in a file that the trainer reads"):

@@ -31,7 +31,9 @@ from xffl.training.config.values import (
 __all__ = ["COMMAND_LINE", "DEFAULT", "Key", "Settings", "Source", "Words", "keys_of", "read_words"]
 
 COMMAND_LINE = "command line"
+"""Origin of what the command line says."""
 DEFAULT = "default"
+"""Origin of what no source says."""
 FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 
 
