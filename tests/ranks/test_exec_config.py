@@ -164,7 +164,7 @@ WRONG = [
     ("--hsdp 2 config.yaml", "TopologyError: "),
     ("--processes 0 config.yaml", "TopologyError: world size must be a positive integer, got 0"),
     ("nowhere.yml", "ConfigError: file nowhere.yml cannot be read: No such file"),
-    ("config.yaml --config bad.yaml", "ConfigError: file bad.yaml is no YAML: line 1"),
+    ("config.yaml --config bad.yaml", "ConfigError: file bad.yaml is not valid YAML: line 1"),
 ]
 
 

@@ -376,6 +376,9 @@ callbacks:
         tmp_path, "callbacks: [CheckpointCallback]", words=["--callbacks.0.class_path=Counting"]
     ).config.callbacks
     assert type(other) is Counting
+    text = "callbacks: [{class_path: Picky, init_args: {needed: 10}}, Counting]"
+    with pytest.raises(ConfigError, match=r"^callbacks.0 in file .*0.yaml, line 1 is invalid: needed 10 is above 9"):
+        read(tmp_path, text, words=["--callbacks.1.every=4"])
     assert to_plain(others[0]) == {
         "class_path": "tests.unit.test_configuration.Counting",
         "init_args": {"every": 4, "tags": ["a", "1"], "name": "7"},
@@ -410,19 +413,22 @@ WRONG_FILES = [
     ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file config.yaml)"),
     ("launch: {processes: 0}", "launch.processes must be a positive integer, got 0; give such a number, or leave it"),
     ("callbacks: [Countin]", "callbacks.0 @1 is 'Countin', but Callback is expected; there is no Callback 'Countin';"),
-    ("callbacks: [{class_path: Counting, init_args: {evry: 3}}]", "evry is no argument of Counting; did you mean eve"),
+    ("callbacks: [{class_path: Counting, init_args: {evry: 3}}]", "Counting has no argument evry; did you mean eve"),
     (
         "callbacks:\n  - class_path: Counting\n    init_args: {every: x}",
         "callbacks.0 @1 is invalid: every of Counting is 'x', but int is expected",
     ),
     ("callbacks: [{class_path: Picky, init_args: {needed: 10}}]", "callbacks.0 @1 is invalid: needed 10 is above 9"),
     ("callbacks: [Picky]", "callbacks.0 @1 is 'Picky', but Callback is expected;"),
-    ("a: [1\nb: 2\n", "file config.yaml is no YAML: line 2, column"),
-    ("a:\n\t- 1", "file config.yaml is no YAML: line 2, column 1"),
+    ("a: [1\nb: 2\n", "file config.yaml is not valid YAML: line 2, column"),
+    ("a:\n\t- 1", "file config.yaml is not valid YAML: line 2, column 1"),
     ("title: a\nmodel_dim: 1\ntitle: b", "file config.yaml, line 3: title is given twice"),
     ("- 1", "file config.yaml holds [1]; write keys and values"),
-    ("x: !!python/object/apply:os.system [echo]", "file config.yaml is no YAML: line 1, column 4: could not determin"),
-    ("? [1]\n: 2", "file config.yaml is no YAML: line 1, column 3: found unhashable key"),
+    (
+        "x: !!python/object/apply:os.system [echo]",
+        "file config.yaml is not valid YAML: line 1, column 4: could not determin",
+    ),
+    ("? [1]\n: 2", "file config.yaml is not valid YAML: line 1, column 3: found unhashable key"),
     (
         "distributed:\n  device_parameters:\n    comm: {init_timeout: 3}",
         "distributed.device_parameters.comm.init_timeout @3 is unknown; did you mean distributed.device_parameters",
@@ -440,7 +446,7 @@ WRONG_FILES = [
     ("callbacks: [{class_path: nowhere.Mine}]", "callbacks.0 @1 is invalid: Problem with given class_path 'nowhere.M"),
     ("callbacks: [null]", "callbacks.0 @1 is None, but Callback is expected"),
     ("slurm: {node: 3}", "slurm.node @1 is unknown; did you mean slurm.nodes?"),
-    ("a: *nothing", "file config.yaml is no YAML: line 1, column 4: found undefined alias 'nothing'"),
+    ("a: *nothing", "file config.yaml is not valid YAML: line 1, column 4: found undefined alias 'nothing'"),
     ("trainer: 3", "trainer is 3 (file config.yaml); give the dotted path of a class"),
 ]
 WRONG_WORDS = [
@@ -451,10 +457,10 @@ WRONG_WORDS = [
     ("--training.epochs=", "training.epochs @ is '', but int is expected"),
     ("--training.epochs", "--training.epochs @ has no value; write --training.epochs VALUE"),
     ("--title --ratio 3", "--title @ has no value"),
-    ("-x 3", "'-x' @ is no option; write --key value"),
-    ("x", "'x' @ is no option"),
-    ("--", "'--' @ is no option"),
-    ("--=3", "'--=3' @ is no option"),
+    ("-x 3", "'-x' @ is not an option; write --key value"),
+    ("x", "'x' @ is not an option"),
+    ("--", "'--' @ is not an option"),
+    ("--=3", "'--=3' @ is not an option"),
     ("--sizes 2,2", "sizes @ is '2,2', but int or tuple[int, ...] or null is expected; write a list"),
     ("--title+=x", "--title+ adds to a list, which that is not; leave the + out"),
     ("--training+=x", "--training+ adds to a list"),
@@ -503,7 +509,7 @@ WRONG_WORDS = [
     ("--training '{'", "training @ is '{', but it is a section; give some of its keys: batch_size,"),
     ("--words '['", "words @ is '[', but list[str] is expected; write a list in brackets"),
     ("--stages+='{widht: 3}'", "stages.0.widht @ is unknown; did you mean stages.0.width?"),
-    ("--callbacks+=Counting --callbacks.evry 3", "callbacks.0 @ is invalid: evry is no argument of Counting; did you"),
+    ("--callbacks+=Counting --callbacks.evry 3", "callbacks.0 @ is invalid: Counting has no argument evry; did you"),
     ("--callbacks+=Counting --callbacks.1.every 3", "callbacks.1 @ is unknown; there are 1 items, counted from 0"),
     ("--extra+=3", "--extra+ adds to a list, which that is not; leave the + out"),
     ("--anything+=3 --anything.x 3", "anything.0 @ is 3, and has no x"),
@@ -582,7 +588,7 @@ def test_configurations_that_cannot_be() -> None:
 
     with pytest.raises(ConfigError, match="field 'launch' of .*Reserved is a word of xffl exec"):
         read_configuration(Reserved, (), (), {})
-    with pytest.raises(ConfigError, match="is no dataclass"):
+    with pytest.raises(ConfigError, match="must be a dataclass"):
         read_configuration(int, (), (), {})
 
     @dataclass
@@ -664,14 +670,16 @@ class Forgetful(Callback):
         self.doubled = 2 * every
 
 
-def test_ranks_get_what_the_command_has_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_get_what_the_command_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "config.yaml").write_text(
-        "trainer: tests.unit.test_configuration.MyTrainer\noptimizer: {}\nextra: {1: '1', a: [1e-3, '\\n\\0', .inf]}\n"
-        "callbacks: [{class_path: Forgetful, init_args: {every: 3}}]\nexperiment: {name: é}\nlaunch: {hsdp: 1}"
-    )
+    text = """
+trainer: tests.unit.test_configuration.MyTrainer
+optimizer: {}
+anything: {1: '1', a: [1e-3, "\\n\\0", .inf]}
+callbacks: [{class_path: Forgetful, init_args: {every: 3}}]
+experiment: {name: é}
+"""
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     words = ["--extra.b=2", "--callbacks+=Forgetful", "--callbacks.every=4", "--tuned.lr=1e-5", "--slurm.nodes=2"]
     _, resolved = read_job(str(tmp_path / "config.yaml"), words, {"XFFL_TITLE": "3", "XFFL_NOTE": "null"})
     word = hand_over(str(tmp_path / "config.yaml"), resolved)
@@ -680,7 +688,8 @@ def test_ranks_get_what_the_command_has_read(
     trainer, again = take_over(word)
     assert trainer is MyTrainer and print_text(again) == print_text(resolved)
     assert [one.doubled for one in again.config.callbacks] == [6, 8]
-    assert again.config.extra == {1: "1", "a": [1e-3, "\n\0", float("inf")], "b": 2} and again.config.title == "3"
+    assert again.config.anything == {1: "1", "a": [1e-3, "\n\0", float("inf")]}
+    assert (again.config.extra, again.config.title) == ({"b": 2}, "3")
     assert (again.launch, again.slurm, again.origins) == (resolved.launch, resolved.slurm, resolved.origins)
     long = replace(resolved, given={"title": random.Random(0).randbytes(200_000).hex()})
     with pytest.raises(ConfigError, match="keep long lists in a file that the trainer reads"):

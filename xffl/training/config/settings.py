@@ -31,11 +31,9 @@ from xffl.training.config.values import (
 __all__ = ["COMMAND_LINE", "DEFAULT", "Key", "Settings", "Source", "Words", "keys_of", "read_words"]
 
 COMMAND_LINE = "command line"
-"""The origin of what stands on the command line."""
-
+"""Origin of what the command line says."""
 DEFAULT = "default"
-"""The origin of what nothing else has set."""
-
+"""Origin of what no source says."""
 FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 
 
@@ -59,7 +57,9 @@ def read_words(words: Sequence[str]) -> Words:
             continue
         name, is_pair, text = word[2:].partition("=")
         if not word.startswith("--") or not name.removesuffix("+"):
-            raise ConfigError(f"{word!r} on the command line is no option; write --key value, as --training.epochs 3")
+            raise ConfigError(
+                f"{word!r} on the command line is not an option; write --key value, as --training.epochs 3"
+            )
         if not is_pair:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name} on the command line has no value; write --{name} VALUE or --{name}=VALUE")
@@ -98,7 +98,7 @@ _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?([^`]+)`")
 def keys_of(kind: type) -> dict[str, Key]:
     """Return the keys of a dataclass."""
     if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise ConfigError(f"configuration {kind!r} is no dataclass; decorate it with @dataclass(kw_only=True)")
+        raise ConfigError(f"configuration {kind!r} must be a dataclass; decorate it with @dataclass(kw_only=True)")
     try:
         hints = typing.get_type_hints(kind, include_extras=True)
     except NameError as error:

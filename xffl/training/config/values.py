@@ -105,9 +105,9 @@ def load_file(name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     except OSError as error:
         raise ConfigError(f"file {name} cannot be read: {error.strerror}; give the path of a YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"file {name} is no text in UTF-8: {error}") from error
+        raise ConfigError(f"file {name} is not UTF-8 text: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"file {name} is no YAML: {error}") from error
+        raise ConfigError(f"file {name} is not valid YAML: {error}") from error
     _find_lines(yaml.compose(text, _Loader), (), lines, name)
     if not isinstance(data, dict | None):
         raise ConfigError(f"file {name} holds {data!r}; write keys and values, such as training: {{epochs: 3}}")
@@ -242,7 +242,7 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
         names = [name for name in inspect.signature(found).parameters if name != "self"]
         near = closest(unknown[3], names)
         hint = f"did you mean {near}?" if near else f"there are: {', '.join(names) or 'none'}"
-        return f"{unknown[3]} is no argument of {unknown[2]}; {hint}"
+        return f"{unknown[2]} has no argument {unknown[3]}; {hint}"
     wrong = re.search(r"class_path '(\S+)\.(\w+)': Parser key \"(\w+)\": ", text)
     if wrong and isinstance(value, Mapping) and text.count("class_path") == 1:
         made = inspect.signature(getattr(import_module(wrong[1]), wrong[2]), eval_str=True).parameters[wrong[3]]
