@@ -329,9 +329,9 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     name = HOSTILE
     files = run_files(**{name: f"</td>{name}"})
-    files["metrics/cell_0.jsonl"] = line(
-        1, 1.0, {f"train/{name}\x00\x1b\ud800": 0.5, "_hidden": 1.0, "$": 2.0, "": 3.0}
-    )
+    values = {f"train/{name}\x00\x1b\ud800": 0.5, "_hidden": 1.0, "$": 2.0, "": 3.0}
+    files["metrics/cell_0.jsonl"] = files["metrics/cell_1.jsonl"] = line(1, 1.0, values)
+    del files["metrics/federation.jsonl"], files["rounds/cell_1.jsonl"]
     files["partition.json"] = {"labels": [name, "$b$"], "counts": [[1, 2], [3, 4]]}
     files["environment.json"] = {name: name, "hosts": [{name: name}], "packages": {name: name}, "command": [name]}
     files["origins.json"] = {f"training.{name}": name}
@@ -473,7 +473,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
         ({"partition.json": {"counts": []}}, "does not describe a partition"),
         ({"partition.json": {"counts": [[-1, 2]]}}, "does not describe a partition"),
         ({"metrics/x": "", "config.yaml": "a: [1"}, "config.yaml cannot be read"),
-        ({"metrics/x": "", "config.yaml": "just text"}, "no config.yaml"),
+        ({"metrics/x": "", "config.yaml": "just text"}, "config.yaml holds no object"),
         ({"metrics/x": "", "config.yaml": "a: &a {b: *a, c: 2020-01-01, 3: {}}"}, "no origins.json"),
         (
             {"environment.json": {"started_at": "soon", "hosts": "one", "packages": [1], "command": "xffl"}},
@@ -650,7 +650,8 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_command_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    run = write(tmp_path / "demo", run_files())
+    files = {name: content for name, content in run_files().items() if name != "metrics/cell_0.jsonl"}
+    run = write(tmp_path / "demo", {**files, "metrics/cell_1.jsonl": line(1, 1, {"train/loss": 1.0})})
     assert main(["report", str(run)]) == 0
     told = capsys.readouterr().out
     assert str(run / "pictures" / "report.html") in told and "demo: no checkpoint 'final'" in told

@@ -7,15 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from xffl.errors import ConfigError
-from xffl.planning.figures import (
-    INK,
-    MUTED,
-    PALETTE,
-    checked_path,
-    new_figure,
-    plain_axes,
-    save,
-)
+from xffl.planning.figures import INK, MUTED, PALETTE, checked_path, new_figure, plain_axes, save
 from xffl.planning.partition import write_table
 from xffl.planning.text import bytes_text, describe_world
 from xffl.topology import Topology

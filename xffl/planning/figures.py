@@ -266,32 +266,21 @@ def _panels(topology: Topology) -> list[_Panel]:
 
 def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -> None:
     """Draw a cell: its frame, headings, ranks, and what is left out of it."""
-    topology, cell = panel.topology, panel.cell
-    draw_rectangle(
-        axes, panel.left, TITLE - 0.2, panel.width, bottom - TITLE + 0.2, "#F7F8FA", edge=FRAME, rounding=0.2
-    )
-    draw_text(axes, panel.left + 0.3, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
-    draw_text(
-        axes,
-        panel.left + 0.3,
-        TITLE + 0.85,
-        f"{describe_ranks(topology, cell)}: {describe_cell(topology, cell)}",
-        colour=MUTED,
-    )
+    topology, cell, left = panel.topology, panel.cell, panel.left + 0.3
+    height = bottom - TITLE + 0.2
+    draw_rectangle(axes, panel.left, TITLE - 0.2, panel.width, height, "#F7F8FA", edge=FRAME, rounding=0.2)
+    draw_text(axes, left, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
+    shape = f"{describe_ranks(topology, cell)}: {describe_cell(topology, cell)}"
+    draw_text(axes, left, TITLE + 0.85, shape, colour=MUTED)
     for column in range(panel.columns):
         draw_text(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, align="center")
     for row in range(panel.rows):
-        draw_text(axes, panel.left + 0.3, panel.y(row) + 0.5, f"replica {row}", size=8)
+        draw_text(axes, left, panel.y(row) + 0.5, f"replica {row}", size=8)
         for column in range(panel.columns):
             _draw_rank(axes, panel, row, column, pieces)
     if panel.hidden_rows:
-        draw_text(
-            axes,
-            panel.left + 0.3,
-            panel.y(panel.rows) + 0.1,
-            f"… {counted(panel.hidden_rows, 'more replica')}",
-            colour=MUTED,
-        )
+        note = f"… {counted(panel.hidden_rows, 'more replica')}"
+        draw_text(axes, left, panel.y(panel.rows) + 0.1, note, colour=MUTED)
     if panel.hidden_columns:
         middle = (panel.y(0) + panel.y(panel.rows) - GAP) / 2
         note = f"… {panel.hidden_columns}\nmore\nshards"

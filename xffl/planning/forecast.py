@@ -358,11 +358,7 @@ def _exchange(route: _Route, shards: int, replicas: int, model: float, most: int
         "drain": course.end - course.last,
         "commit": (route.cells if route.is_late else 1) * once if route.atomic else 0.0,
     }
-    busy = {
-        "processor": buckets * (stages.pack + sum(stages.combine)),
-        "across": across,
-        "home": buckets * stages.home,
-    }
+    busy = {"processor": buckets * (stages.pack + sum(stages.combine)), "across": across, "home": buckets * stages.home}
     return _Exchange(sum(phases.values()), phases, busy, buckets)
 
 

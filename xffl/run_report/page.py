@@ -88,12 +88,7 @@ class Picture(NamedTuple):
     caption: str
     description: str
     file: str
-    svg: str
-
-    @property
-    def source(self) -> str:
-        """The address of the figure itself."""
-        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
+    source: str
 
 
 class Report(NamedTuple):
@@ -206,7 +201,8 @@ class _Album:
         # Without the document type, and without who drew it when.
         svg = re.sub(r"<!DOCTYPE[^>]*>", "", vector.read_text(encoding="utf-8"), count=1)
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
-        self.pictures.append(Picture(section, title, caption, description, f"{stem}.png", svg))
+        source = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+        self.pictures.append(Picture(section, title, caption, description, f"{stem}.png", source))
 
 
 def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], list[str]]:

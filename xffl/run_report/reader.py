@@ -7,12 +7,12 @@ import math
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
@@ -26,12 +26,14 @@ __all__ = ["FEDERATION", "Metrics", "Partition", "RoundRecord", "Run", "Series",
 
 FEDERATION = -1
 """Stands for all cells together in the place of a cell's number."""
-MARKS = ("environment.json", "origins.json", "topology.json", "partition.json", "metrics", "rounds")
+FILES = ("environment", "origins", "topology", "partition")
+MARKS = (*(f"{name}.json" for name in FILES), "metrics", "rounds")
 """A folder with one of these is a run. A configuration alone is no mark: projects have one, too."""
 EXPOSED_PHASES = ("pack", "commit", "wait")
 """Phases of a delayed round in which training stands still; the others run behind local steps."""
 MAX_DEPTH = 20
 LONG_PAUSE_S = 60.0
+T = TypeVar("T")
 
 
 class Series(NamedTuple):
@@ -69,14 +71,14 @@ class RoundRecord:
     step: int
     number: int
     seconds: float
-    hidden: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    bytes_across: float = 0.0
-    bytes_home: float = 0.0
-    dropped: tuple[int, ...] = ()
-    update_norms: tuple[float, ...] = ()
-    is_skipped: bool = False
-    extras: dict[str, float] = field(default_factory=dict)
+    hidden: float
+    phases: dict[str, float]
+    bytes_across: float
+    bytes_home: float
+    dropped: tuple[int, ...]
+    update_norms: tuple[float, ...]
+    is_skipped: bool
+    extras: dict[str, float]
 
     @property
     def is_delayed(self) -> bool:
@@ -109,17 +111,17 @@ class Run:
 
     folder: Path
     name: str
-    metrics: dict[int, Metrics] = field(default_factory=dict)
-    rounds: dict[int, list[RoundRecord]] = field(default_factory=dict)
-    topology: Topology | None = None
-    is_federated: bool = False
-    partition: Partition | None = None
-    configuration: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    checkpoints: tuple[str, ...] = ()
-    latest: str = ""
-    notes: list[str] = field(default_factory=list)
+    metrics: dict[int, Metrics]
+    rounds: dict[int, list[RoundRecord]]
+    topology: Topology | None
+    is_federated: bool
+    partition: Partition | None
+    configuration: dict[str, Any]
+    origins: dict[str, str]
+    environment: dict[str, Any]
+    checkpoints: tuple[str, ...]
+    latest: str
+    notes: list[str]
 
     @property
     def lacks_federation(self) -> bool:
@@ -189,7 +191,8 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
     notes: list[str] = []
     metrics = {cell: read_metrics(file, notes) for cell, file in _cell_files(path / "metrics")}
     rounds = {cell: read_rounds(file, notes) for cell, file in _cell_files(path / "rounds")}
-    topology = _read_json(path / "topology.json", notes)
+    files = {name: _load(path / f"{name}.json", json.loads, notes) for name in FILES}
+    topology, partition = files["topology"], files["partition"]
     checkpoints = path / "checkpoints"
     latest = checkpoints / "latest"
     saved = [child.name for child in checkpoints.iterdir() if child.is_dir()] if checkpoints.is_dir() else []
@@ -198,12 +201,12 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
         name=path.resolve().name if name is None else name,
         metrics={cell: found for cell, found in metrics.items() if found is not None},
         rounds={cell: found for cell, found in rounds.items() if found},
-        topology=_topology(topology, notes),
+        topology=_make(_topology, topology, notes, "topology.json does not describe a federation"),
         is_federated=topology.get("federated") is True,
-        partition=_partition(_read_json(path / "partition.json", []), notes),
-        configuration=_configuration(path / "config.yaml", notes),
-        origins={str(key): str(value) for key, value in _read_json(path / "origins.json", notes).items()},
-        environment=_read_json(path / "environment.json", notes),
+        partition=_make(_partition, partition, notes, "partition.json does not describe a partition"),
+        configuration=_flatten(_load(path / "config.yaml", yaml.safe_load, notes)),
+        origins={str(key): str(value) for key, value in files["origins"].items()},
+        environment=files["environment"],
         checkpoints=tuple(sorted(name for name in saved if not name.startswith("."))),
         latest=latest.read_text(encoding="utf-8", errors="replace").strip()[:200] if latest.is_file() else "",
         notes=notes,
@@ -357,12 +360,13 @@ def _integer(value: object) -> int:
     return int(number) if number is not None and math.isfinite(number) else 0
 
 
-def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+def _load(file: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
+    """Return the mapping that a file holds, an empty one where it is missing or cannot be read."""
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError) as error:
+        content = parse(file.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{file.name} cannot be read: {error}")
         return {}
     if not isinstance(content, dict):
@@ -371,44 +375,30 @@ def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     return content
 
 
-def _topology(content: dict[str, Any], notes: list[str]) -> Topology | None:
-    if not content:
-        return None
+def _make(make: Callable[[dict[str, Any]], T], content: dict[str, Any], notes: list[str], wrong: str) -> T | None:
+    """Return what is made of a file's content, ``None`` where it is empty or wrong."""
     try:
-        cells = tuple(content["cells"])
-        topology = Topology(content["world_size"], cells, content.get("replica_size"), content.get("cell_shape"))
-        # Topology takes a single size as that of all cells.
-        if topology.sizes != cells:
-            raise TopologyError(f"cells {list(cells)} do not sum to {topology.world_size} ranks")
-        return topology
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        notes.append(f"topology.json does not describe a federation: {type(error).__name__}: {error}")
+        return make(content) if content else None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        notes.append(f"{wrong}: {type(error).__name__}: {error}")
         return None
 
 
-def _partition(content: dict[str, Any], notes: list[str]) -> Partition | None:
-    if not content:
-        return None
-    try:
-        counts = tuple(tuple(int(count) for count in row) for row in content["counts"])
-        labels = tuple(str(label) for label in content.get("labels") or range(len(counts[0])))
-        if not labels or any(len(row) != len(labels) for row in counts) or min(map(min, counts)) < 0:
-            raise ValueError("counts are not one of 0 or more for each label")
-        return Partition(labels, counts)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        notes.append(f"partition.json does not describe a partition: {type(error).__name__}: {error}")
-        return None
+def _topology(content: dict[str, Any]) -> Topology:
+    cells = tuple(content["cells"])
+    topology = Topology(content["world_size"], cells, content.get("replica_size"), content.get("cell_shape"))
+    # Topology takes a single size as that of all cells.
+    if topology.sizes != cells:
+        raise TopologyError(f"cells {list(cells)} do not sum to {topology.world_size} ranks")
+    return topology
 
 
-def _configuration(file: Path, notes: list[str]) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        notes.append(f"config.yaml cannot be read: {error}")
-        return {}
-    return _flatten(tree) if isinstance(tree, dict) else {}
+def _partition(content: dict[str, Any]) -> Partition:
+    counts = tuple(tuple(int(count) for count in row) for row in content["counts"])
+    labels = tuple(str(label) for label in content.get("labels") or range(len(counts[0])))
+    if not labels or any(len(row) != len(labels) for row in counts) or min(map(min, counts)) < 0:
+        raise ValueError("counts are not one of 0 or more for each label")
+    return Partition(labels, counts)
 
 
 def _flatten(tree: dict[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
@@ -472,14 +462,10 @@ def _missing(run: Run) -> list[str]:
         absent = [str(cell) for cell in range(run.topology.cells) if cell not in run.metrics]
         if absent:
             notes.append(f"no metrics of cell {', '.join(absent[:20])}{', ...' if len(absent) > 20 else ''}")
-    files = (
-        ("topology.json", run.topology is None),
-        ("partition.json", run.partition is None),
-        ("config.yaml", not run.configuration),
-        ("origins.json", not run.origins),
-        ("environment.json", not run.environment),
-    )
-    notes += [f"no {name}" for name, is_absent in files if is_absent and not any(name in note for note in run.notes)]
+    for name in ("topology.json", "partition.json", "config.yaml", "origins.json", "environment.json"):
+        content = run.configuration if name == "config.yaml" else getattr(run, name.removesuffix(".json"))
+        if not content and not any(name in note for note in run.notes):
+            notes.append(f"no {name}")
     if "final" not in run.checkpoints:
         notes.append("no checkpoint 'final': the run has not finished, or keeps none")
     pause = max((metrics.longest_pause for metrics in run.cell_metrics.values()), default=0.0)
