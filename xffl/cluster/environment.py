@@ -207,7 +207,7 @@ def complete_federation(
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Fill in from the environment what an argument leaves open of a federation.
 
-    Returns sizes or rule, replica size, and which variables they are from, for :func:`sources_named`.
+    Returns the sizes or the rule, the replica size, and which variables they are from, for :func:`sources_named`.
     """
     asked, replica_size = requested_federation(environ)
     variables = federation_variables(asked if federated is None else None, replica_size if hsdp is None else None)

@@ -198,7 +198,7 @@ def redirect(file: RankFile) -> int:
 def line_prefix(rank: int, cell: int | None) -> bytes:
     """Return what stands before a rank's lines where several ranks' lines are shown.
 
-    Returns such as ``[cell 0 rank 3]`` and a blank.
+    Returns something like ``[cell 0 rank 3]`` and a blank.
     """
     return b"[rank %d] " % rank if cell is None else b"[cell %d rank %d] " % (cell, rank)
 

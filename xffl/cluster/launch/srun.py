@@ -111,7 +111,7 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
 def read_task_ends(line: str) -> dict[int, int] | None:
     """Read what srun says of tasks that ended badly.
 
-    Returns exit code of each task, -n after signal n; ``None`` where the line says something else.
+    Returns the exit code of each task, -n after signal n; ``None`` where the line says something else.
     """
     match = _TASK_END.match(line)
     if match is None:
@@ -248,9 +248,8 @@ class _Step:
         """Take out of standard error what is for this process."""
         inside = _TASK_END_INSIDE.search(line)
         if inside is not None and not _LABEL.fullmatch(line, 0, inside.start()):
-            return self._filter_stderr(line[: inside.start()] + b"\n", is_begun) + self._filter_stderr(
-                line[inside.start() :], False
-            )
+            before, after = line[: inside.start()] + b"\n", line[inside.start() :]
+            return self._filter_stderr(before, is_begun) + self._filter_stderr(after, False)
         rest, message = self._marked.take(line)
         if message is None or self._handle_message(message):
             line = rest

@@ -59,8 +59,8 @@ def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
 def read_queue(job: str) -> dict[str, tuple[str, str]] | None:
     """Ask for the states of a job and of its tasks.
 
-    Returns state and reason by number (``12``, or ``12_0`` for a task), as far as the controller still knows them;
-    ``None`` where it does not answer.
+    Returns the state and the reason by number (``12``, or ``12_0`` for a task), as far as the controller still knows
+    them; ``None`` where it does not answer.
     """
     ran = run_slurm(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i|%T|%r"])
     if ran.returncode != 0:
