@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from xffl.training.callbacks.arguments import check_seconds
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.status import Status, live_display, status_line
-from xffl.training.counting import find_loss
+from xffl.training.metrics import find_loss
 
 if TYPE_CHECKING:
     from rich.console import Console
