@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
 import xffl
@@ -19,7 +20,7 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import XfflError
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 from xffl.training import models
-from xffl.training.models import files
+from xffl.training.models import tensors
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -121,9 +122,9 @@ def read_and_train(rank: int, name: str, folder: Path) -> dict[str, Any]:
     kind, mesh, federated, source = CASES[name]
     model = models.causal_lm(folder / source, weights=False)
     strategy = set_up(rank, mesh, kind, federated, model)
-    read = counted(files.WeightFiles)
+    read = count_read()
     model = spread(strategy, model, folder / source)
-    held = sum(files.local_part(held.tensor).numel() for held in models.held.held_tensors(model))
+    held = sum(tensors.local_part(one.tensor).numel() for one in tensors.file_tensors(model))
     # Made before any forward pass, which leaves FSDP2's outermost unit gathered.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told: dict[str, Any] = {"read": read(), "held": held, "logits": logits_of(model, batch(0))}
@@ -144,19 +145,18 @@ def read_and_train(rank: int, name: str, folder: Path) -> dict[str, Any]:
     return told
 
 
-def counted(kind: type[files.WeightFiles]) -> Callable[[], int]:
+def count_read() -> Callable[[], int]:
     """Count the elements that are read from now on; the function returned tells how many, and ends that."""
-    pieces, found = kind._pieces, []
+    commit, found = DefaultLoadPlanner.commit_tensor, []
 
-    def noting(self: files.WeightFiles, *args: Any) -> Any:
-        for box, values in pieces(self, *args):
-            found.append(values.numel())
-            yield box, values
+    def count(self: DefaultLoadPlanner, item: Any, values: torch.Tensor) -> None:
+        found.append(values.numel())
+        commit(self, item, values)
 
-    kind._pieces = noting  # type: ignore[method-assign]
+    DefaultLoadPlanner.commit_tensor = count  # type: ignore[method-assign]
 
     def end() -> int:
-        kind._pieces = pieces  # type: ignore[method-assign]
+        DefaultLoadPlanner.commit_tensor = commit  # type: ignore[method-assign]
         return sum(found)
 
     return end
@@ -188,8 +188,8 @@ def train_adapters(rank: int, folder: Path, name: str) -> dict[str, Any]:
     models.save_pretrained(model, folder / f"merged, {name}", strategy.state)
     if cell == 1:  # somebody touches the base of one cell
         with torch.no_grad():
-            inner = models.held.bare_model(model)
-            files.local_part(inner.get_parameter("base_model.model.model.norm.weight")).mul_(2)
+            inner = tensors.bare_model(model)
+            tensors.local_part(inner.get_parameter("base_model.model.model.norm.weight")).mul_(2)
     told["touched"] = error_of(lambda: models.agree_on_base(model, strategy.state))
     strategy.teardown()
     return told
@@ -400,7 +400,7 @@ def test_errors_are_told_to_all_ranks(told: list[dict[str, Any]]) -> None:
         "no adapters": ("ConfigError: FSDPLlamaForCausalLM has no adapters",),
         "other folders": ("ConfigError: ranks were given different",),
         "in a file": ("ConfigError:", "config.json is a file"),
-        "bad size": ("ConfigError: max_shard_size 'many' is no size of a file",),
+        "bad size": ("ConfigError: max_shard_size must be the size of a file, such as '5GB', got 'many'",),
     }
     for name, texts in parts.items():
         assert all(text in found[0][name] for text in texts), found[0][name]

@@ -137,13 +137,14 @@ def written(folder: Path) -> Path:
     return folder / "tokens.npy"
 
 
-def test_sharded_models_validate_on_fewer_samples_than_ranks(tmp_path: Path) -> None:
-    run_world(4, validates, written(tmp_path))
+def validate_and_resume(rank: int, world_size: int, path: Path) -> int:
+    validates(rank, world_size, path)
+    return resumes(rank, world_size, path)
 
 
-def test_training_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_validation_on_few_samples_is_exact_and_training_resumes_to_the_bit(tmp_path: Path) -> None:
     # 41 windows, in cells of three ranks and one, which make as many steps.
-    assert run_world(4, resumes, written(tmp_path)) == [9, 9, 9, 9]
+    assert run_world(4, validate_and_resume, written(tmp_path)) == [9, 9, 9, 9]
 
 
 def run_script(rank: int, world_size: int, port: int, folder: Path) -> str:

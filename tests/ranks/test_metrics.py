@@ -25,8 +25,14 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
 from xffl.training.data.sampler import data_place
-from xffl.training.metric_states import compute_metrics, prepare_metrics
-from xffl.training.metrics import WeightedSums, counted_place, reduce_mean, reduce_sums
+from xffl.training.metrics import (
+    WeightedSums,
+    compute_metrics,
+    counted_place,
+    prepare_metrics,
+    reduce_mean,
+    reduce_sums,
+)
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.mixins.metrics import EvalMetricMixin, MetricsConfig
 from xffl.training.run_directory import RunDirectory
@@ -238,9 +244,14 @@ def measure_layouts(rank: int, world_size: int, layouts: list[Layout]) -> list[t
     return told
 
 
+def measure_unequal(rank: int, world_size: int) -> list[tuple[dict[str, float], ...]]:
+    edges(rank)
+    return measure_layouts(rank, world_size, [((2, 1), None, None)])
+
+
 def test_two_unequal_cells_measure_what_one_process_measures() -> None:
     pytest.importorskip("torchmetrics")
-    told = run_world(3, measure_layouts, [((2, 1), None, None)])
+    told = run_world(3, measure_unequal)
     (((cell_0, every_0),), ((cell_1, every_1),), ((cell_2, every_2),)) = told
     assert cell_0 == cell_1 != cell_2 and every_0 == every_1 == every_2  # to the bit
 
@@ -255,9 +266,9 @@ def test_layouts_measure_what_one_process_measures() -> None:
 # Edges ----------------------------------------------------------------------------------------------------------------
 
 
-def edges(rank: int, world_size: int, folder: str) -> None:
+def edges(rank: int) -> None:
     layout: Layout = ((2, 1), None, None)
-    state = set_up(rank, world_size, layout)
+    state = set_up(rank, 3, layout)
     data = make_data()
     trainer = measuring_trainer(state, metrics=MetricsConfig(perplexity=True))
     # A rank without any sample, lists that are empty there, and metrics that another run has filled.
@@ -339,7 +350,7 @@ def check_wrong_metrics(trainer: Trainer, rank: int) -> None:
         trainer.words.update("a")
     with pytest.raises(ConfigError, match=r"'words' keeps a str in 'kept'; only tensors can move \(rank 1\)"):
         trainer.compute_metrics("federation")
-    with pytest.raises(ConfigError, match="neither 'cell' nor 'federation'"):
+    with pytest.raises(ConfigError, match="over must be one of 'cell', 'federation', got 'world'"):
         trainer.compute_metrics("world")
 
 
@@ -366,7 +377,7 @@ def check_single_samples(state: DistributedState, data: SimpleNamespace, rank: i
     metrics = made()
     for one in torch.arange(rank, 12, 3).split(1):
         update(metrics, one)
-    found = compute_metrics(metrics, state, over="federation", device=CPU)
+    found = compute_metrics(metrics, state, over="federation")
     wanted = {f"binary/{name}": value for name, value in whole.pop("binary").items()} | whole
     check(found, {name: float(value) for name, value in wanted.items()}, "single samples")
 
@@ -389,11 +400,6 @@ def check_names(state: DistributedState, rank: int) -> None:
     with pytest.raises(ConfigError, match="rank 0: of 0; rank 1: of 1; rank 2: of 2"):
         reduce_sums(sums, state, over="federation", device=CPU)
     assert reduce_mean({"x": torch.tensor(math.inf)}, 1.0, state)["x"] == math.inf
-
-
-def test_edges_of_metrics(tmp_path: Path) -> None:
-    pytest.importorskip("torchmetrics")
-    run_world(3, edges, str(tmp_path))
 
 
 # Records --------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import install_command
 from xffl.parallel.spread import materialize
 from xffl.training import models
-from xffl.training.models.held import places_held
+from xffl.training.models.tensors import local_indices
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -144,9 +144,9 @@ def test_modules_that_initialize_others_are_refused() -> None:
     whole, theirs = models.causal_lm({**GPT2, "n_embd": 128}), native({**GPT2, "n_embd": 128})
     name = "transformer.h.1.mlp.c_proj.weight"  # scaled by the depth
     assert whole.get_parameter(name).std().item() == pytest.approx(theirs.get_parameter(name).std().item(), rel=0.05)
-    with pytest.raises(ConfigError, match="is no part of the model"):
+    with pytest.raises(ConfigError, match="does not belong to the model"):
         models.ModuleInitializer(models.causal_lm(LLAMA, weights=False))(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+    with pytest.raises(ConfigError, match="model must be a model of transformers, got a Linear"):
         models.ModuleInitializer(nn.Linear(2, 2))
 
 
@@ -171,13 +171,13 @@ def test_sources_of_a_configuration(tmp_path: Path) -> None:
     [
         ("meta-llama/Llama-3.1-8B", {}, "neither a configuration's file nor a folder.*nothing is downloaded"),
         ("empty", {}, "empty holds no safetensors files; give .*config.json"),
-        ({"model_type": "lama"}, {}, "model_type 'lama' is none that transformers"),
+        ({"model_type": "lama"}, {}, "model_type 'lama' is unknown to transformers"),
         ({}, {}, "model_type None"),
-        (7, {}, "7 is no source of a model"),
-        ({"model_type": "t5"}, {}, "type 't5' makes no causal language model"),
-        (LLAMA, {"dtype": "int8"}, "dtype 'int8' is no floating-point type"),
+        (7, {}, "source must be .* got 7"),
+        ({"model_type": "t5"}, {}, "configuration 't5' is not of a causal language model"),
+        (LLAMA, {"dtype": "int8"}, "dtype must be a floating-point type of torch, .* got 'int8'"),
         (LLAMA, {"dtype": "float"}, None),
-        (LLAMA, {"dtype": "half precision"}, "dtype 'half precision' is no"),
+        (LLAMA, {"dtype": "half precision"}, "dtype must be .* got 'half precision'"),
         ("torn", {}, "configuration of .*torn cannot be read"),
         ("generates", {}, "generation_config.json cannot be read"),
     ],
@@ -274,9 +274,13 @@ def test_an_index_is_not_trusted(tmp_path: Path) -> None:
         path.write_text(json.dumps({"weight_map": {**good["weight_map"], name: file}}))
         with pytest.raises(CheckpointError, match=told):
             models.causal_lm(tmp_path)
-    path.write_text("[]")
-    with pytest.raises(CheckpointError, match="index.json cannot be read"):
-        models.causal_lm(tmp_path)
+    for text, told in (
+        ("[]", "index.json cannot be read"),
+        ('{"weight_map": {}}', "missing: model.embed_tokens.weight,"),
+    ):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=told):
+            models.causal_lm(tmp_path)
 
 
 def test_the_loss_is_that_of_transformers() -> None:
@@ -349,21 +353,21 @@ def test_wrong_adapters(tmp_path: Path) -> None:
     for arguments, told in (
         ({"rank": 0}, "rank of adapters must be a positive integer, got 0"),
         ({"rank": 2.5}, "rank of adapters must be a positive integer, got 2.5"),
-        ({"dropout": 1.0}, "dropout 1.0 of adapters"),
+        ({"dropout": 1.0}, "dropout of adapters must be a number >= 0 and < 1, got 1.0"),
         ({"target_modules": ["w_proj"]}, "'w_proj'"),
         ({"target_modules": ["embed_tokens"]}, "peft also trains"),
     ):
         with pytest.raises(ConfigError, match=told):
             models.add_lora(models.causal_lm(LLAMA, weights=False), **arguments)
-    with pytest.raises(ConfigError, match="without adapters, not a PeftModelForCausalLM"):
+    with pytest.raises(ConfigError, match="without adapters, got a PeftModelForCausalLM"):
         models.add_lora(models.add_lora(model))
-    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+    with pytest.raises(ConfigError, match="model must be a model of transformers, got a Linear"):
         models.save_pretrained(nn.Linear(2, 2), tmp_path / "never", alone())
     tied = models.add_lora(models.causal_lm(TIED), target_modules=["lm_head"])
     with pytest.raises(ConfigError, match=r"model.embed_tokens.weight, lm_head.weight are one tied tensor"):
         models.save_pretrained(tied, tmp_path / "never", alone())
     of_peft = peft.get_peft_model(models.causal_lm(LLAMA), peft.LoraConfig(use_dora=True, task_type="CAUSAL_LM"))
-    with pytest.raises(ConfigError, match="lora_magnitude_vector.* is no adapter of add_lora"):
+    with pytest.raises(ConfigError, match="lora_magnitude_vector.* is not an adapter of add_lora"):
         models.save_pretrained(of_peft, tmp_path / "never", alone())
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no adapters"):
         models.adapter_state(models.causal_lm(LLAMA))
@@ -420,8 +424,8 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plain_tensor_is_held_whole() -> None:
-    assert [places.tolist() for places in places_held(torch.zeros(2, 3))] == [[0, 1], [0, 1, 2]]
-    assert places_held(torch.zeros(())) == ()
+    assert [places.tolist() for places in local_indices(torch.zeros(2, 3))] == [[0, 1], [0, 1, 2]]
+    assert local_indices(torch.zeros(())) == ()
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.rst"

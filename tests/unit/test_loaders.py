@@ -28,13 +28,19 @@ from torch.utils.data import (
 
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
-from xffl.training.data.batches import Randomness, find_columns
-from xffl.training.data.loaders import CellLoader, adopt_loader, parts_by_ranks
-from xffl.training.data.partition import dirichlet
-from xffl.training.data.parts import Partition
+from xffl.training.data.loaders import (
+    CellLoader,
+    Key,
+    Randomness,
+    _Batches,
+    adopt_loader,
+    parts_by_ranks,
+    tensor_rows,
+    validation_loader,
+)
+from xffl.training.data.partition import Partition, dirichlet
 from xffl.training.data.sampler import data_place
 from xffl.training.data.streams import CellStream
-from xffl.training.data.validation import validation_loader
 
 TOPOLOGIES = [
     Topology(1),
@@ -308,13 +314,13 @@ def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"dataset": object()}, "object is no dataset with a length"),
-        ({"part": "mine"}, "part 'mine' is unknown"),
+        ({"dataset": object()}, "dataset must have __len__ and __getitem__, got a object"),
+        ({"part": "mine"}, "part must be one of 'own', got 'mine'"),
         ({"part": [0, 1, 2, 90]}, "samples 0 to 90, but the dataset has 90"),
         ({"part": dirichlet([0] * 80, 2, alpha=1)}, "partition is of 80 samples, but the dataset has 90"),
         ({"part": [[1]]}, "shape"),
-        ({"part": [[1], [2, 3]]}, "the part is no array"),
-        ({"part": ["a", "b"]}, "the part is <U1"),
+        ({"part": [[1], [2, 3]]}, "part must be a 1-D array of integers"),
+        ({"part": ["a", "b"]}, "part must be a 1-D array of integers, got <U1"),
         ({"workers": 1, "start_method": "toaster"}, "refuses timeout_s 0 or start_method 'toaster'"),
         ({"workers": 1, "timeout_s": -1}, "refuses timeout_s -1"),
         ({"part": Partition((np.arange(90), np.arange(0)), 90)}, "cell 1 has no samples"),  # told by cell 0, too
@@ -366,7 +372,7 @@ def test_each_pass_starts_at_the_beginning() -> None:
     assert loader.samples == 50 and len(whole) == 4
     with pytest.raises(ConfigError, match="no samples"):
         validation_loader(Noisy(0), LAYOUT, 0, batch_size=4)
-    with pytest.raises(ConfigError, match="over 'world' is unknown"):
+    with pytest.raises(ConfigError, match="over must be one of 'cell', 'federation', got 'world'"):
         validation_loader(Noisy(9), LAYOUT, 0, batch_size=4, over="world")  # type: ignore[arg-type]
 
 
@@ -434,7 +440,7 @@ class Stream(IterableDataset[Any]):
         (lambda: DataLoader(numbers(9), batch_sampler=[[1], [2]]), "batch_sampler list"),
         (lambda: DataLoader(numbers(9), batch_size=None), "batch_size None"),
         (lambda: DataLoader(Stream(9)), "take CellStream"),
-        (lambda: [1, 2], "list is no DataLoader"),
+        (lambda: [1, 2], "loader must be a DataLoader, .*got a list"),
     ],
 )
 def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any], message: str) -> None:
@@ -543,12 +549,12 @@ def test_streams_of_cells() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"dataset": iter([1])}, "cannot be iterated over in each epoch anew"),
-        ({"dataset": 3}, "cannot be iterated"),
-        ({"part": "mine"}, "part 'mine'"),
+        ({"dataset": iter([1])}, "dataset must have an __iter__"),
+        ({"dataset": 3}, "dataset must have an __iter__ .*got a int"),
+        ({"part": "mine"}, "part of a stream must be one of 'own', got 'mine'"),
         ({"workers": 2}, "workers 2 would each read the whole stream"),
         ({"resume": "state"}, "Stream has no state_dict"),
-        ({"resume": "guess"}, "resume 'guess' is unknown"),
+        ({"resume": "guess"}, "resume must be one of 'count', 'state', got 'guess'"),
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
     ],
 )
@@ -639,13 +645,13 @@ def test_rows_of_tensors_are_what_collating_their_samples_gives(depth: int) -> N
     dataset: Any = TensorDataset(torch.randn(40, 3, 2), torch.arange(40), torch.rand(40).half())
     for _ in range(depth):
         dataset = Subset(dataset, np.random.default_rng(depth).permutation(len(dataset))[:-3].tolist())
-    columns = find_columns(dataset)
-    assert columns is not None
+    assert tensor_rows(dataset) is not None
     chosen = [5, 0, 17, 5]
-    rows, expected = columns.rows(np.array(chosen)), default_collate([dataset[index] for index in chosen])
+    rows = _Batches(dataset, None, Randomness(0), 0)[Key(0, 0, np.array(chosen))]
+    expected = default_collate([dataset[index] for index in chosen])
     assert type(rows) is type(expected)
     for mine, theirs in zip(rows, expected, strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
-    assert find_columns(Noisy(3)) is None
-    assert find_columns(Subset(TensorDataset(torch.arange(3)), [0, -1])) is None  # counted from the end
+    assert tensor_rows(Noisy(3)) is None
+    assert tensor_rows(Subset(TensorDataset(torch.arange(3)), [0, -1])) is None  # counted from the end

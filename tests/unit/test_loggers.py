@@ -373,11 +373,11 @@ def test_a_kept_value_is_not_changed_by_what_happens_to_the_tensor() -> None:
 def test_wrong_scalars() -> None:
     sums = WeightedSums(torch.device("cpu"))
     for name, value, weight, message in (
-        ("", 1.0, 1.0, "no name"),
-        ("a\nb", 1.0, 1.0, "no name"),
-        ("a", 1.0, -1.0, "weight -1"),
-        ("a", 1.0, math.nan, "weight nan"),
-        ("a", 1.0, math.inf, "weight inf"),
+        ("", 1.0, 1.0, "name of a value must be a text"),
+        ("a\nb", 1.0, 1.0, "name of a value must be a text"),
+        ("a", 1.0, -1.0, "weight of 'a' must be .* got -1"),
+        ("a", 1.0, math.nan, "weight of 'a' must be .* got nan"),
+        ("a", 1.0, math.inf, "weight of 'a' must be .* got inf"),
         ("a", torch.zeros(2), 1.0, "shape \\(2,\\)"),
         ("a", torch.zeros(0), 1.0, "shape \\(0,\\)"),
     ):

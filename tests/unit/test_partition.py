@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xffl.errors import CheckpointError, ConfigError
 from xffl.planning.partition import cell_shares
 from xffl.training.data import partition
-from xffl.training.data.parts import Partition
+from xffl.training.data.partition import Partition
 from xffl.training.data.rng import ORDER, PROPORTIONS, Draws, portions
 
 METHODS: dict[str, Callable[..., Partition]] = {
@@ -341,14 +341,14 @@ def test_what_is_no_partition_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no partition file"):
         Partition.load(tmp_path / "none.npz")
     (tmp_path / "half.npz").write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(CheckpointError, match="holds no partition"):
+    with pytest.raises(CheckpointError, match="is not a partition file"):
         Partition.load(tmp_path / "half.npz")
     partition.iid(10, 2).save(tmp_path / "parts.npz")
     with np.load(tmp_path / "parts.npz") as file:
         arrays: dict[str, Any] = dict(file)
     arrays["indices"] = arrays["indices"][::-1]
     np.savez(tmp_path / "other.npz", **arrays)
-    with pytest.raises(CheckpointError, match="not the one that was saved"):
+    with pytest.raises(CheckpointError, match="differs from the one that was saved"):
         Partition.load(tmp_path / "other.npz")
 
 
@@ -364,7 +364,7 @@ def test_parts_are_sorted_and_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     "parts, message",
     [
-        ((), "no cells"),
+        ((), "at least one cell"),
         (([0, 1], [1, 2]), r"sample 1 is dealt to cells \[0, 1\]"),
         (([0, 0],), r"sample 0 is dealt to cells \[0, 0\]"),
         (([0, 5],), "cell 0 has samples 0 to 5, but the dataset has 5"),
@@ -395,25 +395,28 @@ def test_the_table_counts() -> None:
         (lambda: partition.iid(10, 2, seed=-1), "seed must be an integer of 0 or more, got -1"),
         (lambda: partition.iid(10, 2, seed=0.5), "seed must be an integer of 0 or more, got 0.5"),  # type: ignore[arg-type]
         (lambda: partition.iid(10, 2, minimum=6), "lower minimum to 5"),
-        (lambda: partition.iid(10, 2, shares=(1, 2, 3)), "3 shares for 2 cells"),
-        (lambda: partition.iid(10, 2, shares=(1, 0)), "not all positive"),
-        (lambda: partition.iid(10, 2, shares=(1, math.inf)), "not all positive"),
-        (lambda: partition.iid(10, 2, shares=(1e308, 1e308)), "cannot be added up"),
-        (lambda: partition.iid(10, 2, shares="ab"), "cannot be added up"),  # type: ignore[arg-type]
-        (lambda: partition.dirichlet([[0], [0, 1]], 2, alpha=1), "labels are no array"),
-        (lambda: partition.dirichlet([0, 1], 2, alpha=0), "alpha 0 is no number"),
-        (lambda: partition.dirichlet([0, 1], 2, alpha=math.nan), "alpha nan"),
-        (lambda: partition.dirichlet([0, 1], 2, alpha="1"), "alpha '1'"),  # type: ignore[arg-type]
-        (lambda: partition.dirichlet([[0, 1]], 2, alpha=1), r"labels of shape \(1, 2\)"),
+        (lambda: partition.iid(10, 2, shares=(1, 2, 3)), "one entry for each of 2 cells, got 3"),
+        (lambda: partition.iid(10, 2, shares=(1, 0)), r"must be positive numbers, got \(1.0, 0.0\)"),
+        (lambda: partition.iid(10, 2, shares=(1, math.inf)), "must be positive"),
+        (lambda: partition.iid(10, 2, shares=(1e308, 1e308)), "have no sum"),
+        (lambda: partition.iid(10, 2, shares="ab"), "have no sum"),  # type: ignore[arg-type]
+        (lambda: partition.dirichlet([[0], [0, 1]], 2, alpha=1), "labels must be an array"),
+        (lambda: partition.dirichlet([0, 1], 2, alpha=0), "alpha must be a number >= 1e-09 and <= 1e\\+09, got 0"),
+        (lambda: partition.dirichlet([0, 1], 2, alpha=math.nan), "alpha must be .* got nan"),
+        (lambda: partition.dirichlet([0, 1], 2, alpha="1"), "alpha must be .* got '1'"),  # type: ignore[arg-type]
+        (lambda: partition.dirichlet([[0, 1]], 2, alpha=1), r"labels must be a 1-D array .* shape \(1, 2\)"),
         (lambda: partition.dirichlet(np.array(["a", 1], dtype=object), 2, alpha=1), "cannot be sorted"),
         (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(2, 1)), r"sizes \(2, 1\) sum to 3"),
-        (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(2, 0)), "below the minimum 1"),
-        (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(1,)), "1 entries for 2 cells"),
+        (lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(2, 0)), "at least the minimum 1"),
+        (
+            lambda: partition.inner_dirichlet([0, 1], 2, alpha=1, sizes=(1,)),
+            "sizes must have one entry for each of 2 cells, got 1",
+        ),
         (
             lambda: partition.shards([0] * 10, 2, shards_per_cell=0),
             "shards_per_cell: entry must be a positive integer, got 0",
         ),
-        (lambda: partition.shards([0] * 10, 2, shards_per_cell=(1, 2, 3)), "3 entries for 2 cells"),
+        (lambda: partition.shards([0] * 10, 2, shards_per_cell=(1, 2, 3)), "one entry for each of 2 cells, got 3"),
         (lambda: partition.shards([0] * 3, 3, shards_per_cell=(1, 9, 9)), "below the minimum 1"),
         (lambda: partition.by_key(["a"] * 10, 2), "1 keys of 10 samples leave cell 1 of 2 with 0"),
     ],

@@ -21,8 +21,15 @@ from xffl.extras import install_command
 from xffl.topology import Topology
 from xffl.training.data.huggingface import encoded_column, open_dataset, token_dataset
 from xffl.training.data.loaders import CellLoader
-from xffl.training.data.tokenizers import ByteTokenizer, CharacterTokenizer, find_tokenizer
-from xffl.training.data.tokens import TokenDataset, encoded, open_tokens, write_tokens
+from xffl.training.data.tokens import (
+    ByteTokenizer,
+    CharacterTokenizer,
+    TokenDataset,
+    encoded,
+    find_tokenizer,
+    open_tokens,
+    write_tokens,
+)
 
 TOPICS = sorted(pydoc_data.topics.topics.values(), key=len)[:40]
 """English text that comes with Python, as documents."""
@@ -93,7 +100,7 @@ def test_causal_models_get_the_same_tokens_twice() -> None:
 
 @pytest.mark.parametrize("end", [None, 10])
 def test_a_split_leaves_no_window_over_the_cut(end: int | None) -> None:
-    tokens = list(TEXT.encode())
+    tokens = list(TEXT.encode())[:6000]
     whole = TokenDataset(tokens, sequence_length=16, stride=8, end=end)
     train, held_out = whole.split(0.9)
     cut = round(len(tokens) * 0.9)
@@ -105,7 +112,7 @@ def test_a_split_leaves_no_window_over_the_cut(end: int | None) -> None:
         TokenDataset(tokens[cut + round((len(tokens) - cut) / 2) :], sequence_length=16, stride=8, end=end)
     )
     for wrong in (0.0, 1.0, -0.1):
-        with pytest.raises(ConfigError, match="no portion between 0 and 1"):
+        with pytest.raises(ConfigError, match="first must be a number between 0 and 1"):
             whole.split(wrong)
     with pytest.raises(ConfigError, match="no window"):
         whole.split(1e-9)
@@ -136,7 +143,7 @@ def test_identity_tells_other_windows_apart() -> None:
         ({"sequence_length": 0}, "sequence_length must be a positive integer, got 0"),
         ({"sequence_length": 50}, "50 tokens have no window of 51"),
         ({"stride": 0}, "stride must be a positive integer, got 0"),
-        ({"form": "dict"}, "form 'dict' is unknown"),
+        ({"form": "dict"}, "form must be one of 'pair', 'causal_lm', got 'dict'"),
         ({"end": 1.5}, "end must be an integer of 0 or more, got 1.5"),
         ({"end": "x"}, "end must be an integer of 0 or more, got 'x'"),
         ({"vocabulary_size": "x"}, "vocabulary_size must be a positive integer, got 'x'"),
@@ -192,7 +199,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(ConfigError, match=message):
             write_tokens(path, wrong, vocabulary_size=10)
     for options, message in (
-        ({"vocabulary_size": 1 << 33}, "four bytes"),
+        ({"vocabulary_size": 1 << 33}, "vocabulary_size must be an integer from 1 to 4294967296"),
         ({"vocabulary_size": 9, "end": 1.5}, "end must be an integer of 0 or more, got 1.5"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -203,19 +210,19 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             write_tokens(path, [[1, 1, 1]], vocabulary_size=2)
     assert TokenDataset(path, sequence_length=1).vocabulary_size in (None, 2)
-    with pytest.raises(ConfigError, match="does not end in .npy"):
+    with pytest.raises(ConfigError, match="must end in .npy"):
         write_tokens(tmp_path / "tokens.bin", [[1]], vocabulary_size=10)
 
 
 def test_files_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     path.write_bytes(b"no array")
-    with pytest.raises(ConfigError, match="holds no array of tokens"):
+    with pytest.raises(ConfigError, match="is not an array of tokens"):
         open_tokens(path)
     np.save(path, np.array([{}]))
-    with pytest.raises(ConfigError, match="holds no array of tokens"):
+    with pytest.raises(ConfigError, match="is not an array of tokens"):
         open_tokens(path)
-    with pytest.raises(ConfigError, match="holds no array of tokens"):
+    with pytest.raises(ConfigError, match="is not an array of tokens"):
         open_tokens(path.rename(tmp_path / "a.bin"), "toaster")
     np.save(path, np.zeros((2, 2), dtype=np.int64))
     with pytest.raises(ConfigError, match="shape"):
@@ -225,7 +232,7 @@ def test_files_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 8 tokens, but tokens.npy.json says 9"):
         TokenDataset(path, sequence_length=2)
     (tmp_path / "tokens.npy.json").write_text("{}")
-    with pytest.raises(ConfigError, match="does not tell of tokens.npy"):
+    with pytest.raises(ConfigError, match="does not describe tokens.npy"):
         TokenDataset(path, sequence_length=2)
 
 
@@ -256,7 +263,7 @@ def test_text_files_become_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: .*directory"):
         TokenDataset.from_text(tmp_path, sequence_length=8)
     first.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is no UTF-8 text"):
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
         TokenDataset.from_text(first, sequence_length=8)
 
 
@@ -264,7 +271,7 @@ def test_text_files_become_tokens(tmp_path: Path) -> None:
 
 
 @given(st.text(min_size=1), st.text())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_characters_and_bytes_come_back(text: str, more: str) -> None:
     tokenizer = CharacterTokenizer.from_text([text, more])
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.decode(tokenizer.encode(more)) == more
@@ -282,20 +289,20 @@ def test_a_vocabulary_is_kept(tmp_path: Path) -> None:
     assert again.characters == "zaö→" and again.encode("→az").tolist() == [3, 1, 0]
     with pytest.raises(ConfigError, match="the character 'b' is not in the vocabulary of 4"):
         tokenizer.encode("ab")
-    for wrong, message in (("", "without characters"), ("aba", "'a' is in the vocabulary twice")):
+    for wrong, message in (("", "at least one character"), ("aba", "got 'a' twice")):
         with pytest.raises(ConfigError, match=message):
             CharacterTokenizer(wrong)
     with pytest.raises(ConfigError, match="no vocabulary"):
         CharacterTokenizer.load(tmp_path / "other.json")
     for text in ("[]", '{"characters": [1, 2]}'):
         (tmp_path / "other.json").write_text(text)
-        with pytest.raises(ConfigError, match="holds no vocabulary"):
+        with pytest.raises(ConfigError, match="is not a vocabulary"):
             CharacterTokenizer.load(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match="holds no vocabulary"):
+    with pytest.raises(ConfigError, match="is not a vocabulary"):
         CharacterTokenizer.load(tmp_path)
-    with pytest.raises(ConfigError, match="tokenizer 'words' is none"):
+    with pytest.raises(ConfigError, match="tokenizer must be .* got 'words'"):
         find_tokenizer("words")
-    with pytest.raises(ConfigError, match="tokenizer 'characters' is none"):
+    with pytest.raises(ConfigError, match="tokenizer must be .* got 'characters'"):
         find_tokenizer("characters")
 
 
@@ -395,7 +402,7 @@ def test_data_that_cannot_be_opened_is_refused(offline: Any, tmp_path: Path) -> 
     (tmp_path / "a.jsonl").write_text("")
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (tmp_path / "nothing", {}, "no data at"),
-        (tmp_path / "empty", {}, "no folder that save_to_disk wrote"),
+        (tmp_path / "empty", {}, "was not written by save_to_disk"),
         (tmp_path / "saved", {"split": "train"}, "has no splits"),
         (tmp_path / "both", {}, r"has the splits \['train'\], not None"),
         (tmp_path / "saved", {"columns": ["label"]}, r"no columns \['label'\]; choose of \['text'\]"),
@@ -410,7 +417,7 @@ def test_data_that_cannot_be_opened_is_refused(offline: Any, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="no column 'body'"):
         token_dataset(made, "bytes", column="body", sequence_length=2)
     for tokenizer in ("bytes", word_tokenizer()):
-        with pytest.raises(ConfigError, match="holds None, which is no text"):
+        with pytest.raises(ConfigError, match="must hold texts, got None"):
             token_dataset(offline.Dataset.from_dict({"text": ["a", None]}), tokenizer, sequence_length=1)
 
 

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from xffl.training.callbacks.base import Callback, CallbackCollection
     from xffl.training.config.configuration import main
     from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig, TrainingParameters
-    from xffl.training.data.loaders import CellLoader, adopt_loader
+    from xffl.training.data.loaders import CellLoader, adopt_loader, validation_loader
     from xffl.training.data.streams import CellStream
     from xffl.training.data.tokens import TokenDataset
-    from xffl.training.data.validation import validation_loader
     from xffl.training.mixins.federated import FederatedConfigMixin, FederatedMixin, FederationConfig
     from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
     from xffl.training.mixins.logging import (
@@ -72,7 +71,7 @@ _HOMES = {
     "WandBLoggerMixin": "mixins.logging",
     "adopt_loader": "data.loaders",
     "main": "config.configuration",
-    "validation_loader": "data.validation",
+    "validation_loader": "data.loaders",
 }
 """Where the names live."""
 

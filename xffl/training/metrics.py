@@ -1,22 +1,50 @@
-"""Means over the ranks of a cell, or of the federation, in which every sample counts once."""
+"""Means and metrics over the ranks of a cell, or of the federation, in which every sample counts once.
+
+The first half reduces weighted means, the second one the metrics of torchmetrics. A metric's states are exchanged here,
+not by torchmetrics, which knows neither ranks that measure the same data nor ranks that have not measured any, and
+whose number of collectives depends on what a rank has seen. Its ``merge_state`` does not serve: it refuses metrics with
+``full_state_update``, weighs means by its own number of updates, and stacks states without a reduction pair by pair.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from xffl.checks import one_of
 from xffl.distributed.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
+from xffl.extras import optional_import
 from xffl.topology import REPLICATE_AXIS, Topology
 
-__all__ = ["SCOPES", "WeightedSums", "counted_place", "gather_objects", "metric_group", "reduce_mean", "reduce_sums"]
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+__all__ = [
+    "SCOPES",
+    "WeightedSums",
+    "compute_metrics",
+    "counted_place",
+    "find_loss",
+    "metric_group",
+    "metric_kinds",
+    "prepare_metrics",
+    "reduce_mean",
+    "reduce_sums",
+    "uncounted",
+]
 
 SCOPES = ("cell", "federation")
 """Over what values can be reduced."""
@@ -33,12 +61,7 @@ HEAD = 1 + 2 * PIECES
 
 
 def counted_place(topology: Topology, rank: int) -> tuple[int, bool]:
-    """Return which part of its cell's measurements a rank makes.
-
-    :param topology: The federation.
-    :param rank: Global rank.
-    :return: The part's number in the cell, and whether the rank is the first of those that measure it.
-    """
+    """Return which part of its cell's measurements a rank makes, and whether it is the first of those that make it."""
     at = topology.coordinates(rank)
     if topology.cell_shape is None:
         return at.local_rank, True
@@ -56,15 +79,8 @@ def counted_place(topology: Topology, rank: int) -> tuple[int, bool]:
 
 
 def metric_group(state: DistributedState, over: str) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    """Return the ranks whose values are reduced; local.
-
-    :param state: The state of the world.
-    :param over: ``cell`` or ``federation``.
-    :return: Their group (``None`` for the world, and where there is no process group), and the ranks in its order.
-    :raises ConfigError: if ``over`` is neither.
-    """
-    if over not in SCOPES:
-        raise ConfigError(f"over {over!r} is neither 'cell' nor 'federation'; give one of them")
+    """Return the group over which values are reduced (``None`` for the world), and its ranks in order; local."""
+    one_of("over", over, SCOPES)
     topology = state.topology
     if over == "federation" or state.federation is None:
         return None, tuple(range(topology.world_size))
@@ -73,14 +89,8 @@ def metric_group(state: DistributedState, over: str) -> tuple[dist.ProcessGroup 
     return state.federation, topology.federation(topology.cell_of(rank))
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> list[Any]:
-    """Return a small value of each rank; collective over the group.
-
-    :param value: This rank's value.
-    :param group: The group.
-    :param ranks: Its ranks.
-    :return: The values in the order of the ranks.
-    """
+def _gather_objects(value: Any, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> list[Any]:
+    """Return each rank's value in the order of the ranks; collective over the group."""
     if len(ranks) == 1 or not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * len(ranks)
@@ -92,8 +102,6 @@ class WeightedSums:
     """Sums of values times weights, by name, in float64; local.
 
     Tensors stay on their device and are added there: nothing waits for them until :func:`reduce_sums`.
-
-    :param device: Where the sums of tensors are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,18 +119,14 @@ class WeightedSums:
         return tuple(sorted(self._sums))
 
     def add(self, name: str, value: float | torch.Tensor, weight: float = 1.0) -> None:
-        """Add a value; a weight of 0 only tells the name.
-
-        :param name: Its name.
-        :param value: A number, or a tensor of one element.
-        :param weight: What it counts for, 0 or more.
-        :raises ConfigError: if one of them cannot be meant.
-        """
+        """Add a value; a weight of 0 only adds the name."""
         sums = self._sums
         if name not in sums:
-            self._begin(name)
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise ConfigError(f"the name of a value must be a text such as 'train/loss', got {name!r}")
+            sums[name] = self._weights[name] = 0.0
         if not 0.0 <= weight < math.inf:
-            raise ConfigError(f"weight {weight} of {name!r} is none; give 0 or a positive number")
+            raise ConfigError(f"the weight of {name!r} must be 0 or a positive number, got {weight}")
         if weight == 0.0:
             return
         before = sums[name]
@@ -146,12 +150,7 @@ class WeightedSums:
         self._weights.clear()
 
     def vector(self, names: Iterable[str], is_counted: bool) -> torch.Tensor:
-        """Return the sums and the weights, on this rank's device.
-
-        :param names: The names in order; those that are missing count nothing.
-        :param is_counted: Whether this rank counts; zeros if not.
-        :return: First all sums, then all weights, in float64.
-        """
+        """Return all sums, then all weights, in float64 on this rank's device; zeros where it does not count."""
         chosen = list(names)
         sums = [self._sums.get(name, 0.0) for name in chosen]
         if not is_counted:
@@ -170,17 +169,17 @@ class WeightedSums:
         return {"sums": {name: float(one) for name, one in self._sums.items()}, "weights": dict(self._weights)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; adding goes on to the same bits.
-
-        :param state: The saved state.
-        """
+        """Take over what :meth:`state_dict` returned; adding goes on to the same bits."""
         self._sums = {name: float(one) for name, one in state["sums"].items()}
         self._weights = {name: float(one) for name, one in state["weights"].items()}
 
-    def _begin(self, name: str) -> None:
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError(f"{name!r} is no name of a value; give a text such as 'train/loss'")
-        self._sums[name] = self._weights[name] = 0.0
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """Return the loss in what a training step returned: a tensor, or a mapping or object with ``loss``; local."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else None
 
 
 def reduce_sums(sums: WeightedSums, state: DistributedState, *, over: str, device: torch.device) -> dict[str, float]:
@@ -188,14 +187,7 @@ def reduce_sums(sums: WeightedSums, state: DistributedState, *, over: str, devic
 
     Collective over the cell or the world: one all-reduce of about 1 KiB, and another one where there are more than
     :data:`SLOTS` names. Ranks that measure the same, as those of a tensor or pipeline parallel group do, count once;
-    those that have told nothing since count nothing. Nothing moves with one rank.
-
-    :param sums: What this rank has added up; left as it is.
-    :param state: The state of the world.
-    :param over: ``cell`` or ``federation``.
-    :param device: Where the reduction takes place.
-    :return: The means by name, the same on all ranks; none for names whose weights sum to 0.
-    :raises ConfigError: if the ranks have told different names; on all of them.
+    those that have added nothing count nothing. Nothing moves with one rank.
     """
     group, ranks = metric_group(state, over)
     is_alone = len(ranks) == 1 or not dist.is_initialized()
@@ -211,15 +203,15 @@ def reduce_sums(sums: WeightedSums, state: DistributedState, *, over: str, devic
     first[HEAD : HEAD + len(some)] = vector[: len(some)]
     first[HEAD + SLOTS : HEAD + SLOTS + len(some)] = vector[len(some) :]
     dist.all_reduce(first, group=group)
-    told = first.tolist()
-    speaking = int(told[0])
+    reduced = first.tolist()
+    counted = int(reduced[0])
     is_alike = all(
-        speaking * int(told[2 + 2 * piece]) == int(told[1 + 2 * piece]) ** 2 for piece in range(PIECES)
+        counted * int(reduced[2 + 2 * piece]) == int(reduced[1 + 2 * piece]) ** 2 for piece in range(PIECES)
     )  # Cauchy and Schwarz: equal only where all hashes are
-    if speaking < len(ranks) or not is_alike:
-        names = _agreed_names(names, gather_objects(names, group, ranks), ranks)
+    if counted < len(ranks) or not is_alike:
+        names = _agreed_names(names, _gather_objects(names, group, ranks), ranks)
         some = names[:SLOTS]
-    means = _means(some, told[HEAD : HEAD + len(some)] + told[HEAD + SLOTS : HEAD + SLOTS + len(some)])
+    means = _means(some, reduced[HEAD : HEAD + len(some)] + reduced[HEAD + SLOTS : HEAD + SLOTS + len(some)])
     if rest := names[SLOTS:]:
         vector = sums.vector(rest, is_counted).to(device)
         dist.all_reduce(vector, group=group)
@@ -245,7 +237,7 @@ def reduce_mean(
     :param state: The state of the world.
     :param over: ``cell`` or ``federation``.
     :return: The means, the same on all ranks.
-    :raises ConfigError: if the ranks have different names, or a weight cannot be meant.
+    :raises ConfigError: if the ranks have different names, or a weight is invalid.
     """
     kept = state.current_device if state.current_device is not None else state.device_type
     device = torch.device("cuda", kept) if isinstance(kept, int) else torch.device(kept or "cpu")
@@ -270,7 +262,7 @@ def _scalar(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _head(names: tuple[str, ...]) -> list[float]:
-    """Return what tells whether all ranks that speak have the same names."""
+    """Return a hash of the names whose sums show whether all ranks that have any have the same."""
     if not names:
         return [0.0] * HEAD
     digest = hashlib.sha256("\0".join(names).encode()).digest()
@@ -281,10 +273,10 @@ def _head(names: tuple[str, ...]) -> list[float]:
     return head
 
 
-def _agreed_names(mine: tuple[str, ...], told: list[tuple[str, ...]], ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _agreed_names(mine: tuple[str, ...], by_rank: list[tuple[str, ...]], ranks: tuple[int, ...]) -> tuple[str, ...]:
     """Return the names that those have who have any; raise the same error on all ranks where they differ."""
     by_names: dict[tuple[str, ...], list[int]] = {}
-    for rank, names in zip(ranks, told, strict=True):
+    for rank, names in zip(ranks, by_rank, strict=True):
         if names:
             by_names.setdefault(names, []).append(rank)
     if len(by_names) > 1:
@@ -294,8 +286,8 @@ def _agreed_names(mine: tuple[str, ...], told: list[tuple[str, ...]], ranks: tup
             for names, who in list(by_names.items())[:4]
         )
         raise ConfigError(
-            f"ranks have told values of different names: {shown}; log the same names on all ranks, with weight=0 where "
-            "a value counts nothing"
+            f"ranks have logged values of different names: {shown}; log the same names on all ranks, with weight=0 "
+            "where a value counts nothing"
         )
     return next(iter(by_names), mine)
 
@@ -303,3 +295,212 @@ def _agreed_names(mine: tuple[str, ...], told: list[tuple[str, ...]], ranks: tup
 def _means(names: tuple[str, ...], numbers: list[float]) -> dict[str, float]:
     pairs = zip(names, numbers[: len(names)], numbers[len(names) :], strict=True)
     return {name: total / weight for name, total, weight in pairs if weight}
+
+
+# Metrics of torchmetrics ----------------------------------------------------------------------------------------------
+
+
+def metric_kinds() -> tuple[type[nn.Module], type[nn.Module]]:
+    """Return torchmetrics' classes of metrics and of collections of them."""
+    with optional_import("metrics", "EvalMetricMixin needs torchmetrics"):
+        from torchmetrics import Metric, MetricCollection
+    return Metric, MetricCollection
+
+
+def prepare_metrics(metrics: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Move metrics to a device, and let them communicate through :func:`compute_metrics` only; local.
+
+    Their own ``compute()`` gives this rank's value from now on.
+    """
+    for metric in metrics.values():
+        metric.to(device)
+        for _, part in _parts({"": metric}):
+            part.distributed_available_fn = _unavailable
+            part.compute_with_cache = False  # the same metric is computed over several sets of ranks
+
+
+@contextmanager
+def uncounted(metrics: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Let a block's updates count nothing; local. It costs a copy of what the metrics have summed up."""
+    before = [
+        {name: list(one) if isinstance(one, list) else one.clone() for name, one in part.metric_state.items()}
+        if part.update_called
+        else None
+        for _, part in _parts(metrics)
+    ]
+    yield
+    for (_, part), kept in zip(_parts(metrics), before, strict=True):
+        if kept is None:
+            part.reset()
+        else:
+            _set(part, kept)
+
+
+class _Description(NamedTuple):
+    """A rank's metrics."""
+
+    place: tuple[int, int]
+    """Cell, and which part of its samples the rank measures"""
+    names: list[str]
+    is_updated: list[bool]
+    error: str | None
+
+
+_States = dict[str, torch.Tensor | list[torch.Tensor]]
+"""What a metric has summed up or collected, by the attribute's name."""
+
+
+def compute_metrics(metrics: Mapping[str, nn.Module], state: DistributedState, *, over: str) -> dict[str, float]:
+    """Return the values of metrics over all ranks, as one process would compute them of all samples.
+
+    Collective over the cell or the world: a gather of descriptions of some 100 bytes for each metric, then one of the
+    states themselves. Of the ranks that measure the same (of a tensor or pipeline parallel group) the first one counts
+    that has updated the metric. The metrics go on with this rank's own state.
+    """
+    parts = list(_parts(metrics))
+    group, ranks = metric_group(state, over)
+    described: list[_Description] = _gather_objects(_describe(parts, state), group, ranks)
+    _check(described, metrics, ranks)
+    counted = [_counted(described, number) for number in range(len(parts))]
+    here = 0 if len(ranks) == 1 else ranks.index(dist.get_rank())
+    mine = [_packed(part) if here in places else None for (_, part), places in zip(parts, counted, strict=True)]
+    by_rank = _gather_objects(mine, group, ranks)
+    values: dict[str, float] = {}
+    before: list[_States] = [dict(part.metric_state) for _, part in parts]
+    try:
+        for number, (_, part) in enumerate(parts):
+            if counted[number]:
+                _set(part, _joined(part, [_unpacked(by_rank[place][number]) for place in counted[number]]))
+        for name, metric in metrics.items():
+            with warnings.catch_warnings():  # this rank may not have updated what others have
+                warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+                found = metric.compute()  # type: ignore[operator]
+            for key, value in _numbers(name, found):
+                if key in values:
+                    raise ConfigError(f"two metrics give a value {key!r}; rename one of them")
+                values[key] = value
+    finally:
+        for (_, part), own in zip(parts, before, strict=True):
+            _set(part, own)
+    return values
+
+
+def _describe(parts: list[tuple[str, Metric]], state: DistributedState) -> _Description:
+    rank = state.rank or 0
+    error = None
+    for name, part in parts:
+        for attribute, kept in part.metric_state.items():
+            for one in kept if isinstance(kept, list) else [kept]:
+                if type(one) is not torch.Tensor:
+                    advice = "give the metric full_tensor()s" if isinstance(one, DTensor) else "only tensors can move"
+                    error = f"metric {name!r} keeps a {type(one).__name__} in {attribute!r}; {advice}"
+    place = (state.topology.cell_of(rank), counted_place(state.topology, rank)[0])
+    return _Description(place, [name for name, _ in parts], [part.update_called for _, part in parts], error)
+
+
+def _check(described: list[_Description], metrics: Mapping[str, nn.Module], ranks: Sequence[int]) -> None:
+    """Raise the same on all ranks where they do not fit."""
+    for rank, description in zip(ranks, described, strict=True):
+        if description.error is not None:
+            raise ConfigError(f"{description.error} (rank {rank})")
+    alike: dict[str, list[int]] = {}
+    for rank, description in zip(ranks, described, strict=True):
+        alike.setdefault(", ".join(description.names), []).append(rank)
+    if len(alike) > 1:
+        shown = "; ".join(f"{ranks_text(who)}: {names or 'none'}" for names, who in list(alike.items())[:4])
+        raise ConfigError(f"ranks have different metrics: {shown}; make the same in configure_metrics on all ranks")
+    for name in metrics:
+        places = [
+            place for place, one in enumerate(described[0].names) if one == name or one.startswith(f"{name}.")
+        ]  # its parts come after it
+        if not any(description.is_updated[place] for description in described for place in places):
+            raise ConfigError(
+                f"metric {name!r} was updated on none of {ranks_text(ranks)} in this validation; call "
+                f"self.{name}.update(...) in validation_step, or make no such metric"
+            )
+
+
+def _counted(described: list[_Description], number: int) -> list[int]:
+    """Return whose state of a metric counts: for each part of the samples the first rank that has updated it."""
+    first: dict[tuple[int, int], int] = {}
+    for place, description in enumerate(described):
+        if description.is_updated[number]:
+            first.setdefault(description.place, place)
+    return sorted(first.values())
+
+
+_Packed = dict[str, list[tuple[npt.NDArray[Any], torch.dtype, torch.Size]]]
+"""The states of a metric: the bytes of their tensors."""
+
+
+def _packed(part: Metric) -> _Packed:
+    """Return a metric's states as arrays of bytes: of a tensor that is a view, pickle would copy all of its storage."""
+    return {
+        attribute: [
+            (bytes_of(one).cpu().numpy(), one.dtype, one.shape) for one in (kept if isinstance(kept, list) else [kept])
+        ]
+        for attribute, kept in part.metric_state.items()
+    }
+
+
+def _unpacked(packed: _Packed) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each state."""
+    return {
+        attribute: [from_bytes(torch.from_numpy(row), dtype, shape) for row, dtype, shape in rows]
+        for attribute, rows in packed.items()
+    }
+
+
+def _joined(part: Metric, counted: list[dict[str, list[torch.Tensor]]]) -> _States:
+    """Join states of several ranks as the metric says; torchmetrics does it, and is given them instead of a gather."""
+    answers: dict[int, list[torch.Tensor]] = {}
+    for attribute, kept in list(part.metric_state.items()):
+        every = [tensor.to(part.device) for states in counted for tensor in states[attribute]]
+        # A list asks once, however many tensors each rank has; one that is empty everywhere asks for nothing.
+        asks = torch.empty(0) if isinstance(kept, list) else every[0]
+        setattr(part, attribute, [asks][: len(every)] if isinstance(kept, list) else asks)
+        answers[id(asks)] = every
+
+    def answer(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        del group
+        return answers.get(id(tensor), [tensor])
+
+    part.sync(dist_sync_fn=answer, distributed_available=lambda: True)
+    joined: _States = dict(part.metric_state)
+    part.unsync()
+    return joined
+
+
+def _set(part: Metric, states: _States) -> None:
+    for attribute, kept in states.items():
+        setattr(part, attribute, kept)
+
+
+def _parts(metrics: Mapping[str, nn.Module]) -> Iterator[tuple[str, Metric]]:
+    """Yield all metrics in metrics and collections, by dotted name."""
+    kind, _ = metric_kinds()
+    for name, metric in metrics.items():
+        for inner, part in metric.named_modules():
+            if isinstance(part, kind):
+                yield (f"{name}.{inner}" if inner else name), part  # type: ignore[misc]
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield what a metric has given as numbers."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _numbers(f"{name}/{key}", one)
+    elif isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) > 1):
+        for place, one in enumerate(value):
+            yield from _numbers(f"{name}/{place}", one)
+    elif isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ConfigError(
+            f"metric {name!r} gives a tensor of shape {tuple(value.shape)}, but records hold numbers; keep such a "
+            "metric in a list, and compute it where you need it"
+        )
+    else:
+        yield name, float(value)
+
+
+def _unavailable() -> bool:
+    return False

@@ -24,8 +24,8 @@ from xffl.errors import ConfigError, LaunchError, StateError
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.config.dataclasses import BaseTrainerConfig
-from xffl.training.counting import find_loss
 from xffl.training.data.sampler import CellBatchSampler
+from xffl.training.metrics import find_loss
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.preemption import PreemptedExit, Preemption, PreemptionMixin
 from xffl.training.run_directory import RunDirectory, plain_config

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checks import number
 from xffl.training.callbacks.base import Callback
-from xffl.training.counting import find_loss
+from xffl.training.metrics import find_loss
 
 if TYPE_CHECKING:
     from xffl.aggregation import RoundReport

@@ -1,6 +1,6 @@
-"""Data of Hugging Face's ``datasets`` library (the extra ``hf``), from local files: nothing is fetched.
+"""Datasets of Hugging Face's ``datasets`` library (the extra ``hf``), from local files: nothing is fetched.
 
-A ``datasets.Dataset`` goes into a loader as it is. Here is how to open one, and how to make tokens of its texts.
+A ``datasets.Dataset`` goes into a loader as it is. These functions open one, and make tokens of its texts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
-from xffl.training.data.tokenizers import find_tokenizer, vocabulary_size_of
-from xffl.training.data.tokens import TokenDataset, Tokens, write_tokens
+from xffl.training.data.tokens import TokenDataset, Tokens, find_tokenizer, vocabulary_size_of, write_tokens
 
 __all__ = ["encoded_column", "open_dataset", "token_dataset"]
 
@@ -55,7 +54,8 @@ def open_dataset(
     :return: A ``datasets.Dataset``, for :class:`CellLoader <xffl.training.data.loaders.CellLoader>`.
     :raises ConfigError: if the library is missing, there is no such file, split or column, or the kind is not known.
     """
-    datasets = _library()
+    with optional_import("hf", "data of Hugging Face needs datasets"):
+        import datasets  # type: ignore[import-untyped, unused-ignore]
     files = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
     missing = [str(file) for file in files if not file.exists()]
     if missing or not files:
@@ -76,7 +76,7 @@ def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Ite
     """Encode a column's texts one after the other; local.
 
     :param dataset: A ``datasets.Dataset``, or a stream of one.
-    :param tokenizer: What :func:`find_tokenizer <xffl.training.data.tokenizers.find_tokenizer>` takes, except
+    :param tokenizer: What :func:`find_tokenizer <xffl.training.data.tokens.find_tokenizer>` takes, except
         ``"characters"``.
     :param column: Of texts.
     :yield: The tokens of each text, for :func:`write_tokens <xffl.training.data.tokens.write_tokens>`.
@@ -118,11 +118,11 @@ def token_dataset(
     :param \**options: Of :class:`TokenDataset <xffl.training.data.tokens.TokenDataset>`; ``end`` is put
         behind each text.
     :return: The blocks; ``form="causal_lm"`` makes them what Hugging Face models take.
-    :raises ConfigError: if there is no such column, no text, or an argument cannot be meant.
+    :raises ConfigError: if there is no such column, no text, or an argument is invalid.
     """
     found = tokenizer if hasattr(tokenizer, "convert_tokens_to_ids") else find_tokenizer(tokenizer)
     end = options.get("end")
-    size = options.get("vocabulary_size") or vocabulary_size_of(found) or _length(found)
+    size = options.get("vocabulary_size") or vocabulary_size_of(found)
     texts = encoded_column(dataset, found, column=column)
     if path is None:
         parts = [ids if end is None else np.append(ids, end) for ids in texts]
@@ -136,21 +136,17 @@ def token_dataset(
 
 def _text_of(value: object, column: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"column {column!r} holds {value!r}, which is no text; name another, or filter such rows out")
+        raise ConfigError(f"column {column!r} must hold texts, got {value!r}; name another, or filter such rows out")
     return value
-
-
-def _library() -> Any:
-    with optional_import("hf", "data of Hugging Face needs datasets"):
-        import datasets  # type: ignore[import-untyped, unused-ignore]
-    return datasets
 
 
 def _read_folder(datasets: Any, folder: Path) -> Any:
     try:
         return datasets.load_from_disk(str(folder))
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(folder)!r} is no folder that save_to_disk wrote; give one, or files") from error
+        raise ConfigError(
+            f"{str(folder)!r} was not written by save_to_disk; give a folder that was, or files"
+        ) from error
 
 
 def _split_of(found: Any, split: str | None, folder: Path) -> Any:
@@ -177,9 +173,7 @@ def _read_files(datasets: Any, files: list[Path], split: str | None, cache: str 
             cache_dir=None if cache is None else str(cache),
         )
     except (StopIteration, OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # it stops at empty files
-        told = f"{type(error).__name__}: {error.__cause__ or error}"
-        raise ConfigError(f"{[str(file) for file in files]} cannot be read as {kinds[0]} ({told}); see them") from error
-
-
-def _length(tokenizer: Any) -> int | None:
-    return len(tokenizer) if hasattr(tokenizer, "__len__") else None
+        reason = f"{type(error).__name__}: {error.__cause__ or error}"
+        raise ConfigError(
+            f"{[str(file) for file in files]} cannot be read as {kinds[0]} ({reason}); see them"
+        ) from error

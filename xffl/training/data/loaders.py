@@ -1,37 +1,59 @@
 """Loaders: each rank's batches of its cell's samples, resumable to the sample, on torch's ``DataLoader``.
 
-Nothing here communicates. All ranks of a cell make the same number of batches, so the collectives of its model meet.
-:mod:`xffl.training.data.validation` is for counting everything once, :mod:`xffl.training.data.streams` for data without
-an index.
+:class:`CellLoader` is for training, :class:`ValidationLoader` counts every sample once, :func:`adopt_loader` converts a
+plain ``DataLoader``; :mod:`xffl.training.data.streams` is for data without an index. Nothing here communicates: all
+ranks of a cell make the same number of batches, so the collectives of its model meet.
+
+Torch's loader is given whole batches as its "samples", each named by a :class:`Key`: the indices in it, and the random
+stream that belongs to it. So a batch can be made again, whichever process reads it and whatever it has read before.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
 )
 
+from xffl.checks import integer, one_of
 from xffl.errors import ConfigError
 from xffl.topology import Topology
-from xffl.training.data.batches import Batches, Key, Randomness, check_indexed, identity_of, read
-from xffl.training.data.partition import iid
-from xffl.training.data.parts import Partition
+from xffl.training.data.partition import Partition, iid, index_array
 from xffl.training.data.rng import AUGMENTING
-from xffl.training.data.sampler import CellBatchSampler, data_place
-from xffl.training.data.streams import CellStream
-from xffl.training.data.validation import validation_loader
+from xffl.training.data.sampler import CellBatchSampler, data_place, data_places, even_cut
 
-__all__ = ["CellLoader", "adopt_loader", "options_of", "parts_by_ranks", "validation_loader"]
+__all__ = [
+    "CellLoader",
+    "Key",
+    "Randomness",
+    "ValidationLoader",
+    "adopt_loader",
+    "identity_of",
+    "open_loader",
+    "options_of",
+    "parts_by_ranks",
+    "tensor_rows",
+    "validation_loader",
+]
+
+# Training -------------------------------------------------------------------------------------------------------------
 
 
 class CellLoader(Iterable[Any]):
@@ -71,7 +93,7 @@ class CellLoader(Iterable[Any]):
     :param timeout_s: How long to wait for a worker's batch; 0 waits for ever.
     :param worker_init: Called in each worker with its number.
     :param start_method: How workers start, such as ``"fork"``; ``None`` is Python's default.
-    :raises ConfigError: if an argument cannot be meant, or a rank would have no sample in some step.
+    :raises ConfigError: if an argument is invalid, or a rank would have no sample in some step.
     """
 
     def __init__(
@@ -95,7 +117,7 @@ class CellLoader(Iterable[Any]):
         worker_init: Callable[[int], None] | None = None,
         start_method: Any = None,
     ) -> None:
-        check_indexed(dataset)
+        _check_indexed(dataset)
         self.dataset = dataset
         self.sampler = CellBatchSampler(
             _part_of(dataset, topology, part, seed),
@@ -109,9 +131,10 @@ class CellLoader(Iterable[Any]):
         )
         """Which samples come, and where the loop stands."""
         place, _ = data_place(topology, rank)
-        self.batches = read(
-            Batches(dataset, collate, Randomness(seed, AUGMENTING, self.cell), place),
-            _Keys(self.sampler),
+        self.batches = open_loader(
+            _Batches(dataset, collate, Randomness(seed, AUGMENTING, self.cell), place),
+            # The length is of what is left: torch's loader warns where it yields more or fewer than it says.
+            _Keys(self._keys, lambda: self.sampler.steps - self.sampler.position),
             seed=seed,
             workers=workers,
             pin_memory=pin_memory,
@@ -130,6 +153,10 @@ class CellLoader(Iterable[Any]):
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
         return self.sampler.steps
+
+    def _keys(self) -> Iterator[Key]:
+        epoch, position = self.sampler.epoch, self.sampler.position
+        return (Key(epoch, step, indices) for step, indices in enumerate(self.sampler.draw(), start=position))
 
     @property
     def cell(self) -> int:
@@ -167,18 +194,11 @@ class CellLoader(Iterable[Any]):
         return self.sampler.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; the current one keeps its position, another starts at its first batch. Local.
-
-        :param epoch: From 0.
-        :raises ConfigError: if it is no such number.
-        """
+        """Choose the epoch; the current one keeps its position, another starts at its first batch. Local."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands; local, and the same on all ranks of the cell.
-
-        :return: Numbers and strings only, for :meth:`load_state_dict`.
-        """
+        """Return where the loop stands; local, and the same on all ranks of the cell."""
         return {**self.sampler.state_dict(), "dataset": identity_of(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,8 +227,35 @@ def parts_by_ranks(samples: int, topology: Topology, *, seed: int = 0) -> Partit
     :return: The partition, the same on all ranks.
     :raises ConfigError: if there are fewer samples than cells.
     """
-    shares = [data_place(topology, topology.federation(cell)[0])[1] for cell in range(topology.cells)]
-    return iid(samples, topology.cells, seed=seed, shares=shares)
+    return iid(samples, topology.cells, seed=seed, shares=data_places(topology))
+
+
+def _part_of(
+    dataset: Any, topology: Topology, part: Partition | npt.ArrayLike | None, seed: int
+) -> Partition | npt.ArrayLike:
+    """Return the partition, or the cell's own indices."""
+    count = len(dataset)
+    if part is None:
+        return parts_by_ranks(count, topology, seed=seed)
+    if isinstance(part, str):
+        one_of("part", part, ["own"], hint="or give a Partition, indices or None")
+        return np.arange(count)
+    if isinstance(part, Partition):
+        if part.samples != count:
+            raise ConfigError(
+                f"the partition is of {part.samples} samples, but the dataset has {count}; make it for this dataset"
+            )
+        return part
+    indices = index_array("part", part)
+    if len(indices) and (indices.min() < 0 or indices.max() >= count):
+        raise ConfigError(
+            f"the part has samples {indices.min()} to {indices.max()}, but the dataset has {count}; count from 0 to "
+            f"{count - 1}"
+        )
+    return indices
+
+
+# Loaders of the user's ------------------------------------------------------------------------------------------------
 
 
 def adopt_loader(
@@ -229,37 +276,29 @@ def adopt_loader(
     :return: The loader to use.
     :raises ConfigError: if the loader draws samples in a way that cannot be shared out.
     """
-    if isinstance(loader, CellLoader | CellStream) or (
-        hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    ):
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"{type(loader).__name__} is no DataLoader; give one, or a loader with state_dict and load_state_dict"
+            f"loader must be a DataLoader, or have state_dict and load_state_dict, got a {type(loader).__name__}"
         )
-    options = options_of(loader)
     return CellLoader(
         loader.dataset,
         topology,
         rank,
         part=part,
         seed=seed,
-        is_shuffled=_is_shuffled(loader.sampler),
         drop_last=loader.drop_last,
         is_persistent=loader.persistent_workers,
         timeout_s=loader.timeout,
         worker_init=loader.worker_init_fn,
-        **options,
+        **options_of(loader),
+        is_shuffled=_is_shuffled(loader.sampler),
     )
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return what a plain ``DataLoader`` of all samples says, as options for training and for validation; local.
-
-    :param loader: The loader.
-    :return: Options of :class:`CellLoader` and of :class:`~xffl.training.data.validation.ValidationLoader`.
-    :raises ConfigError: if the loader draws samples in a way that cannot be shared out.
-    """
+    """Return the options of a plain loader of all samples that training and validation share; raise for others."""
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"the DataLoader reads the stream {type(loader.dataset).__name__}, which has no index to share out; take "
@@ -268,8 +307,8 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         raise ConfigError(
             f"the DataLoader has batch_size {loader.batch_size} and batch_sampler "
-            f"{type(loader.batch_sampler).__name__}, so who takes which samples is not known; give it a batch_size and "
-            "shuffle, and choose samples with torch.utils.data.Subset"
+            f"{type(loader.batch_sampler).__name__}, so its samples cannot be shared out over ranks; give it a "
+            "batch_size and shuffle, and choose samples with torch.utils.data.Subset"
         )
     _is_shuffled(loader.sampler)
     return {
@@ -296,46 +335,285 @@ def _is_shuffled(sampler: Any) -> bool:
     )
 
 
-def _part_of(
-    dataset: Any, topology: Topology, part: Partition | npt.ArrayLike | None, seed: int
-) -> Partition | npt.ArrayLike:
-    """Return the partition, or the cell's own indices."""
-    count = len(dataset)
-    if part is None:
-        return parts_by_ranks(count, topology, seed=seed)
-    if isinstance(part, str):
-        if part != "own":
-            raise ConfigError(f'part {part!r} is unknown; give "own", a Partition, indices, or None')
-        return np.arange(count)
-    if isinstance(part, Partition):
-        if part.samples != count:
-            raise ConfigError(
-                f"the partition is of {part.samples} samples, but the dataset has {count}; make it for this dataset"
-            )
-        return part
-    try:
-        given: npt.NDArray[Any] = np.asarray(part)
-    except ValueError as wrong:  # lists of unequal lengths
-        raise ConfigError(f"the part is no array ({wrong}); give a Partition, or a 1-D array of indices") from wrong
-    is_whole = given.ndim == 1 and len(given) and np.issubdtype(given.dtype, np.integer)  # the sampler tells if not
-    if is_whole and (given.min() < 0 or given.max() >= count):
-        raise ConfigError(
-            f"the part has samples {given.min()} to {given.max()}, but the dataset has {count}; count from 0 to "
-            f"{count - 1}"
+# Validation -----------------------------------------------------------------------------------------------------------
+
+
+class ValidationLoader(Iterable[Any]):
+    """One rank's share of a dataset, in the dataset's order; each ``iter()`` starts at the beginning.
+
+    Where a step has fewer samples than there are ranks, those without one get a batch of one sample that does not
+    count, since the forward pass of a sharded model is collective. :attr:`batch_samples` is 0 then, and the length of
+    the batch otherwise: it is the weight of what the batch gives. Real batches are never filled up::
+
+        for batch in loader:
+            loss = step(batch)  # on all ranks
+            total += float(loss) * loader.batch_samples
+            count += loader.batch_samples
+
+    Sums of these over the ranks that share the samples out, divided, are the exact mean. Ranks that share a part of the
+    data (tensor, context or pipeline parallel) have the same batches; count one of them.
+
+    Local. Random draws of the dataset are the same at each pass, and leave the global generators as they were.
+
+    :param dataset: Map-style, the same on all ranks that share it out.
+    :param place: Which part this rank takes, from 0.
+    :param places: How many parts there are.
+    :param batch_size: Samples of each rank in a step, at most.
+    :param seed: Of what the dataset draws.
+    :param workers: Processes that read ahead; 0 reads in this process.
+    :param pin_memory: Whether batches are put into pinned memory; ``None`` where there is CUDA.
+    :param prefetch_factor: Batches that each worker reads ahead.
+    :param collate: Makes a batch of a list of samples; ``None`` takes torch's ``default_collate``.
+    :param start_method: How workers start, such as ``"fork"``; ``None`` is Python's default.
+    :raises ConfigError: if an argument is invalid, or the dataset is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        place: int,
+        places: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int = 2,
+        collate: Callable[[list[Any]], Any] | None = None,
+        start_method: Any = None,
+    ) -> None:
+        _check_indexed(dataset)
+        self.dataset = dataset
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self.samples = len(dataset)
+        """Samples of all ranks that share them out."""
+        if not self.samples:
+            raise ConfigError("the dataset for validation has no samples; give it some, or do not validate")
+        self._place, self._places = place, places
+        self.steps = -(-self.samples // (self.batch_size * places))
+        """Batches of a pass: the same number on all ranks that share the samples out."""
+        self.batch_samples = 0
+        """Samples that count in the batch that was yielded last."""
+        self.batches = open_loader(
+            _Batches(dataset, collate, Randomness(seed, AUGMENTING), place),
+            _Keys(self._keys, lambda: self.steps),
+            seed=seed,
+            workers=workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            start_method=start_method,
         )
-    return given
+        """Torch's loader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all batches, from the first."""
+        for step, batch in enumerate(self.batches):
+            self.batch_samples = len(self.share(step))
+            yield batch
+
+    def __len__(self) -> int:
+        """Count the batches."""
+        return self.steps
+
+    def _keys(self) -> Iterator[Key]:
+        # A rank without a sample reads the first one of the dataset.
+        return (Key(0, step, np.array(self.share(step) or [0])) for step in range(self.steps))
+
+    def share(self, step: int) -> range:
+        """Return this rank's samples of a step."""
+        start, stop = even_cut(self.samples, self.steps, step)
+        first, last = even_cut(stop - start, self._places, self._place)
+        return range(start + first, start + last)
+
+
+def validation_loader(
+    dataset: Any,
+    topology: Topology,
+    rank: int,
+    *,
+    batch_size: int,
+    over: Literal["cell", "federation"] = "cell",
+    **options: Any,
+) -> ValidationLoader:
+    r"""Share a dataset out for validation; local, with the same arguments on all ranks except ``rank``.
+
+    :param dataset: Map-style: for ``over="cell"`` all of what this rank's cell validates on, for ``"federation"`` the
+        same in all cells.
+    :param topology: The federation, ``state.topology``.
+    :param rank: This process's global rank.
+    :param batch_size: Samples of each rank in a step, at most.
+    :param over: ``"cell"``: each cell counts all samples, which its ranks share out; ``"federation"``: the ranks of all
+        cells share them out, and each sample is counted once in the world. Between rounds the cells' models differ;
+        right after a round both give the same means.
+    :param \**options: More of :class:`ValidationLoader`: workers, collate and others.
+    :return: The loader.
+    :raises ConfigError: if an argument is invalid, or the dataset is empty.
+    """
+    one_of("over", over, ["cell", "federation"])
+    place, places = data_place(topology, rank)
+    if over == "federation":
+        counts = data_places(topology)
+        place, places = sum(counts[: topology.cell_of(rank)]) + place, sum(counts)
+    return ValidationLoader(dataset, place, places, batch_size=batch_size, **options)
+
+
+# Batches that can be made again ---------------------------------------------------------------------------------------
+
+
+class Key(NamedTuple):
+    """The name of one batch of one rank: which samples are in it, and which random stream belongs to it."""
+
+    epoch: int
+    step: int
+    indices: npt.NDArray[np.int64]
 
 
 class _Keys(Iterable[Key]):
-    """The keys of the batches that a sampler draws."""
+    """The keys of the batches to come, drawn anew whenever torch's loader is iterated over."""
 
-    def __init__(self, sampler: CellBatchSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, draw: Callable[[], Iterator[Key]], count: Callable[[], int]) -> None:
+        self._draw, self._count = draw, count
 
     def __iter__(self) -> Iterator[Key]:
-        epoch, position = self._sampler.epoch, self._sampler.position
-        return (Key(epoch, step, indices) for step, indices in enumerate(self._sampler.draw(), start=position))
+        return self._draw()
 
     def __len__(self) -> int:
-        # Of what is left: torch's loader warns where it yields more or fewer than it says.
-        return self._sampler.steps - self._sampler.position
+        return self._count()
+
+
+class Randomness:
+    """The global random generators of Python, numpy and torch (CPU), seeded for a while; local.
+
+    Datasets and augmentations draw from them, and so does the model (dropout): each must not disturb the other.
+    """
+
+    def __init__(self, seed: int, *stream: int) -> None:
+        self._stream = (integer("seed", seed, 0), *map(int, stream))
+        # A generator of our own takes the place of numpy's: to copy the state of numpy's own takes longer than a batch.
+        self._numpy = np.random.MT19937(0)
+
+    @contextmanager
+    def of(self, *numbers: int) -> Iterator[None]:
+        """Seed the generators by these numbers, and set them back at the end."""
+        digest = hashlib.blake2b(repr((*self._stream, *map(int, numbers))).encode(), digest_size=20).digest()
+        generator = torch.default_generator
+        numpy_random: Any = np.random  # numpy's annotations lack what its documentation names
+        kept = random.getstate(), generator.get_state(), numpy_random.get_bit_generator()
+        numpy_random.set_bit_generator(self._numpy)
+        try:
+            random.seed(int.from_bytes(digest[:8], "little"))
+            # Not torch.manual_seed: that would seed the accelerators, too.
+            generator.manual_seed(int.from_bytes(digest[8:16], "little"))
+            np.random.seed(int.from_bytes(digest[16:20], "little"))
+            yield
+        finally:
+            random.setstate(kept[0])
+            generator.set_state(kept[1])
+            numpy_random.set_bit_generator(kept[2])
+
+
+class _Batches(Dataset[Any]):
+    """A dataset of samples as one of collated batches; the draws of each ``place`` (a rank's part) are its own."""
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any] | None, randomness: Randomness, place: int
+    ) -> None:
+        self._dataset, self._collate = dataset, collate or default_collate
+        self._randomness, self._place = randomness, place
+        self._rows = tensor_rows(dataset) if self._collate is default_collate else None
+        inner = dataset
+        while type(inner) is Subset:
+            inner = inner.dataset
+        draws = type(inner) is not TensorDataset and bool(getattr(inner, "is_random", True))
+        self._is_random = draws or self._collate is not default_collate
+
+    def __getitem__(self, key: Key) -> Any:
+        if self._rows is not None:
+            tensors, places = self._rows
+            chosen = torch.from_numpy(key.indices)
+            if places is not None:
+                chosen = places.index_select(0, chosen)
+            return [tensor.index_select(0, chosen) for tensor in tensors]
+        with self._randomness.of(key.epoch, key.step, self._place) if self._is_random else nullcontext():
+            # Some datasets read many samples faster together; torch's own loader asks in the same way.
+            together = getattr(self._dataset, "__getitems__", None)
+            indices = key.indices.tolist()
+            samples = together(indices) if together else [self._dataset[index] for index in indices]
+            return self._collate(samples)
+
+
+def tensor_rows(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:
+    """Return the tensors of a ``TensorDataset`` or a subset of one, and the rows that are its samples (None: all).
+
+    Their rows make a batch in one go, the same as ``default_collate`` of its samples. None for any other dataset.
+    """
+    places: torch.Tensor | None = None
+    while type(dataset) is Subset:
+        inner = torch.as_tensor(dataset.indices)
+        if inner.dim() != 1 or inner.dtype != torch.int64 or not len(inner) or inner.min() < 0:
+            return None
+        places = inner if places is None else inner[places]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or any(one.layout != torch.strided for one in dataset.tensors):
+        return None
+    return dataset.tensors, places
+
+
+def _check_indexed(dataset: Any) -> None:
+    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not is_indexed:
+        raise ConfigError(
+            f"dataset must have __len__ and __getitem__, got a {type(dataset).__name__}; take CellStream for a stream "
+            "of samples"
+        )
+
+
+def identity_of(dataset: Any) -> str:
+    """Return the attribute ``identity`` of a dataset, or of the one that it is a subset of; empty without one."""
+    if type(dataset) is Subset and (inner := identity_of(dataset.dataset)):
+        indices = np.asarray(dataset.indices).astype("<i8")
+        return f"{inner} {hashlib.sha256(indices.tobytes()).hexdigest()}"
+    return str(getattr(dataset, "identity", ""))
+
+
+def open_loader(
+    batches: Dataset[Any],
+    keys: Iterable[Key] | None,
+    *,
+    seed: int,
+    workers: int,
+    pin_memory: bool | None,
+    prefetch_factor: int,
+    is_persistent: bool = True,
+    timeout_s: float = 0,
+    worker_init: Callable[[int], None] | None = None,
+    start_method: Any = None,
+) -> DataLoader[Any]:
+    """Return torch's loader of whole batches, by key or (``keys`` None) of a stream of them; local."""
+    count = integer("workers", workers, 0)
+    ahead = integer("prefetch_factor", prefetch_factor, 1)
+    try:
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=keys,
+            num_workers=count,
+            collate_fn=_unchanged,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            timeout=timeout_s if count else 0,
+            worker_init_fn=worker_init,
+            multiprocessing_context=start_method if count else None,
+            # Without one, every iter() would draw from torch's global generator, and a resumed run draw other dropout.
+            generator=torch.Generator().manual_seed(integer("seed", seed, 0) % 2**63),
+            prefetch_factor=ahead if count else None,
+            persistent_workers=is_persistent and bool(count),
+        )
+    except (ValueError, TypeError) as wrong:
+        raise ConfigError(
+            f"torch's DataLoader refuses timeout_s {timeout_s!r} or start_method {start_method!r}: {wrong}"
+        ) from wrong
+
+
+def _unchanged(batch: Any) -> Any:
+    """Return a batch, which is collated already; a function of the module, since workers pickle it."""
+    return batch

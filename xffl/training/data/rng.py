@@ -30,7 +30,7 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 """An array of real numbers."""
 Indices = npt.NDArray[np.int64]
-"""An array of whole numbers: samples of a dataset, or counts of them."""
+"""An array of integers: samples of a dataset, or counts of them."""
 
 # What a stream is drawn for. Streams of one seed are independent: shuffling knows nothing of the parts.
 ORDER = 0
@@ -45,17 +45,11 @@ AUGMENTING = 4
 """What a dataset draws while a batch is read."""
 
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-"""ln 2 in two numbers; the high one has so few digits that a product with a small whole number is exact."""
+"""ln 2 in two numbers; the high one has so few digits that a product with a small integer is exact."""
 
 
 class Draws:
-    r"""The random stream of one purpose.
-
-    :param seed: A whole number, 0 or more.
-    :param \*stream: What the stream is for: one of the purposes of this module, then a cell and an epoch where there
-        are any.
-    :raises ConfigError: if the seed is no such number.
-    """
+    """The random stream of a seed and one of the purposes of this module, then of a cell and an epoch if given."""
 
     def __init__(self, seed: int, *stream: int) -> None:
         # A spawn key, as it cannot run together with a long seed.
@@ -79,9 +73,6 @@ class Draws:
 
         Logarithms, because a variate of a small shape is often less than the least number above 0, while ratios of
         such variates still matter.
-
-        :param shapes: Positive numbers.
-        :return: As many draws, in the same array shape.
 
         Marsaglia and Tsang, 2000, doi 10.1145/358407.358414.
         """
@@ -117,9 +108,6 @@ def portions(logs: Floats) -> Floats:
     """Return numbers in proportion to ``exp(logs)`` that sum to 1 along the last axis.
 
     Of Gamma variates' logarithms this makes a Dirichlet variate.
-
-    :param logs: Finite, or minus infinity for a portion of 0; at least one finite in each row.
-    :return: The portions, in the same array shape.
     """
     weights = _exp(logs - logs.max(axis=-1, keepdims=True))
     # A running sum has one order; a plain one depends on the processor.

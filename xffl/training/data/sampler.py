@@ -19,10 +19,10 @@ from torch.utils.data import Sampler
 from xffl.checks import integer
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
-from xffl.training.data.parts import Partition
+from xffl.training.data.partition import Partition, index_array
 from xffl.training.data.rng import SHUFFLING, Draws, Indices
 
-__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "even_cut"]
+__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "data_places", "even_cut"]
 
 Drawn = TypeVar("Drawn")
 """What a sampler yields: indices, or lists of them."""
@@ -33,15 +33,10 @@ DATA_AXES = "dp_"
 
 
 def data_place(topology: Topology, rank: int) -> tuple[int, int]:
-    """Return which part of a cell's samples a rank takes.
+    """Return which part of a cell's samples a rank takes, and into how many parts they are cut.
 
     Every rank takes a part of its own, whether its cell is cut into replicas, shards or both. In cells with a shape,
     ranks that differ only along other axes than ``dp_*`` take the same samples.
-
-    :param topology: The federation.
-    :param rank: Global rank.
-    :return: The part's number, and how many parts the cell has.
-    :raises TopologyError: if the rank is outside the world.
     """
     at = topology.coordinates(rank)
     if topology.cell_shape is None:
@@ -54,6 +49,11 @@ def data_place(topology: Topology, rank: int) -> tuple[int, int]:
             parts *= size
         stride *= size
     return part, parts
+
+
+def data_places(topology: Topology) -> list[int]:
+    """Return into how many parts each cell's samples are cut."""
+    return [data_place(topology, topology.federation(cell)[0])[1] for cell in range(topology.cells)]
 
 
 class CellOrder(Sampler[Drawn]):
@@ -71,7 +71,7 @@ class CellOrder(Sampler[Drawn]):
         wants it, and needs no ``set_epoch``.
     :param drop_last: Leave out what does not fill a step on all ranks; with shuffling other samples in each epoch.
     :param is_padded: Repeat the first samples of the epoch's order so that all batches are full.
-    :raises ConfigError: if an argument cannot be meant, or a rank would have no sample in some step.
+    :raises ConfigError: if an argument is invalid, or a rank would have no sample in some step.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CellOrder(Sampler[Drawn]):
         self._seed = integer("seed", seed, 0)
         for what, switch in (("is_shuffled", is_shuffled), ("drop_last", drop_last), ("is_padded", is_padded)):
             if not isinstance(switch, bool):
-                raise ConfigError(f"{what} {switch!r} is neither True nor False; give one of them")
+                raise ConfigError(f"{what} must be True or False, got {switch!r}")
         if drop_last and is_padded:
             raise ConfigError("drop_last and is_padded are both True; choose to leave samples out or to repeat some")
         self._is_shuffled, self._tail = is_shuffled, "drop" if drop_last else "pad" if is_padded else "keep"
@@ -130,11 +130,7 @@ class CellOrder(Sampler[Drawn]):
         return self._epoch * self._taken + (self._step(self._position - 1)[1] if self._position else 0)
 
     def samples_of(self, step: int) -> int:
-        """Count this rank's samples of a step.
-
-        :param step: Number of the batch in its epoch, from 0.
-        :return: The length of the batch.
-        """
+        """Count this rank's samples of a step."""
         start, stop = self._share(step)
         return stop - start
 
@@ -143,9 +139,6 @@ class CellOrder(Sampler[Drawn]):
 
         Another epoch starts at its first batch. The current one keeps its position, so that a loop that has been
         resumed may call this first thing, as usual.
-
-        :param epoch: From 0. Each has an order of its own.
-        :raises ConfigError: if it is no such number.
         """
         number = integer("epoch", epoch, 0)
         if number != self._epoch:
@@ -275,12 +268,7 @@ class CellOrder(Sampler[Drawn]):
         """What to change where a step has fewer samples than ranks."""
 
     def _checked_position(self, position: object) -> int:
-        number = integer("batches consumed", position, 0)
-        if number > self.steps:
-            raise ConfigError(
-                f"batches consumed {number} are more than the {self.steps} of an epoch; count from set_epoch"
-            )
-        return number
+        return integer("batches consumed of an epoch", position, 0, self.steps)
 
     def _identity(self) -> dict[str, Any]:
         """Return what the batches of an epoch depend on."""
@@ -377,25 +365,14 @@ def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) 
             raise ConfigError(f"cell {empty[0]} has no samples to draw; give it some (minimum= in the partition)")
         indices = part.parts[cell]
     else:
-        given: npt.NDArray[Any] = np.asarray(part)
-        if given.ndim != 1 or (len(given) and not np.issubdtype(given.dtype, np.integer)):
-            raise ConfigError(
-                f"the part is {given.dtype} of shape {given.shape}; give a Partition, or a 1-D array of indices"
-            )
-        indices = given.astype(np.int64)
+        indices = index_array("part", part)
     if not len(indices):
         raise ConfigError(f"cell {cell} has no samples to draw; give it some")
     return indices
 
 
 def even_cut(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Cut a number of things into parts that differ by one at most, larger ones first.
-
-    :param total: How many things there are.
-    :param parts: Number of parts.
-    :param index: Which part is asked for, from 0.
-    :return: Where that part starts and stops.
-    """
+    """Return where one of so many parts of ``range(total)`` starts and stops; they differ by one at most."""
     size, larger = divmod(total, parts)
     start = index * size + min(index, larger)
     return start, start + size + (index < larger)

@@ -8,16 +8,14 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, default_collate
 
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
-from xffl.training.data.batches import Randomness, identity_of, read
+from xffl.training.data.loaders import Randomness, identity_of, open_loader
 from xffl.training.data.rng import AUGMENTING
-from xffl.training.data.sampler import data_place
+from xffl.training.data.sampler import data_place, data_places
 
 __all__ = ["CellStream"]
-
-RESUMES = ("count", "state")
 
 
 class CellStream(Iterable[Any]):
@@ -49,8 +47,12 @@ class CellStream(Iterable[Any]):
     :param collate: Makes a batch of a list of samples; ``None`` takes torch's ``default_collate``.
     :param resume: ``"count"`` or ``"state"``.
     :param start_method: How the worker starts, such as ``"fork"``; ``None`` is Python's default.
-    :raises ConfigError: if an argument cannot be meant.
+    :raises ConfigError: if an argument is invalid.
     """
+
+    _epoch = _position = 0
+    _state: Any = None
+    """Of the dataset, behind the batch that was yielded last"""
 
     def __init__(
         self,
@@ -72,12 +74,13 @@ class CellStream(Iterable[Any]):
         _check(dataset, part, workers, resume)
         self.dataset, self.cell = dataset, topology.cell_of(rank)
         self.batch_size = integer("batch_size", batch_size, 1)
-        place, self._ranks = data_place(topology, rank)
-        first, count = (0, self._ranks) if part == "own" else _among_all(topology, self.cell)
+        place, ranks = data_place(topology, rank)
+        counts = data_places(topology)
+        first, count = (0, ranks) if part == "own" else (sum(counts[: self.cell]), sum(counts))
         self._steps = _Steps(
             dataset,
             per_step=self.batch_size * count,
-            turns=range(first, first + self._ranks),
+            turns=range(first, first + ranks),
             turn=first + place,
             of=count,
             collate=collate or default_collate,
@@ -96,7 +99,7 @@ class CellStream(Iterable[Any]):
             "seed": integer("seed", seed, 0),
             "resume": resume,
         }
-        self.batches = read(
+        self.batches = open_loader(
             self._steps,
             None,
             seed=seed,
@@ -111,8 +114,6 @@ class CellStream(Iterable[Any]):
         """This rank's samples in the batch that was yielded last."""
         self.samples_seen = 0
         """Samples that the whole cell has taken since the first epoch; ranks that share a part count once."""
-        self._epoch = self._position = 0
-        self._state: Any = None
 
     @property
     def epoch(self) -> int:
@@ -136,20 +137,13 @@ class CellStream(Iterable[Any]):
         self.set_epoch(self._epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; the current one keeps its position, another starts at its first batch. Local.
-
-        :param epoch: From 0.
-        :raises ConfigError: if it is no such number.
-        """
+        """Choose the epoch; the current one keeps its position, another starts at its first batch. Local."""
         number = integer("epoch", epoch, 0)
         if number != self._epoch:
             self._epoch, self._position, self._state = number, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands; local, and the same on all ranks of the cell.
-
-        :return: For :meth:`load_state_dict`: numbers and strings, and with ``resume="state"`` what the dataset gives.
-        """
+        """Return where the loop stands; local, and the same on all ranks of the cell."""
         numbers = {"epoch": self._epoch, "position": self._position, "samples": self.samples_seen}
         return {**numbers, "stream": self._state, **self._identity}
 
@@ -168,10 +162,7 @@ class CellStream(Iterable[Any]):
                     f"the stream's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it as "
                     f"it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
                 )
-        position, samples = (
-            integer("position", state["position"], 0),
-            integer("samples", state["samples"], 0),
-        )
+        position, samples = (integer(name, state[name], 0) for name in ("position", "samples"))
         self.set_epoch(state["epoch"])
         self._position, self._state, self.samples_seen = position, state["stream"], samples
 
@@ -179,15 +170,8 @@ class CellStream(Iterable[Any]):
 class _Steps(IterableDataset[Any]):
     """One rank's batches of the rest of an epoch, each with its numbers; runs in the process that reads.
 
-    :param dataset: The stream.
-    :param per_step: Samples of all ranks in a step.
-    :param turns: The places of the cell's ranks among all.
-    :param turn: The place of this rank.
-    :param of: How many places there are.
-    :param collate: Makes a batch of a list of samples.
-    :param randomness: The stream's draws.
-    :param drop_last: Leave the last step out if it is not full.
-    :param is_state_kept: Whether the dataset's state goes with each batch.
+    A step has ``per_step`` samples of all ranks. Of the ``of`` places that take turns, ``turns`` are the cell's ranks'
+    and ``turn`` is this rank's. With ``is_state_kept`` the dataset's state goes with each batch.
     """
 
     def __init__(
@@ -251,23 +235,15 @@ class _Steps(IterableDataset[Any]):
 def _check(dataset: Any, part: object, workers: object, resume: object) -> None:
     if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
         raise ConfigError(
-            f"{type(dataset).__name__} cannot be iterated over in each epoch anew; give a dataset with __iter__ that "
-            "returns a new iterator"
+            f"dataset must have an __iter__ that returns a new iterator in each epoch, got a {type(dataset).__name__}"
         )
-    if part not in (None, "own"):
-        raise ConfigError(f'part {part!r} of a stream is unknown; give "own", or None to deal it out over all cells')
+    if part is not None:
+        one_of("part of a stream", part, ["own"], hint="or give None to deal it out over all cells")
     if integer("workers", workers, 0) > 1:
         raise ConfigError(f"workers {workers} would each read the whole stream; give 0 or 1")
-    if resume not in RESUMES:
-        raise ConfigError(f"resume {resume!r} is unknown; give one of {', '.join(RESUMES)}")
+    one_of("resume", resume, ["count", "state"])
     if resume == "state" and not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         raise ConfigError(
             f'{type(dataset).__name__} has no state_dict and load_state_dict; give resume="count", or a dataset that '
             "has them"
         )
-
-
-def _among_all(topology: Topology, cell: int) -> tuple[int, int]:
-    """Return how many ranks with data of their own stand before a cell, and how many there are."""
-    counts = [data_place(topology, topology.federation(other)[0])[1] for other in range(topology.cells)]
-    return sum(counts[:cell]), sum(counts)

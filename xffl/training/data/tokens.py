@@ -1,33 +1,173 @@
-"""Tokens: text files and memory-mapped arrays as windows of tokens, each with the tokens that follow."""
+"""Tokens: text to numbers and back, and arrays of tokens, in memory or memory-mapped, as windows of equal length."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from xffl.checks import integer
+from xffl.checks import integer, one_of
 from xffl.errors import ConfigError
 from xffl.training.data.rng import Indices
-from xffl.training.data.tokenizers import Tokenizer, find_tokenizer, vocabulary_size_of
 
-__all__ = ["TokenDataset", "Tokens", "encoded", "open_tokens", "write_tokens"]
+__all__ = [
+    "ByteTokenizer",
+    "CharacterTokenizer",
+    "TokenDataset",
+    "Tokenizer",
+    "Tokens",
+    "encoded",
+    "find_tokenizer",
+    "open_tokens",
+    "vocabulary_size_of",
+    "write_tokens",
+]
 
 Tokens = npt.NDArray[Any]
 """A 1-D array of token numbers."""
-FORMS = ("pair", "causal_lm")
 CHUNK = 1 << 24
 """Tokens that are looked at in one go."""
 PROBES, PROBE_TOKENS = 64, 4096
 """How many places of an array its identity is made of, and how long they are."""
+
+
+# Tokenizers -----------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """What encodes a text: Hugging Face's tokenizers, those here, or a function that :func:`find_tokenizer` wraps."""
+
+    def encode(self, text: str) -> Any:
+        """Return the numbers of a text's tokens."""
+        ...
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8: 256 tokens, for every text."""
+
+    vocabulary_size = 256
+
+    def encode(self, text: str) -> npt.NDArray[Any]:
+        """Return the bytes."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; bytes that are none become a replacement character."""
+        return bytes(int(value) for value in ids).decode("utf-8", errors="replace")
+
+
+class CharacterTokenizer:
+    """A token for each character of a vocabulary.
+
+    :param characters: The vocabulary; each character's number is its place.
+    :raises ConfigError: if there is none, or one is there twice.
+    """
+
+    def __init__(self, characters: str) -> None:
+        if not characters:
+            raise ConfigError("a vocabulary must have at least one character")
+        if len(set(characters)) != len(characters):
+            twice = next(one for place, one in enumerate(characters) if one in characters[:place])
+            raise ConfigError(f"a vocabulary must have each character once, got {twice!r} twice")
+        self.characters = characters
+        self._numbers = {character: number for number, character in enumerate(characters)}
+
+    @classmethod
+    def from_text(cls, texts: str | Iterable[str]) -> CharacterTokenizer:
+        """Make the vocabulary of all characters of a text, sorted; local, and the same wherever the text is.
+
+        :param texts: One or several.
+        :return: The tokenizer.
+        """
+        found: set[str] = set()
+        for text in [texts] if isinstance(texts, str) else texts:
+            found.update(text)
+        return cls("".join(sorted(found)))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CharacterTokenizer:
+        """Read a tokenizer from a file; local."""
+        try:
+            return cls("".join(json.loads(Path(path).read_text(encoding="utf-8"))["characters"]))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"there is no vocabulary {str(path)!r}; give what CharacterTokenizer.save wrote"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{str(path)!r} is not a vocabulary ({error}); save it again") from error
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of characters."""
+        return len(self.characters)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the vocabulary as JSON; local."""
+        Path(path).write_text(json.dumps({"characters": self.characters}) + "\n", encoding="utf-8")
+
+    def encode(self, text: str) -> npt.NDArray[Any]:
+        """Return the number of each character."""
+        try:
+            return np.fromiter(map(self._numbers.__getitem__, text), np.int64, len(text))
+        except KeyError as error:
+            raise ConfigError(
+                f"the character {error.args[0]!r} is not in the vocabulary of {self.vocabulary_size} characters; make "
+                "it of all texts, validation's among them"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text."""
+        return "".join(self.characters[int(value)] for value in ids)
+
+
+class _Function:
+    """A function as a tokenizer."""
+
+    def __init__(self, encode: Callable[[str], Any], vocabulary_size: int | None = None) -> None:
+        self._encode, self.vocabulary_size = encode, vocabulary_size
+
+    def encode(self, text: str) -> Any:
+        found = self._encode(text)
+        # Objects of the tokenizers library hold their numbers so.
+        return getattr(found, "ids", found)
+
+
+def find_tokenizer(tokenizer: Any, texts: Sequence[str] | None = None) -> Tokenizer:
+    """Return an object with ``encode`` for whatever counts as a tokenizer."""
+    if tokenizer == "bytes":
+        return ByteTokenizer()
+    if tokenizer == "characters" and texts is not None:
+        return CharacterTokenizer.from_text(texts)
+    if hasattr(tokenizer, "convert_tokens_to_ids"):
+        # Without the tokens that it puts around a text.
+        return _Function(partial(tokenizer.encode, add_special_tokens=False), len(tokenizer))
+    if hasattr(tokenizer, "encode") and not isinstance(tokenizer, str):
+        return _Function(tokenizer.encode, vocabulary_size_of(tokenizer))
+    if callable(tokenizer):
+        return _Function(tokenizer)
+    raise ConfigError(
+        f'tokenizer must be "bytes", "characters", an object with encode, or a function of a text, got {tokenizer!r}'
+    )
+
+
+def vocabulary_size_of(tokenizer: Any) -> int | None:
+    """Return how many tokens a tokenizer has, ``None`` where it does not say so."""
+    if hasattr(tokenizer, "get_vocab_size"):
+        return int(tokenizer.get_vocab_size())
+    size: int | None = getattr(tokenizer, "vocabulary_size", None)
+    return len(tokenizer) if size is None and hasattr(tokenizer, "__len__") else size
+
+
+# Windows --------------------------------------------------------------------------------------------------------------
 
 
 class TokenDataset(Dataset[Any]):
@@ -39,7 +179,7 @@ class TokenDataset(Dataset[Any]):
 
     The array may be memory-mapped: then a window is read when it is asked for, and the ranks of a node share the pages.
 
-    :param tokens: 1-D array of whole numbers, or the path of one for :func:`open_tokens`.
+    :param tokens: 1-D array of integers, or the path of one for :func:`open_tokens`.
     :param sequence_length: Tokens of a window.
     :param stride: Tokens from one window's start to the next one's; ``None`` means ``sequence_length``, so that each
         token is a target once.
@@ -47,7 +187,7 @@ class TokenDataset(Dataset[Any]):
         that are shorter than a window are left out, and so is the rest of each.
     :param form: ``"pair"`` or ``"causal_lm"``.
     :param vocabulary_size: One more than the greatest token; ``None`` takes what stands beside the file, if anything.
-    :raises ConfigError: if an argument cannot be meant, or there is no window.
+    :raises ConfigError: if an argument is invalid, or there is no window.
     """
 
     is_random = False
@@ -72,8 +212,7 @@ class TokenDataset(Dataset[Any]):
         self._tokens = _checked(np.asanyarray(tokens))
         self.sequence_length = integer("sequence_length", sequence_length, 1)
         self.stride = integer("stride", sequence_length if stride is None else stride, 1)
-        if form not in FORMS:
-            raise ConfigError(f"form {form!r} is unknown; give one of {', '.join(FORMS)}")
+        one_of("form", form, ["pair", "causal_lm"])
         self.end = None if end is None else integer("end", end, 0)
         self.vocabulary_size = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size, 1)
         self.form = form
@@ -92,11 +231,11 @@ class TokenDataset(Dataset[Any]):
         For text that is too large for that, or for many ranks on a node, use :func:`write_tokens` once.
 
         :param paths: A file, or several that follow each other.
-        :param tokenizer: What :func:`find_tokenizer <xffl.training.data.tokenizers.find_tokenizer>` takes: ``"bytes"``,
+        :param tokenizer: What :func:`find_tokenizer` takes: ``"bytes"``,
             ``"characters"`` (of these files), an object with ``encode``, or a callable.
         :param \**options: Of :class:`TokenDataset`. With ``end`` each file is ended by that token.
         :return: The dataset; its ``vocabulary_size`` is the tokenizer's, where that says one.
-        :raises ConfigError: if there is no such file, or an argument cannot be meant.
+        :raises ConfigError: if there is no such file, or an argument is invalid.
         """
         several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         texts = [_read_text(path) for path in several]
@@ -111,10 +250,10 @@ class TokenDataset(Dataset[Any]):
 
         :param first: Portion of the tokens that the first one gets, between 0 and 1.
         :return: Both, with the options of this one.
-        :raises ConfigError: if the portion cannot be meant, or one of them would have no window.
+        :raises ConfigError: if the portion is invalid, or one of them would have no window.
         """
         if not 0.0 < first < 1.0:
-            raise ConfigError(f"first {first!r} is no portion between 0 and 1; give one, such as 0.9")
+            raise ConfigError(f"first must be a number between 0 and 1, such as 0.9, got {first!r}")
         start, stop = self._span
         cut = start + round((stop - start) * first)
         return self._of_span(start, cut), self._of_span(cut, stop)
@@ -133,8 +272,8 @@ class TokenDataset(Dataset[Any]):
         """
         if not self._digest:
             start, stop = self._span
-            told = (self.sequence_length, self.stride, self.end, self.form, start, stop)
-            hashed = hashlib.sha256(repr(told).encode())
+            options = (self.sequence_length, self.stride, self.end, self.form, start, stop)
+            hashed = hashlib.sha256(repr(options).encode())
             for place in np.linspace(start, max(start, stop - PROBE_TOKENS), PROBES).astype(np.int64).tolist():
                 probe = self._tokens[place : min(place + PROBE_TOKENS, stop)]
                 hashed.update(probe.astype("<i8").tobytes())
@@ -202,13 +341,16 @@ class TokenDataset(Dataset[Any]):
         return int(self._starts[document] + (index - self._windows_before[document]) * self.stride)
 
 
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
 def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None) -> Tokens:
     """Map a file of tokens into memory; local. Ranks of a node that open the same file share its pages.
 
     :param path: A ``.npy`` file, or a raw array of numbers (``.bin`` and others).
     :param dtype: Of a raw array; ``None`` means uint16.
     :return: A read-only 1-D array.
-    :raises ConfigError: if there is no such file, or it holds no 1-D array of whole numbers.
+    :raises ConfigError: if there is no such file, or it holds no 1-D array of integers.
     """
     file = Path(path)
     if not file.is_file():
@@ -219,7 +361,7 @@ def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None
         else:
             tokens = np.memmap(file, dtype=dtype or np.uint16, mode="r")
     except (ValueError, OSError, EOFError, TypeError) as error:
-        raise ConfigError(f"{str(file)!r} holds no array of tokens ({error}); write it with write_tokens") from error
+        raise ConfigError(f"{str(file)!r} is not an array of tokens ({error}); write it with write_tokens") from error
     return _checked(tokens)
 
 
@@ -246,10 +388,8 @@ def write_tokens(
     """
     target = Path(path)
     if target.suffix != ".npy":
-        raise ConfigError(f"the file of tokens {target.name!r} does not end in .npy; name it so")
-    size = integer("vocabulary_size", vocabulary_size, 1)
-    if size > 1 << 32:
-        raise ConfigError(f"vocabulary_size {size} is more than four bytes can count; give the tokenizer's")
+        raise ConfigError(f"the name of a file of tokens must end in .npy, got {target.name!r}")
+    size = integer("vocabulary_size", vocabulary_size, 1, 1 << 32)  # tokens of at most four bytes
     dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
     tail = [] if end is None else [integer("end", end, 0)]
     count = 0
@@ -293,7 +433,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
 
 def _checked(tokens: Tokens) -> Tokens:
     if tokens.ndim != 1 or (len(tokens) and not np.issubdtype(tokens.dtype, np.integer)):
-        raise ConfigError(f"tokens are {tokens.dtype} of shape {tokens.shape}; give a 1-D array of whole numbers")
+        raise ConfigError(f"tokens must be a 1-D array of integers, got {tokens.dtype} of shape {tokens.shape}")
     return tokens
 
 
@@ -319,10 +459,10 @@ def _vocabulary_beside(path: Path, count: int) -> int | None:
     if not about.is_file():
         return None
     try:
-        told = json.loads(about.read_text())
-        size, tokens = int(told["vocabulary_size"]), int(told["tokens"])
+        about_it = json.loads(about.read_text())
+        size, tokens = int(about_it["vocabulary_size"]), int(about_it["tokens"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{str(about)!r} does not tell of {path.name} ({error}); write the tokens again") from error
+        raise ConfigError(f"{str(about)!r} does not describe {path.name} ({error}); write the tokens again") from error
     if tokens != count:
         raise ConfigError(f"{str(path)!r} has {count} tokens, but {about.name} says {tokens}; write the tokens again")
     return size
@@ -336,4 +476,4 @@ def _read_text(path: str | os.PathLike[str]) -> str:
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}; give the path of a text file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is no UTF-8 text ({error}); convert it") from error
+        raise ConfigError(f"{str(path)!r} is not UTF-8 text ({error}); convert it") from error

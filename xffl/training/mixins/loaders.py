@@ -14,7 +14,7 @@ from xffl.checks import integer_fields
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 from xffl.training.data.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
-from xffl.training.data.parts import Partition
+from xffl.training.data.partition import Partition
 from xffl.training.mixins.base import TrainerMixin
 
 __all__ = ["DataConfig", "DataLoaderSetupMixin"]
@@ -120,7 +120,7 @@ class DataLoaderSetupMixin(TrainerMixin):
                 "train_loader(dataset, labels=...)"
             ) from wrong
         if not isinstance(made, Partition):
-            raise ConfigError(f"data.partition {spec!r} gave a {type(made).__name__}; let it return a Partition")
+            raise ConfigError(f"data.partition {spec!r} must return a Partition, got a {type(made).__name__}")
         return made
 
     def validation_loader(self, dataset: Dataset[Any], **options: Any) -> Any:
@@ -147,8 +147,8 @@ class DataLoaderSetupMixin(TrainerMixin):
         loaders = self.configure_dataloaders()
         if not isinstance(loaders, tuple) or len(loaders) != 2:
             raise ConfigError(
-                f"{type(self).__name__}.configure_dataloaders returned {type(loaders).__name__}; return the loaders of "
-                "training and validation, (train, None) where there is no validation"
+                f"{type(self).__name__}.configure_dataloaders must return the loaders of training and validation, or "
+                f"(train, None), got a {type(loaders).__name__}"
             )
         train, validation = loaders
         if train is None:

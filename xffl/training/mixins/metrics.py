@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from xffl.errors import ConfigError
-from xffl.training.metric_states import compute_metrics, metric_kinds, prepare_metrics, uncounted
-from xffl.training.metrics import WeightedSums, reduce_sums
+from xffl.training.metrics import (
+    WeightedSums,
+    compute_metrics,
+    metric_kinds,
+    prepare_metrics,
+    reduce_sums,
+    uncounted,
+)
 from xffl.training.mixins.base import Attributes, TrainerMixin
 
 __all__ = ["EvalMetricConfigMixin", "EvalMetricMixin", "MetricsConfig"]
@@ -87,19 +93,11 @@ class EvalMetricMixin(TrainerMixin):
             metric.reset()  # type: ignore[operator]
 
     def measuring(self, count: float) -> AbstractContextManager[None]:
-        """Return the context of a ``validation_step``, in which metrics see nothing of a batch that does not count.
-
-        :param count: Samples of the batch that count; 0 for one that only keeps the ranks in step.
-        :return: The context.
-        """
+        """Return the context of a ``validation_step``, in which metrics see nothing of a batch that does not count."""
         return uncounted(self.named_metrics()) if self._metric_names and not count else nullcontext()
 
     def update_outputs(self, output: Any, count: float) -> None:
-        """Take in what ``validation_step`` has returned: numbers by name, or a loss alone; all else is left.
-
-        :param output: What it returned.
-        :param count: Samples of the batch that count.
-        """
+        """Take in what ``validation_step`` has returned: numbers by name, or a loss alone; all else is left."""
         for name, value, weight in _numbers(output):
             self._outputs.add(name, value, float(count) if weight is None or not count else weight)
 
@@ -114,7 +112,7 @@ class EvalMetricMixin(TrainerMixin):
         """
         values = reduce_sums(self._outputs, self.state, over=over, device=self.device)
         if self._metric_names:
-            found = compute_metrics(self.named_metrics(), self.state, over=over, device=self.device)
+            found = compute_metrics(self.named_metrics(), self.state, over=over)
             for name, value in found.items():
                 if f"val/{name}" in values:
                     raise ConfigError(
@@ -128,15 +126,18 @@ class EvalMetricMixin(TrainerMixin):
                     f"metrics.perplexity needs val/loss, but the validation has {sorted(values)}; return "
                     "{'val_loss': (mean_loss, tokens)} in validation_step"
                 )
-            values["val/perplexity"] = _exponential(values["val/loss"])
+            try:
+                values["val/perplexity"] = math.exp(values["val/loss"])
+            except OverflowError:
+                values["val/perplexity"] = math.inf
         return values
 
 
 def _numbers(output: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the numbers of an output with their names in records, and their weights where it says them."""
     named = output if isinstance(output, Mapping) else {"val_loss": output}
-    for name, told in named.items():
-        value, weight = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
+    for name, item in named.items():
+        value, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
         if not _is_number(value) or not (weight is None or _is_number(weight)):
             continue
         plain = str(name)
@@ -149,10 +150,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _exponential(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

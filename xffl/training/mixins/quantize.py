@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xffl.checks import one_of
-from xffl.distributed.consistency import check_consistent
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.checks import one_of, shorten
+from xffl.distributed.consistency import run_on_all_ranks
+from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.training.mixins.base import TrainerMixin
 
@@ -26,8 +26,6 @@ HEADS = ("lm_head",)
 """What is excluded by default, where a model has it."""
 FP8_MULTIPLE = 16
 """What the sizes of a layer must be multiples of for matrix products in float8."""
-SHOWN = 4
-"""Names that a message writes out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class QuantizeConfig:
         if self.kind is not None:
             one_of("quantize.kind", self.kind, KINDS)
         if isinstance(self.exclude, str) or not all(isinstance(pattern, str) for pattern in self.exclude):
-            raise ConfigError(f"quantize.exclude {self.exclude!r} is no list of names; give such as ['lm_head']")
+            raise ConfigError(f"quantize.exclude must be a list of names, such as ['lm_head'], got {self.exclude!r}")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         if self.kind == "int8" and self.emulate is False:
             raise ConfigError(
@@ -89,7 +87,7 @@ class QuantizeMixin(TrainerMixin):
     """The linear layers that are excluded, once the others are quantized"""
 
     def configure(self) -> None:
-        """Quantize the models that the other mixins made, before they are spread; collective over the world."""
+        """Quantize the models that the other mixins made, before they are sharded; collective over the world."""
         # ModelSetupMixin makes models before it calls the next class, so they are there in any order of the mixins.
         super().configure()
         self._quantize()
@@ -109,7 +107,7 @@ class QuantizeMixin(TrainerMixin):
         late = [name for name, layer in _linear_layers(self.named_models()).items() if layer not in self._left_alone]
         if late:
             raise StateError(
-                f"{_some(late)}: added after the models were quantized; add layers in configure_models or "
+                f"{shorten(late, 4)}: added after the models were quantized; add layers in configure_models or "
                 "post_configure_models, or name them in quantize.exclude"
             )
 
@@ -122,9 +120,7 @@ class QuantizeMixin(TrainerMixin):
             )
         if asked.kind is None:
             return
-        layers: dict[str, nn.Linear] = {}
-        text, error = "", None
-        try:
+        with run_on_all_ranks("layers to quantize") as share:
             models = self.named_models() if hasattr(self, "_models") else {}
             if not models:
                 raise StateError("there are no models to quantize; use SetupMixin, and call super().configure() first")
@@ -135,10 +131,7 @@ class QuantizeMixin(TrainerMixin):
                     "over; give kind=None, or exclude less"
                 )
             how, make = _maker(asked, layers, self.device)
-            text = f"{how}: {', '.join(layers)}"
-        except XfflError as wrong:
-            error = wrong
-        check_consistent("layers to quantize", text, error=error)
+            share(f"{how}: {', '.join(layers)}")
         for layer in dict.fromkeys(layers.values()):
             _become(layer, make(layer))
         self._left_alone = left_alone
@@ -210,7 +203,7 @@ def _choose(
         found = [name for name in layers if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
         if not found and pattern not in HEADS:
             raise ConfigError(
-                f"quantize.exclude {pattern!r} is the name of no linear layer; the models have {_some([*layers])}"
+                f"quantize.exclude {pattern!r} matches no linear layer; the models have {shorten(layers, 4)}"
             )
         excluded.update(layers[name] for name in found)
     return {name: layer for name, layer in layers.items() if layer not in excluded}, frozenset(excluded)
@@ -229,8 +222,8 @@ def _maker(
     odd = [name for name, layer in layers.items() if any(size % FP8_MULTIPLE for size in layer.weight.shape)]
     if not emulate and odd:
         raise ConfigError(
-            f"{_some(odd)}: float8 needs sizes that are multiples of {FP8_MULTIPLE}; name them in quantize.exclude, or "
-            "give quantize.emulate=True"
+            f"{shorten(odd, 4)}: float8 needs sizes that are multiples of {FP8_MULTIPLE}; name them in "
+            "quantize.exclude, or give quantize.emulate=True"
         )
     with optional_import("quantize", "quantize.kind 'fp8' needs torchao"):
         float8: Any = importlib.import_module("torchao.float8")
@@ -248,8 +241,3 @@ def _has_float8(device: torch.device) -> bool:
     """Tell whether a device multiplies float8 matrices."""
     least = (9, 4) if torch.version.hip else (8, 9)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
-
-
-def _some(names: Sequence[str]) -> str:
-    """Write the first names out."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from xffl.errors import ConfigError
-from xffl.training.counting import count_samples
 from xffl.training.mixins.base import TrainerMixin
 
 __all__ = ["ValidationMixin"]
@@ -31,12 +31,17 @@ class ValidationMixin(TrainerMixin):
         raise ConfigError(f"{type(self).__name__} has a validation loader but no validation_step; overload it")
 
     def count_samples(self, batch: Any) -> int:
-        """Return how many samples a batch of this rank has; overload it where the first tensor's rows do not tell.
+        """Return how many samples a batch of this rank has: the rows of its first tensor; overload it for others.
 
         :param batch: What the loader gave.
         :return: The number of samples.
         """
-        return count_samples(batch)
+        tensor = _first_tensor(batch)
+        if tensor is None:
+            raise ConfigError(
+                f"a batch of {type(batch).__name__} has no tensor whose rows are samples; overload count_samples"
+            )
+        return len(tensor)
 
     def train(self) -> None:
         """Set all models to training mode."""
@@ -80,3 +85,15 @@ class ValidationMixin(TrainerMixin):
             self.train()
         self.callbacks.post_validation(self, metrics)
         return metrics
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor with rows in a tensor, or in mappings and sequences of them."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.dim() else None
+    inside: Sequence[Any] = ()
+    if isinstance(batch, Mapping):
+        inside = list(batch.values())
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        inside = batch
+    return next((found for one in inside if (found := _first_tensor(one)) is not None), None)

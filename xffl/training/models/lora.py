@@ -16,13 +16,12 @@ from torch import nn
 
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checkpoint.format import check_path, run_collectively, this_cell
-from xffl.checks import integer
+from xffl.checks import integer, number
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.parallel.spread import is_meta
-from xffl.training.models.held import bare_model, is_adapter
-from xffl.training.models.packages import package
+from xffl.training.models.tensors import bare_model, is_adapter, package
 from xffl.training.models.writing import ADVICE, NewFolder, whole
 
 __all__ = ["adapter_state", "add_lora", "save_adapters"]
@@ -43,12 +42,12 @@ def add_lora(
     dropout: float = 0.0,
     use_rslora: bool = False,
 ) -> nn.Module:
-    """Freeze a model and put trainable low-rank factors beside its linear layers; local, before the model is spread.
+    """Freeze a model and put trainable low-rank factors beside its linear layers; local, before the model is sharded.
 
     The output stays as it is at first, since one of the two factors is zero. A round moves the factors alone: frozen
     parameters are ``local`` to a cell, so all cells have to stand on the same base model
-    (:func:`xffl.training.models.base.agree_on_base`). On the meta device give ``wrap_model`` a
-    :class:`~xffl.training.models.initialization.ModuleInitializer` of what this returns.
+    (:func:`xffl.training.models.tensors.agree_on_base`). On the meta device give ``wrap_model`` a
+    :class:`~xffl.training.models.building.ModuleInitializer` of what this returns.
 
     :param model: A model of transformers; it is changed in place.
     :param rank: Rank of the factors, at least 1.
@@ -58,14 +57,13 @@ def add_lora(
     :param dropout: Share of what goes into the factors that is dropped in training, in [0, 1).
     :param use_rslora: Whether the product is scaled by the square root of the rank (https://arxiv.org/abs/2312.03732).
     :return: peft's model around the given one.
-    :raises ConfigError: if an argument cannot be meant, or peft is not installed.
+    :raises ConfigError: if an argument is invalid, or peft is not installed.
     """
     peft = package("peft")
     if not isinstance(model, package("transformers").PreTrainedModel):
-        raise ConfigError(f"add_lora takes a model of transformers without adapters, not a {type(model).__name__}")
+        raise ConfigError(f"model must be a model of transformers without adapters, got a {type(model).__name__}")
     rank = integer("rank of adapters", rank)
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout {dropout!r} of adapters must be at least 0 and below 1")
+    dropout = number("dropout of adapters", dropout, 0, below=1)
     layers = target_modules if target_modules is None or isinstance(target_modules, str) else list(target_modules)
     asked = peft.LoraConfig(
         r=rank,
@@ -117,14 +115,14 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
     :param folder: The folder to write, on rank 0's file system.
     :param state: The state that says where this rank stands.
     :raises CheckpointError: if it cannot be written; on all ranks.
-    :raises ConfigError: if an argument cannot be meant; on all ranks.
+    :raises ConfigError: if an argument is invalid; on all ranks.
     """
 
-    def look() -> tuple[Path, int]:
+    def check() -> tuple[Path, int]:
         _adapted(model)
         return check_path(folder), this_cell(state).number
 
-    path, number = run_collectively("comparing adapters", look, Path(str(folder)), ADVICE, lambda found: str(found[0]))
+    path, number = run_collectively("comparing adapters", check, Path(str(folder)), ADVICE, lambda found: str(found[0]))
 
     def write() -> None:
         tensors = adapter_state(model) if number == 0 else {}
