@@ -126,7 +126,11 @@ def train(rank: int, world_size: int, case: Case, folder: str, plan: dict[str, A
     assert (signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)) == before
     assert signal.set_wakeup_fd(-1) == -1
     place = {"step": trainer.global_step, "since": trainer.steps_since_round, "rounds": trainer.rounds}
-    return {"code": code, "weights": witness.weights, "told": witness.told, **place}
+    saved = {
+        "latest": find_latest_checkpoint(folder),
+        "has_final": (Path(folder) / "checkpoints" / "final").exists(),
+    }
+    return {"code": code, "weights": witness.weights, "told": witness.told, **place, **saved}
 
 
 def scenes(rank: int, world_size: int, folder: str, cases: dict[str, tuple[Case, dict[str, Any] | None]]) -> Any:
@@ -154,7 +158,7 @@ def compare(found: list[Any], expected: list[Any], told: str) -> None:
             assert torch.equal(mine["weights"][key], tensor), f"{key} of rank {rank} differs, {told}"
 
 
-def check_left(found: list[Any], case: Case, folder: Path, *, is_resumed: bool = False) -> None:
+def check_left(found: list[Any], case: Case, folder: Path) -> None:
     """All ranks have left after the same step of their cell, with a checkpoint of it."""
     assert {one["code"] for one in found} == {75}
     sizes = case.get("federated", (len(found),))
@@ -164,9 +168,7 @@ def check_left(found: list[Any], case: Case, folder: Path, *, is_resumed: bool =
         first += size
     name = f"step_{max(one['step'] for one in found)}"
     assert all(one["told"] == [name, "again"] for one in found), [one["told"] for one in found]
-    if not is_resumed:
-        assert find_latest_checkpoint(folder) == folder / "checkpoints" / name
-        assert not (folder / "checkpoints" / "final").exists()
+    assert all(one["latest"] == folder / "checkpoints" / name and not one["has_final"] for one in found), found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,20 +176,23 @@ def test_a_run_that_left_goes_on_as_if_nothing_had_happened(name: str, tmp_path:
     case = CASES[name]
     ranks = case["ranks"]
     draw = random.Random(name)
-    whole = run_world(ranks, train, case, str(tmp_path / "whole"), None)
-    assert {one["step"] for one in whole} == {STEPS}
-
-    folder = tmp_path / "left"
     one, other = draw.randrange(1, 7), draw.randrange(12, 17)
     leaves = [(range(ranks), one), ([draw.randrange(ranks)], other)]
-    for asked, step in leaves if ranks < 3 else leaves[1:]:
-        plan = {"ranks": list(asked), "step": step, "moment": draw.choice(MOMENTS)}
-        found = run_world(ranks, train, case, str(folder), plan)
-        check_left(found, case, folder)
-        print(plan, [(place["step"], place["rounds"], place["since"]) for place in found])
-    found = run_world(ranks, train, case, str(folder), None)
-    compare(found, whole, f"asked at steps {one} and {other}")
-    assert curves(folder) == curves(tmp_path / "whole")
+    plans = {
+        f"asked at step {step}": {"ranks": list(asked), "step": step, "moment": draw.choice(MOMENTS)}
+        for asked, step in (leaves if ranks < 3 else leaves[1:])
+    }
+    left: Case = {**case, "run": "left"}
+    asking = {name: (left, plan) for name, plan in plans.items()}
+    by_rank = run_world(
+        ranks, scenes, str(tmp_path), {"whole": (case, None), **asking, "resumed": (left, None)}, init=False
+    )
+    found = {name: [one[name] for one in by_rank] for name in by_rank[0]}
+    assert {one["step"] for one in found["whole"]} == {STEPS}
+    for name in plans:
+        check_left(found[name], case, tmp_path / "left")
+    compare(found["resumed"], found["whole"], str(plans))
+    assert curves(tmp_path / "left") == curves(tmp_path / "whole")
 
 
 APART: Case = {"federated": (1, 1), "federation": {"every": 8}, "saving": {"save_final": False}}
@@ -234,7 +239,7 @@ def test_signals_at_all_times(tmp_path: Path) -> None:
     assert find_latest_checkpoint(tmp_path / "during setup") is not None, "the run that went on has saved"
     compare(found["and again"], found["nobody asks"], "after a start that was cut short")
     for name in ("during a validation", "during a checkpoint, twice", "a terminate"):
-        check_left(found[name], ALONE, tmp_path / name, is_resumed="twice" not in name)
+        check_left(found[name], ALONE, tmp_path / name)
     for name in ("at the last step", "after the end"):
         codes = {(one["code"], one["step"]) for one in found[name]}
         assert len(codes) == 1 and codes <= {(0, STEPS), (75, STEPS)}, codes
@@ -244,11 +249,11 @@ def test_signals_at_all_times(tmp_path: Path) -> None:
     # A cell that was slow may stop right behind the round.
     assert any(one["since"] > 0 for one in apart) and all(one["rounds"] == 1 for one in apart), apart
     assert all("each cell holds other weights" in one["error"] for one in found["in one cell"])
-    check_left(found["one cell has finished"], UNEQUAL, tmp_path / "one cell has finished", is_resumed=True)
+    check_left(found["one cell has finished"], UNEQUAL, tmp_path / "one cell has finished")
     compare(found["the others of it"], found["unequal cells"], "where one cell had finished")
     for name in ("after a validation", "after a terminate"):
         compare(found[name], found["nobody asks"], name)
-    check_left(found["at the end of an epoch"], EPOCHS, tmp_path / "at the end of an epoch", is_resumed=True)
+    check_left(found["at the end of an epoch"], EPOCHS, tmp_path / "at the end of an epoch")
     compare(found["whose end follows"], found["epochs"], "at the end of an epoch")
     assert curves(tmp_path / "at the end of an epoch") == curves(tmp_path / "epochs")
 

@@ -40,7 +40,6 @@ from xffl.training.callbacks import (
     UpdateNormCallback,
 )
 from xffl.training.callbacks.base import STAGES
-from xffl.training.callbacks.early_stopping import MonitoredMetric
 from xffl.training.callbacks.monitors import TrainingClock
 from xffl.training.callbacks.progress import ending_line
 from xffl.training.callbacks.summary import summarize
@@ -288,32 +287,7 @@ def test_cells_decide_at_rounds() -> None:
     assert len(trainer.reasons) == 2
 
 
-def test_the_best_of_a_metric() -> None:
-    metric = MonitoredMetric("x", "max")
-    found = [metric.is_better(value) for value in (math.nan, -1.0, -1.0, 2.0, math.nan, 1.0, math.inf)]
-    assert found == [False, True, False, True, False, False, True]
-
-
 # Time -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_clock_that_is_stopped_twice_runs_on_at_the_second() -> None:
-    now = Clock()
-    clock = TrainingClock(now)
-    began = clock.read()
-    for action, seconds in (
-        (None, 1.0),
-        (clock.stop, 2.0),
-        (clock.stop, 4.0),
-        (clock.resume, 8.0),
-        (clock.resume, 16.0),
-    ):
-        if action is not None:
-            action()
-        now.now += seconds
-    clock.resume()  # of nothing
-    now.now += 32.0
-    assert clock.read() - began == 1.0 + 16.0 + 32.0
 
 
 class TimedThroughput(ThroughputCallback):

@@ -7,11 +7,11 @@ import errno
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from xffl.topology import Topology
 from xffl.training import run_directory
 from xffl.training.loggers import CSVLogger, JSONLinesLogger
 from xffl.training.loggers.files import LineFile
-from xffl.training.run_directory import RunDirectory, flattened, plain_config
+from xffl.training.run_directory import RunDirectory, RunLock, flattened, plain_config
 
 
 class Color(enum.Enum):
@@ -242,35 +242,47 @@ def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
     assert (told["replica_size"], told["cell_shape"], told["federated"]) == (2, shape, True)
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from xffl.training.run_directory import RunLock
-
-lock = RunLock(Path(sys.argv[1]))
-lock.take()
-print("held", flush=True)
-sys.stdin.read()
-"""
+def hold(folder: Path, end: Connection) -> None:
+    """Take the lock, say so, and keep it until this process is killed."""
+    lock = RunLock(folder)
+    try:
+        lock.take()
+    except ConfigError as error:
+        end.send(str(error))
+        return
+    end.send("held")
+    end.poll(60)
 
 
 def test_one_job_at_a_time_writes_into_a_folder(
     tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "LOCK_WAIT_S", 0.3)
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*; wait until that has ended"):
-            RunDirectory.open(tmp_path, state, Config())
-        assert {one.name for one in tmp_path.iterdir()} == {".lock"}
-        holder.kill()
+    forking = multiprocessing.get_context("fork")  # a process that need not import torch anew
+
+    def other_job() -> tuple[Any, str]:
+        here, there = forking.Pipe()
+        job = forking.Process(target=hold, args=(tmp_path, there))
+        job.start()
+        assert here.poll(60)
+        return job, here.recv()
+
+    holder, said = other_job()
+    assert said == "held"
+    with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*; wait until that has ended"):
+        RunDirectory.open(tmp_path, state, Config())
+    assert {one.name for one in tmp_path.iterdir()} == {".lock"}
+    holder.kill()
+    holder.join()
     folder = RunDirectory.open(tmp_path, state, Config())  # it went with its process
-    taken = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
-    assert taken.returncode == 1 and f"is in use by process {os.getpid()} on" in taken.stderr
+    refused, said = other_job()
+    assert f"is in use by process {os.getpid()} on" in said
     folder.close()
-    taken = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
-    assert taken.stdout == "held\n"
+    holder, free = other_job()
+    assert free == "held"
+    for job in (refused, holder):
+        job.kill()
+        job.join()
 
 
 def test_where_a_file_system_has_no_locks_nothing_is_locked(

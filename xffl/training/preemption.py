@@ -221,8 +221,8 @@ class StopConsensus:
         patience_s = TERM_PATIENCE_S if is_hasty else PATIENCE_S
         slack_s = min(self._interval_s, INTERVAL_S) if is_hasty else self._interval_s
         if self._rank == 0:
-            found = self._find_stop_point(reason, patience_s + slack_s)
-            value = NO_AGREEMENT if found is None else json.dumps([reason, list(found.steps.items()), found.rounds])
+            point = self._find_stop_point(reason, patience_s + slack_s)
+            value = NO_AGREEMENT if point is None else json.dumps([reason, list(point.steps.items()), point.rounds])
             store.compare_set("decision", "", value)
         try:
             # Rank 0 may have heard of it an interval later than this one.
@@ -580,8 +580,8 @@ class PreemptionMixin(StateMixin, ValidationMixin):
         path: Path | None = None
         if made > 0:
             # As many checkpoints stay as the run's own callback keeps.
-            kept = [callback.keep_last_n for callback in self.callbacks if isinstance(callback, CheckpointCallback)]
-            manager = CheckpointManager(self.config.experiment.output_dir, keep_last=max(kept, default=3))
+            counts = [callback.keep_last_n for callback in self.callbacks if isinstance(callback, CheckpointCallback)]
+            manager = CheckpointManager(self.config.experiment.output_dir, keep_last=max(counts, default=3))
             manager.save(self, step)
             path = manager.path_of(step)
         self.callbacks.preemption(self, None if path is None else str(path))

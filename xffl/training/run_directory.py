@@ -101,20 +101,12 @@ class RunDirectory:
 
         Collective over the world: rank 0 writes it, all see that it is there (a few small messages), and each begins to
         write its log, until :meth:`close`. Until then no other job can open it. What a run is asked for that goes on
-        from a checkpoint is written by :meth:`confirm`.
+        from a checkpoint is written by :meth:`confirm`. Raises on all ranks where the folder holds another run, is in
+        use by another job, cannot be written, a rank does not see it, or it has a checkpoint that cannot be read.
 
-        :param path: The folder, on a file system that all ranks share.
-        :param state: The state of the world.
-        :param config: The configuration: a dataclass, or a mapping of plain values.
-        :param origins: Where values of it come from, by dotted names; the others are defaults.
-        :param is_resumed: Whether the run goes on from a checkpoint in the folder.
-        :param may_restart: Whether a run of the same configuration, which has left records but no checkpoint, begins
-            anew: its records are removed.
-        :return: The folder.
-        :raises ConfigError: on all ranks: if the folder holds another run, is in use by another job, cannot be
-            written, or a rank does not see it.
-        :raises CheckpointError: on all ranks: if it may go on from a checkpoint, and the folder holds one that cannot
-            be read.
+        ``origins`` say by dotted names where values of the configuration come from; the others are defaults. With
+        ``may_restart`` a run of the same configuration, which has left records but no checkpoint, begins anew: its
+        records are removed.
         """
         folder = cls(Path(os.path.abspath(path)), state)
         token = [""]

@@ -27,13 +27,13 @@ def check_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
     """Return the signals of names such as ``USR2`` or ``SIGUSR2``, each once."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"preempt_signals must be a list such as [USR2, TERM], or [] for none, got {names!r}")
-    found: dict[signal.Signals, None] = {}
+    signals: dict[signal.Signals, None] = {}
     for name in names:
         bare = name.removeprefix("SIG") if isinstance(name, str) else name
         if bare not in KNOWN:
             raise ConfigError(f"preempt_signals must be some of {', '.join(KNOWN)}, got {name!r}")
-        found[signal.Signals[f"SIG{bare}"]] = None
-    return tuple(found)
+        signals[signal.Signals[f"SIG{bare}"]] = None
+    return tuple(signals)
 
 
 class SignalInbox:

@@ -54,7 +54,7 @@ class EMACallback(Callback):
         self._models: list[nn.Module] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._averages: dict[str, torch.Tensor] = {}
-        self._kept: dict[str, torch.Tensor] | None = None
+        self._weights: dict[str, torch.Tensor] | None = None
 
     @property
     def averages(self) -> Mapping[str, torch.Tensor]:
@@ -75,13 +75,13 @@ class EMACallback(Callback):
         if differing := sorted(saved.keys() ^ self._averages.keys()):
             raise CheckpointError(f"the saved averages are of another model: {differing[0]!r} is only in one of them")
         for name, average in self._averages.items():
-            found = saved[name]
-            if found.shape != average.shape:
-                raise CheckpointError(f"the average of {name!r} is {tuple(found.shape)}, not {tuple(average.shape)}")
-            if isinstance(average, DTensor) and not isinstance(found, DTensor):
-                found = distribute_tensor(found, average.device_mesh, average.placements, src_data_rank=None)
-            if found is not average:
-                local(average).copy_(local(found))
+            values = saved[name]
+            if values.shape != average.shape:
+                raise CheckpointError(f"the average of {name!r} is {tuple(values.shape)}, not {tuple(average.shape)}")
+            if isinstance(average, DTensor) and not isinstance(values, DTensor):
+                values = distribute_tensor(values, average.device_mesh, average.placements, src_data_rank=None)
+            if values is not average:
+                local(average).copy_(local(values))
         self.steps = int(state["steps"])
 
     def post_setup(self, trainer: BaseTrainer) -> None:
@@ -139,21 +139,21 @@ class EMACallback(Callback):
     @torch.no_grad()
     def swap_in(self) -> None:
         """Put the averages into the models and keep the weights aside; local, on all ranks of a cell."""
-        if self._kept is not None:
+        if self._weights is not None:
             raise StateError("the averages stand in the models already; call swap_out() first")
-        self._kept = {}
+        self._weights = {}
         for name, parameter in self._parameters.items():
-            self._kept[name] = local(parameter).clone()
+            self._weights[name] = local(parameter).clone()
             local(parameter).copy_(local(self._averages[name]))
         self._forget_gathered()
 
     @torch.no_grad()
     def swap_out(self) -> None:
         """Put the weights back, bit for bit, if the averages stand in the models; local."""
-        kept, self._kept = self._kept, None
-        for name, values in (kept or {}).items():
+        weights, self._weights = self._weights, None
+        for name, values in (weights or {}).items():
             local(self._parameters[name]).copy_(values)
-        if kept is not None:
+        if weights is not None:
             self._forget_gathered()
 
     def _forget_gathered(self) -> None:

@@ -61,11 +61,11 @@ class ProfilerCallback(Callback):
         rank = trainer.world.rank
         self._cycles = 0
 
-        def keep(found: profile) -> None:
+        def keep(profiled: profile) -> None:
             self._cycles += 1
             folder.mkdir(parents=True, exist_ok=True)
             number = f"_{self._cycles}" if self._cycles > 1 else ""
-            found.export_chrome_trace(str(folder / f"rank_{rank}{number}.json"))
+            profiled.export_chrome_trace(str(folder / f"rank_{rank}{number}.json"))
 
         activities = [ProfilerActivity.CPU]
         if trainer.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A table of the models: layers, parameters, how they are spread, and what memory they take."""
+"""Table of the models: layers, parameters, how they are sharded, and what memory they take."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.tensors import tensors_of
+from xffl.aggregation.engine.tensors import WRAPPERS, tensors_of
 from xffl.checks import integer
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.param_norms import local
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from xffl.training.trainer import BaseTrainer
 
 __all__ = ["ModelSummaryCallback", "SummaryRow", "summarize"]
@@ -48,9 +49,7 @@ class SummaryRow:
 def summarize(model: nn.Module, depth: int = 2) -> list[SummaryRow]:
     """Return a row for each part of a model that has parameters of its own or stands at the given depth; local.
 
-    :param model: The model, spread or not.
-    :param depth: Names of how many components are told apart; what lies deeper is added to its part.
-    :return: The rows, in the model's order; parameters of the model itself are the row without name.
+    What lies deeper is added to its part; parameters of the model itself are the row without name.
     """
     kinds = {_bare(name): module for name, module in model.named_modules()}
     rows: dict[str, SummaryRow] = {}
@@ -87,8 +86,6 @@ class ModelSummaryCallback(Callback):
 
     def make_console(self) -> Console:
         """Return where the table is shown; overload it for another place."""
-        from rich.console import Console
-
         return Console()
 
     def post_setup(self, trainer: BaseTrainer) -> None:
@@ -105,29 +102,20 @@ class ModelSummaryCallback(Callback):
                 tables.append(_table(f"{name} ({type(_inner(model)).__name__}{stage})", rows, totals.tolist()))
         if not tables:
             return
-        self._write(Path(trainer.config.experiment.output_dir) / FILE, tables)
         if self.shows:
             console = self.make_console()
             for table in tables:
                 console.print(table)
-
-    def _write(self, path: Path, tables: Iterable[Table]) -> None:
-        from rich.box import MARKDOWN
-        from rich.console import Console
-
+        path = Path(trainer.config.experiment.output_dir) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             console = Console(file=file, width=PLAIN_WIDTH, force_terminal=False, color_system=None)
             for table in tables:
-                box, table.box = table.box, MARKDOWN
+                table.box = box.MARKDOWN
                 console.print(table)
-                table.box = box
 
 
 def _table(title: str, rows: list[SummaryRow], totals: list[int]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("part", "kind", "parameters", "trained", "here", "dtype", "spread", "memory here"):
         is_number = column in ("parameters", "trained", "here", "memory here")
@@ -142,8 +130,6 @@ def _table(title: str, rows: list[SummaryRow], totals: list[int]) -> Table:
 
 
 def _cells(row: SummaryRow) -> Iterator[str]:
-    from rich.filesize import decimal
-
     yield row.name or "(itself)"
     yield row.kind
     yield f"{row.parameters:,}"
@@ -163,12 +149,12 @@ def _spread(tensor: torch.Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "whole"
     names = tensor.device_mesh.mesh_dim_names or tuple(str(dim) for dim in range(tensor.device_mesh.ndim))
-    told = []
+    texts = []
     for name, placement in zip(names, tensor.placements, strict=True):
         stem = name.rstrip("0123456789").removesuffix("_")
         how = f"cut along {placement.dim}" if hasattr(placement, "dim") else "copied"
-        told.append(f"{stem}: {how}")
-    return "; ".join(told)
+        texts.append(f"{stem}: {how}")
+    return "; ".join(texts)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -177,6 +163,4 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _bare(name: str) -> str:
-    from xffl.aggregation.engine.tensors import WRAPPERS
-
     return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)

@@ -75,17 +75,17 @@ def cut_lines(path: Path, is_kept: Callable[[int, str], bool]) -> None:
         return
     before = path.read_bytes()
     lines = before.split(b"\n")[:-1]  # behind the last line break there is nothing, or half a line
-    kept = []
+    lines_kept = []
     for index, line in enumerate(lines):
         try:
             if is_kept(index, line.decode()):
-                kept.append(line + b"\n")
+                lines_kept.append(line + b"\n")
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {index + 1} is not a record: {error}; remove that line, or give another "
                 "experiment.output_dir"
             ) from error
-    after = b"".join(kept)
+    after = b"".join(lines_kept)
     if after == before:
         return
     beside = path.with_name(f".{path.name}.partial")

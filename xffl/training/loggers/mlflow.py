@@ -47,16 +47,16 @@ class MLflowLogger(Logger):
             self._id = file.read_text(encoding="utf-8")
             return
         title = experiment or name
-        found = self._client.get_experiment_by_name(title)
-        if found is None:
+        known = self._client.get_experiment_by_name(title)
+        if known is None:
             try:
                 number = self._client.create_experiment(title)
             except MlflowException:  # another cell was faster
-                found = self._client.get_experiment_by_name(title)
-                if found is None:
+                known = self._client.get_experiment_by_name(title)
+                if known is None:
                     raise
-        if found is not None:
-            number = found.experiment_id
+        if known is not None:
+            number = known.experiment_id
         self._id = self._client.create_run(number, run_name=f"{name}-{scope}").info.run_id
         file.write_text(self._id, encoding="utf-8")
 

@@ -97,8 +97,8 @@ class TrainerMixin:
 
     def section(self, name: str, kind: type[S]) -> S:
         """Return a section of the configuration; its defaults, where the configuration has none of that name."""
-        found = getattr(self.config, name, None)
-        return kind() if found is None else found
+        section = getattr(self.config, name, None)
+        return kind() if section is None else section
 
     def train_context(self) -> AbstractContextManager[None]:
         """Return the context of the forward pass: its precision, and what the mesh needs; local."""

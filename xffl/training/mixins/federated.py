@@ -281,12 +281,12 @@ class FederatedMixin(ValidationMixin):
     def federated_optimizers(self) -> list[Optimizer]:
         """Return the optimizers whose steps are counted: those that train the averaged model."""
         held = set(map(id, sharded_parameters(self.federated_model()).values()))
-        found = [
+        optimizers = [
             optimizer
             for optimizer in self.named_optimizers().values()
             if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
         ]
-        return found or list(self.named_optimizers().values())
+        return optimizers or list(self.named_optimizers().values())
 
     def training_rounds(self) -> AbstractContextManager[Any]:
         """Return the context in which rounds take place.
@@ -368,8 +368,8 @@ class _LoneCell:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         cell = trainer.lone_cell()
-        kept = {"samples": trainer._fresh, "round": trainer._global_round, "start": trainer._global_digest}
-        return {**kept, "cell": None if cell is None else cell[0]}
+        state = {"samples": trainer._fresh, "round": trainer._global_round, "start": trainer._global_digest}
+        return {**state, "cell": None if cell is None else cell[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer

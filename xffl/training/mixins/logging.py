@@ -108,10 +108,9 @@ class LoggerMixin(TrainerMixin):
     """How long the files were when the checkpoint was written that was loaded last"""
 
     def configure_loggers(self, scope: str) -> list[Logger]:
-        """Make the loggers of a cell, or of the federation; called on the rank that writes them. Overload it.
+        """Make the loggers of a cell (``cell_0``) or of the ``federation``; called on the rank that writes them.
 
-        :param scope: ``cell_0``, or ``federation`` where there are several cells.
-        :return: The loggers; add yours to those of ``super()``.
+        Overload it, and add yours to those of ``super()``.
         """
         loggers = self._file_loggers(scope)
         asked = self.section("logging", LoggingConfig)
@@ -176,8 +175,6 @@ class LoggerMixin(TrainerMixin):
         """Record what :meth:`log_scalar` was given since the last time; collective over the cell.
 
         One all-reduce of about 1 KiB; see :func:`xffl.training.metrics.reduce_sums`.
-
-        :raises ConfigError: on all ranks of the cell, if they have told different names.
         """
         means = reduce_sums(self._scalars, self.state, over="cell", device=self.device)
         self._scalars.clear()
@@ -226,8 +223,7 @@ class LoggerMixin(TrainerMixin):
     def log_round(self, report: RoundReport, *, divergence: Mapping[str, float] | None = None) -> None:
         """Record what a round did; collective over the cell: three numbers of each rank are gathered.
 
-        :param report: This rank's report.
-        :param divergence: How far the cells' models were apart, by name, where that was measured.
+        ``divergence`` is how far the cells' models were apart, by name, where that was measured.
         """
         across, home, codec_error = self._over_cell(report)
         if self._rounds_file is None:

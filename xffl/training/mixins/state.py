@@ -93,7 +93,7 @@ class StateMixin(TrainerMixin):
         :return: The values that were kept beside.
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
-        found = self.strategy.load_checkpoint(
+        values = self.strategy.load_checkpoint(
             path,
             self.named_models(),
             self.named_optimizers(),
@@ -104,7 +104,7 @@ class StateMixin(TrainerMixin):
         )
         self.on_resumed()
         self.callbacks.post_load_checkpoint(self, str(path))
-        return found
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all parts on this rank; local. Files are written by :meth:`save_checkpoint`."""
