@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -28,12 +27,10 @@ STEPS = 5
 BATCH = 8
 
 
-@contextmanager
-def spread(mesh: DeviceMesh, step: int, rows: slice) -> Iterator[tuple[torch.Tensor, ...]]:
+def spread(mesh: DeviceMesh, step: int, rows: slice) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
     tokens, targets = (values[rows] for values in text_batch(step, BATCH))
     positions = torch.arange(tokens.shape[1])
-    with context_parallel(mesh):
-        yield *split_sequence([tokens, targets], mesh, -1), *split_sequence([positions], mesh, 0)
+    return context_parallel(mesh, buffers=(tokens, targets, positions), buffer_seq_dims=(1, -1, 0))
 
 
 def train(
@@ -168,13 +165,12 @@ def attention(rank: int, world_size: int) -> None:
         want = F.scaled_dot_product_attention(*tensors, **call)
         (want * weights).sum().backward()
         parts = [part.requires_grad_() for part in split_sequence([t.detach() for t in tensors], mesh, 2)]
-        own_weights, own_want = split_sequence([weights, want], mesh, 2)
-        with context_parallel(mesh):
+        with context_parallel(mesh, buffers=(weights, want), buffer_seq_dims=(2, 2)) as (own_weights, own_want):
             got = F.scaled_dot_product_attention(*parts, **call)
             (got * own_weights).sum().backward()
         tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
         assert torch.allclose(got, own_want, atol=tolerance), case
-        for part, gradient in zip(parts, split_sequence([t.grad for t in tensors], mesh, -2), strict=True):
+        for part, gradient in zip(parts, split_sequence([t.grad for t in tensors], mesh, [2, -2, 2]), strict=True):
             assert part.grad.dtype == dtype and torch.allclose(part.grad, gradient, atol=tolerance), case
     with context_parallel(mesh), torch.no_grad():  # by position, and without gradients
         got = F.scaled_dot_product_attention(*parts, None, 0.0, True)
@@ -203,9 +199,9 @@ def checked(rank: int, world_size: int) -> None:
     loss_of(want, targets).backward()
 
     (own_want,) = split_sequence([want.detach()], mesh)
-    (part,) = split_sequence([tokens], mesh)
-    assert part.is_contiguous() and tokens.shape == (8, 16)
-    with context_parallel(mesh):
+    (own,) = split_sequence([tokens], mesh)
+    with context_parallel(mesh, buffers=(tokens,), buffer_seq_dims=(1,)) as (part,):
+        assert torch.equal(part, own) and part.is_contiguous() and tokens.shape == (8, 16)
         assert torch.allclose(model(part), own_want, atol=1e-5) == (rank == 0)  # without positions: the first rank only
         handle = give_positions(model, mesh)
         for call in ((part,), (part, None)):
@@ -251,11 +247,22 @@ def wrong(mesh: DeviceMesh, model: nn.Module, tokens: torch.Tensor) -> None:
         assert torch.equal(ids(first), torch.arange(start, start + 8)[None])
     with raises("Linear.forward takes neither", "cp=1"):
         give_positions(nn.Linear(2, 2), mesh)
-    with raises("sequence of 15", "2 ranks", "pad"):
-        split_sequence([tokens[:, :15]], mesh)
+    with (
+        raises("sequence of 15", "2 ranks", "pad"),
+        context_parallel(mesh, buffers=(tokens[:, :15],), buffer_seq_dims=(1,)),
+    ):
+        pass
     with raises("no dimension 2"):
         split_sequence([tokens], mesh, 2)
+    with raises("1 tensors came with 2"):
+        split_sequence([tokens], mesh, [1, 1])
+    with raises("1 tensors came with 0"), context_parallel(mesh, buffers=(tokens,)):
+        pass
+    with raises("needs CUDA", "ring=False"), context_parallel(mesh, ring=True):
+        pass
     with raises("one dimension"), context_parallel(None):  # type: ignore[arg-type]
+        pass
+    with raises("no attention was computed"), context_parallel(mesh, buffers=(tokens,), buffer_seq_dims=(1,)):
         pass
 
     query = torch.randn(1, 2, 4, 8)
@@ -276,7 +283,7 @@ def wrong(mesh: DeviceMesh, model: nn.Module, tokens: torch.Tensor) -> None:
             with raises("softmax of scores", "sdpa"):
                 softmax(query @ query.transpose(2, 3), dim=-1)
         assert F.softmax(query, dim=-1).sum() > 0
-    with pytest.raises(RuntimeError, match="block"), context_parallel(mesh):
+    with pytest.raises(RuntimeError, match="block"), context_parallel(mesh, buffers=(tokens,), buffer_seq_dims=(1,)):
         raise RuntimeError("block")
     assert attend is F.scaled_dot_product_attention
     assert attend(query, query, query, dropout_p=0.1).shape == query.shape  # nothing stays behind

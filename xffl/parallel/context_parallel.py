@@ -10,7 +10,7 @@ The loss of a rank is the mean over its part; gradients are averaged over the me
 before they are cut: a model that shifts labels itself would lose one at the end of each part.
 
 Three things make a model unfit. Attention that is not computed by ``F.scaled_dot_product_attention`` would see a part
-only; the block raises on what it can see of that (``nn.MultiheadAttention``, softmax of scores).
+only; the block raises on what it can see of that (``nn.MultiheadAttention``, softmax of scores, no attention at all).
 Positions counted from the local length would start from 0 on every rank: give the model those of the global sequence,
 or let :func:`give_positions` do it. And masks are refused, since they would need the global sequence, too.
 """
@@ -33,44 +33,86 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import ConfigError
 
-__all__ = ["context_parallel", "give_positions", "split_sequence"]
+__all__ = [
+    "POSITIONS",
+    "check_mesh",
+    "context_parallel",
+    "fill_positions",
+    "find_positions",
+    "give_positions",
+    "split_sequence",
+]
 
 
 SOFTMAX: tuple[Callable[..., Any], ...] = (F.softmax, torch.softmax, torch.special.softmax, torch.Tensor.softmax)
 
 
 @contextmanager
-def context_parallel(mesh: DeviceMesh) -> Iterator[None]:
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    ring: bool = False,
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Let attention inside the block see whole sequences, of which each rank has its part.
 
-    Every rank of the mesh runs the same model in it, on its own :func:`split_sequence`. Each attention all-gathers keys
-    and values in its forward pass, and reduce-scatters their gradients (16-bit ones in fp32) in its backward pass.
-    Where activations are recomputed (checkpointing), the backward pass belongs inside the block, too; torch's check of
-    what was saved raises otherwise.
+    Every rank of the mesh enters it with equal buffers and runs the same model. Each attention all-gathers keys and
+    values in its forward pass, and reduce-scatters their gradients (16-bit ones in fp32) in its backward pass. Where
+    activations are recomputed (checkpointing), the backward pass belongs inside the block, too; torch's check of what
+    was saved raises otherwise.
+
+    .. code-block:: python
+
+       with context_parallel(mesh, buffers=(tokens, targets, positions), buffer_seq_dims=(1, 1, 0)) as parts:
+           tokens, targets, positions = parts
+           loss_of(model(tokens, positions), targets).backward()
+
+    :param mesh: A mesh of one dimension.
+    :param buffers: Tensors of whole sequences: tokens, targets, positions. They stay as they are.
+    :param buffer_seq_dims: The dimension of each that is the sequence.
+    :param ring: Whether to use torch's prototype of ring attention, which needs CUDA and deals out the sequence in its
+        own balanced order, so that positions must be among the buffers. It has not been run on a GPU here.
+    :yield: This rank's parts, in the order of the buffers.
+    :raises ConfigError: if an argument is invalid, or the model's attention cannot be spread.
     """
-    check_mesh(mesh, "context")
-    attention = _GatheredAttention(mesh)
-    # In its module, too: modes are off in a backward pass, which may recompute a layer.
-    F.scaled_dot_product_attention = attention.attend  # type: ignore[assignment]
-    try:
-        with attention:
-            yield
-    finally:
-        F.scaled_dot_product_attention = attention.original
+    check_mesh(mesh, "context", ring=ring)
+    parts = split_sequence(buffers, mesh, buffer_seq_dims)
+    if ring:
+        with _ring(mesh, buffers, buffer_seq_dims) as parts:
+            yield parts
+    else:
+        attention = _GatheredAttention(mesh)
+        with attention, attention.in_recomputation():
+            yield parts
+        if buffers and not attention.calls:
+            raise ConfigError(
+                "no attention was computed by F.scaled_dot_product_attention under context parallelism, so each rank's "
+                "model saw only its part of the sequences; use a model that calls it (attn_implementation='sdpa'), or "
+                "cp=1"
+            )
 
 
-def split_sequence(tensors: Sequence[torch.Tensor], mesh: DeviceMesh, dim: int = 1) -> tuple[torch.Tensor, ...]:
+def split_sequence(
+    tensors: Sequence[torch.Tensor], mesh: DeviceMesh, dim: int | Sequence[int] = 1
+) -> tuple[torch.Tensor, ...]:
     """Return this rank's parts of whole sequences, as tensors of their own. Nothing moves."""
     check_mesh(mesh, "context")
-    return tuple(_part(tensor, mesh, dim) for tensor in tensors)
+    dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
+    if len(dims) != len(tensors):
+        raise ConfigError(f"{len(tensors)} tensors came with {len(dims)} dimensions; give one for each, or one for all")
+    return tuple(_part(tensor, mesh, place) for tensor, place in zip(tensors, dims, strict=True))
 
 
-def give_positions(model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1) -> RemovableHandle:
-    """Give a model the positions of its part in the global sequence wherever a call leaves them out; nothing moves.
+def give_positions(
+    model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1, ring: bool = False
+) -> RemovableHandle:
+    """Give a model the positions of its part in the global sequence wherever a call leaves them out.
 
-    Its ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
+    For models whose ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
+    Nothing moves.
     """
-    check_mesh(mesh, "context")
+    check_mesh(mesh, "context", ring=ring)
     name = find_positions(model)
     if name is None:
         raise ConfigError(
@@ -79,6 +121,8 @@ def give_positions(model: nn.Module, mesh: DeviceMesh, *, activation_parts: int 
         )
 
     def make(first: torch.Tensor) -> torch.Tensor:
+        if ring:  # its order of the sequence is torch's own
+            raise ConfigError(f"{name} was left out; under the ring give it, and have it among the buffers")
         # A later pipeline stage gets activations, whose sequence tensor parallelism has cut in activation_parts.
         length = first.shape[1] * (activation_parts if first.is_floating_point() else 1)
         start = mesh.get_local_rank() * length
@@ -92,16 +136,26 @@ class _GatheredAttention(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.original: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+        self.calls = 0
+        self._attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
         self._is_attending = False
         self._group, self._size, self._rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self._mask: torch.Tensor | None = None
 
+    @contextmanager
+    def in_recomputation(self) -> Iterator[None]:
+        """Replace the function in its module, too: modes are off in a backward pass, which may recompute a layer."""
+        F.scaled_dot_product_attention = self._attend  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = self._attention
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is self.original and not self._is_attending:
-            return self.attend(*args, **(kwargs or {}))
+        if func is self._attention and not self._is_attending:
+            return self._attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ConfigError(
                 "nn.MultiheadAttention cannot be spread by context parallelism; call F.scaled_dot_product_attention, "
@@ -114,7 +168,7 @@ class _GatheredAttention(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
-    def attend(
+    def _attend(
         self,
         query: torch.Tensor,  # each (..., heads, sequence, width)
         key: torch.Tensor,
@@ -124,8 +178,8 @@ class _GatheredAttention(TorchFunctionMode):
         is_causal: bool = False,
         **more: Any,
     ) -> torch.Tensor:
-        """Compute what the function would over whole sequences; collective over the mesh."""
         _check_attention(query, key, value, attn_mask, dropout_p)
+        self.calls += 1
         length = query.shape[-2]
         # Keys and values together: one message instead of two.
         both = _Gather.apply(torch.cat((key, value), dim=-1), self._group, self._size)  # type: ignore[no-untyped-call]
@@ -141,7 +195,7 @@ class _GatheredAttention(TorchFunctionMode):
         key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
         self._is_attending = True  # the mode may be on here, or not
         try:
-            return self.original(query, key, value, mask, **more)
+            return self._attention(query, key, value, mask, **more)
         finally:
             self._is_attending = False
 
@@ -168,12 +222,26 @@ class _Gather(torch.autograd.Function):
         return total.to(gradient.dtype), None, None
 
 
-def check_mesh(mesh: DeviceMesh, kind: str) -> None:
+@contextmanager
+def _ring(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Use torch's prototype, which changes its buffers in place. Not run here: it needs several GPUs."""
+    from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+    if not buffers:
+        raise ConfigError("the ring of context parallelism takes buffers; give tokens, targets and positions")
+    parts = tuple(buffer.clone() for buffer in buffers)
+    with torch_context_parallel(mesh, buffers=list(parts), buffer_seq_dims=list(dims), no_restore_buffers=set(parts)):
+        yield parts
+
+
+def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:
     """Raise unless a mesh has one dimension, as context and tensor parallelism need it; local."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(
             f"{kind} parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['{kind[0]}p']"
         )
+    if ring and mesh.device_type != "cuda":
+        raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
 
 
 def _part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
