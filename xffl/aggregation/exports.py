@@ -214,7 +214,8 @@ def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
     :return: Both; the index holds the checksums of all files.
     :raises CheckpointError: if it is no such folder.
     """
-    return int(read_told(Path(path), "global")["round"]), digest_of_folder(Path(path))
+    record = _read_record(Path(path), "global")
+    return int(record.values["global"]["round"]), record.indexes[CELL_FOLDER]
 
 
 def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
@@ -223,17 +224,6 @@ def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
         result = read_global(path)
         tell(result)
     return result
-
-
-def digest_of_folder(path: Path) -> str:
-    """Return the digest of an export or a global model; local."""
-    return _open(path)[1].indexes[CELL_FOLDER]
-
-
-def _open(path: Path) -> tuple[Path, Record]:
-    """Return where an export or a global model lies, and its record; local."""
-    folder = locate_checkpoint(check_path(path))
-    return folder, read_record(folder)
 
 
 def is_exported(
@@ -261,7 +251,8 @@ def is_exported(
 
 def check_folder(path: Path) -> Record:
     """Compare the files of an export or of a global model with their checksums; local."""
-    folder, record = _open(path)
+    folder = locate_checkpoint(check_path(path))
+    record = read_record(folder)
     check_data(read_index(folder, record))
     return record
 
@@ -312,14 +303,18 @@ class FileRound:
 
 def read_told(path: Path, kind: str) -> dict[str, Any]:
     """Return the values of an export (``kind`` is ``export``) or of a round's result (``global``); local."""
-    _, record = _open(path)
-    values = record.values.get(kind)
-    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(values, dict):
+    values: dict[str, Any] = _read_record(path, kind).values[kind]
+    return values
+
+
+def _read_record(path: Path, kind: str) -> Record:
+    record = read_record(locate_checkpoint(check_path(path)))
+    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(record.values.get(kind), dict):
         wanted = "the model of a round of exports; give what xffl aggregate wrote"
         if kind == "export":
             wanted = "the export of a cell; give what --export wrote"
         raise CheckpointError(f"{path} is not {wanted}")
-    return values
+    return record
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other: str) -> None:

@@ -31,7 +31,6 @@ from xffl.aggregation.exports import (
     check_combiner,
     check_folder,
     compare,
-    digest_of_folder,
     read_told,
 )
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
@@ -70,7 +69,8 @@ class PieceReader:
     def __init__(self, path: Path, part: str) -> None:
         folder = locate_checkpoint(path)
         self.path, self._part = path, part
-        self.index = read_index(folder, read_record(folder))
+        self.record = read_record(folder)
+        self.index = read_index(folder, self.record)
         self._files: dict[Path, Bytes] = {}
         self._pieces: dict[tuple[Path, int], Bytes] = {}
 
@@ -405,7 +405,7 @@ def aggregate_exports(
     kinds = [exports[0].kind(name) for name in values["tensors"]]
     size_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
     shares = tuple(context.share(cell) for cell in range(values["cells"]))
-    counted = [[digest_of_folder(one.path), one.values["weight"], one.values["steps"]] for one in exports]
+    counted = [[one.record.indexes[CELL_FOLDER], one.values["weight"], one.values["steps"]] for one in exports]
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
     made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes)
