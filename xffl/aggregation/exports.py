@@ -191,7 +191,10 @@ def load_global(
     Collective over the world. The model may be spread otherwise than those that were exported. What stays in a cell
     (frozen parameters, policy ``local``, the optimizer) is left as it is.
 
-    :param path: The folder that ``xffl aggregate`` has written; the other arguments are those of :func:`export_cell`.
+    :param path: The folder that ``xffl aggregate`` has written.
+    :param model: The model, as :func:`xffl.shard` returned it.
+    :param state: The state of this job.
+    :param policies: As for :func:`export_cell`.
     :return: The number of the round that it is the result of.
     :raises ConfigError: if an argument is invalid.
     :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, the model unchanged.

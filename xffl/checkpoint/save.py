@@ -390,10 +390,15 @@ class AsyncSaver:
         own: Mapping[str, Stateful] | None = None,
         after_round: bool = False,
     ) -> PendingSave:
-        """Copy what is to be kept and begin to write it, with the arguments of :func:`xffl.checkpoint.save_checkpoint`.
+        """Copy what is to be kept and begin to write it; see :func:`xffl.checkpoint.save_checkpoint`.
 
         Collective over the world. Waits for the save before this one.
 
+        :param path: The folder to make.
+        :param parts: Models, optimizers and other objects by name.
+        :param values: Plain values that loading returns.
+        :param own: Objects that each rank keeps for itself.
+        :param after_round: Whether a round has just given all cells the same weights.
         :return: The save under way; :meth:`wait` tells whether it went well.
         :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
         :raises StateError: if the saver is closed.

@@ -77,7 +77,8 @@ class FaultTolerantWorld(DistributedWorld):
     :param device_parameters: What is asked of the ranks of this group; or a world that is not set up, whose place this
         one takes.
     :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
-    :param backend: As for :class:`DistributedWorld`, and so ``device``.
+    :param backend: As for :class:`DistributedWorld`.
+    :param device: As for :class:`DistributedWorld`.
     :raises ConfigError: if an argument is invalid.
     :raises StateError: if the given world is set up.
     """

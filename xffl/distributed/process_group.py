@@ -103,7 +103,6 @@ def setup_distributed_process_group(
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
     The ranks compare what they were asked for as soon as they meet, so that all raise the same error. A rule that
     finds cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
-    Arguments that :func:`xffl.session <xffl.distributed.session.session>` has, too, mean what they mean there.
 
     :param rank: Rank of this process.
     :param world_size: Number of processes.
@@ -111,9 +110,21 @@ def setup_distributed_process_group(
     :param group_local_size: Processes on this node.
     :param group_rank: Number of this node.
     :param group_world_size: Number of nodes.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA: NCCL for what lies
+        on GPUs, gloo for the votes of rounds and all else that the host must hear of if a rank is lost.
     :param master_addr: Address where rank 0 listens.
     :param master_port: Port where rank 0 listens.
+    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
+    :param hsdp: Size of a replica.
+    :param federated: Sizes of the federated groups, one size for equal ones, or a rule: ``auto`` (SLURM's network),
+        ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``.
+    :param streams: CUDA streams, and so handles, for the groups of a round; 4 by default on CUDA.
+    :param timeout_s: Seconds after which a collective over the world gives up; within a cell it is half of that,
+        between cells three quarters.
+    :param ifname: Network interface for gloo and NCCL; by default what ``XFFL_IFNAME`` says.
+    :param device_parameters: The mesh inside each cell, in place of ``hsdp``. Its timeouts are not read here.
     :param join_timeout_s: Seconds to wait for all ranks to come; by default ``timeout_s``.
+    :param timeouts: Each level by itself, in place of ``timeout_s``.
     :return: The state, ready for use.
     :raises StateError: if torch.distributed is initialized already.
     :raises LaunchError: if the processes cannot be found or joined.

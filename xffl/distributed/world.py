@@ -300,12 +300,13 @@ class DistributedWorld:
         return int.from_bytes(digest, "big") >> 1
 
     def set_determinism(self, seed: int, *axes: str, deterministic: bool = False) -> int:
-        r"""Seed Python, numpy and torch on this rank, and return the seed; local.
+        r"""Seed Python, numpy and torch on this rank; local.
 
         :param seed: The run's seed.
         :param \*axes: Axes along which ranks draw different numbers, as in :meth:`seed_for`. Ranks that share a layer
             or a copy of the model have to agree on dropout and initialization: ``dp`` and ``federated`` are the usual.
         :param deterministic: Whether torch is to take deterministic algorithms only, from now on.
+        :return: The seed that was set.
         """
         own = self.seed_for(seed, *axes)
         random.seed(own)
@@ -391,10 +392,14 @@ class DistributedWorld:
         return torch.stack(gathered)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
-        """Return the tensor of one rank on all ranks of a mesh; collective over it, as :meth:`all_reduce`.
+        """Give a tensor of one rank to the others.
+
+        Collective over the ranks of the mesh.
 
         :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
         :param src: The rank that sends, counted along the mesh.
+        :param mesh: As in :meth:`all_reduce`.
+        :return: The same values on all ranks.
         :raises ConfigError: if there is no such rank.
         """
         group = self._made.group(mesh)

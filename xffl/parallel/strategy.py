@@ -85,8 +85,10 @@ class DistributedStrategy(ABC):
 
     @classmethod
     def from_config(cls, config: object) -> DistributedStrategy:
-        """Make the strategy that a configuration names in ``distributed.strategy``, not yet set up; nothing moves.
+        """Make the strategy that a configuration names in ``distributed.strategy``; nothing moves.
 
+        :param config: As for the class.
+        :return: The strategy, not yet set up.
         :raises ConfigError: if there is none of that name, or a value is invalid.
         """
         from xffl.parallel import STRATEGIES
@@ -136,8 +138,9 @@ class DistributedStrategy(ABC):
     # Life -------------------------------------------------------------------------------------------------------------
 
     def use_world(self, world: DistributedWorld) -> None:
-        """Let another world, for the same device parameters and not set up, take the place of this one; local.
+        """Let another world take the place of the one that the configuration asks for; local.
 
+        :param world: A world for the same device parameters that is not set up.
         :raises StateError: if one of the two is set up already.
         :raises ConfigError: if it is for other device parameters.
         """
@@ -148,11 +151,17 @@ class DistributedStrategy(ABC):
         self.world = world
 
     def setup(self, state: DistributedState | None = None) -> None:
-        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`."""
+        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`.
+
+        :param state: A state that is set up already; by default one is made.
+        """
         self.world.setup(state)
 
     def teardown(self, *, synchronize: bool = True) -> None:
-        """Leave the other processes, as :meth:`DistributedWorld.teardown`; collective with ``synchronize``."""
+        """Leave the other processes; collective over the world with ``synchronize``.
+
+        :param synchronize: Whether the ranks wait for each other first; not after an exception.
+        """
         self.world.teardown(synchronize=synchronize)
 
     def __enter__(self) -> DistributedStrategy:
@@ -184,12 +193,13 @@ class DistributedStrategy(ABC):
         """
 
     def wrap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that :meth:`step` and rounds take: the same one, except with DeepSpeed.
+        """Return the optimizer to use: the same one, except with DeepSpeed.
 
         Collective over the world with DeepSpeed, where it makes the engine; else nothing moves.
 
         :param model: What :meth:`wrap_model` returned.
         :param optimizer: An optimizer of its parameters.
+        :return: The optimizer that :meth:`step` and rounds take.
         """
         self._wrapped.setdefault(model, WeakSet()).add(optimizer)
         return optimizer
@@ -236,7 +246,11 @@ class DistributedStrategy(ABC):
 
     @contextmanager
     def no_gradient_sync(self, *models: nn.Module) -> Iterator[None]:
-        """Let backward passes of the models called in the block add gradients up without communication; local."""
+        r"""Let backward passes of what is called in the block add gradients up without any communication; local.
+
+        :param \*models: What :meth:`wrap_model` returned.
+        :yield: Nothing.
+        """
         self._accumulator.set_last(False, models)
         try:
             yield
@@ -250,8 +264,9 @@ class DistributedStrategy(ABC):
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         r"""Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves.
 
-        :param \*tensors: Tokens, targets, positions, equal on the ranks that share them.
+        :param \*tensors: Tokens, targets, positions: tensors of whole sequences, equal on the ranks that share them.
         :param dim: The dimension that is the sequence.
+        :return: The parts, in the same order; without context parallelism what was given.
         """
         del dim
         return tensors
@@ -259,7 +274,7 @@ class DistributedStrategy(ABC):
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
     ) -> torch.Tensor:
-        r"""Run a micro-batch forward and backward with its model's loss, and return the mean on this rank.
+        r"""Run a micro-batch forward and backward, with the loss that :meth:`wrap_model` was given.
 
         Collective over the cell where gradients are synchronized, with a pipeline always.
 
@@ -268,6 +283,7 @@ class DistributedStrategy(ABC):
         :param target: What its output is compared with.
         :param share: As in :meth:`backward`.
         :param \**named: Keyword arguments of the model.
+        :return: The micro-batch's mean loss on this rank, without gradient.
         :raises StateError: if no loss was given.
         """
         with self.train_context():
@@ -290,11 +306,17 @@ class DistributedStrategy(ABC):
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the model's gradients down to a norm, and return the norm before; collective over the cell."""
+        """Scale the gradients of the whole model down to a norm; collective over the cell.
+
+        :param model: What :meth:`wrap_model` returned.
+        :param max_norm: The largest norm that stays.
+        :return: The norm before, the same on all ranks of the cell.
+        """
 
     def step(self, *optimizers: torch.optim.Optimizer) -> bool:
-        """Step the optimizers of the window's gradients and zero these; collective over the cell.
+        r"""Step the optimizers and zero their gradients; the ranks of a cell do so together.
 
+        :param \*optimizers: All optimizers of the window's gradients.
         :return: Whether they stepped; False where gradients in float16 have overflowed, or another replica group was
             lost on the way.
         :raises StateError: in the middle of a window, where gradients are not synchronized yet.
@@ -315,7 +337,11 @@ class DistributedStrategy(ABC):
         return True
 
     def to_device(self, batch: T) -> T:
-        """Return a batch with its tensors on this rank's device; see :func:`xffl.parallel.strategy.to_device`."""
+        """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.strategy.to_device`.
+
+        :param batch: Tensors, mappings, sequences, named tuples, dataclasses of them, and anything else.
+        :return: An object of the same kind.
+        """
         return to_device(batch, self.device)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -340,9 +366,9 @@ class DistributedStrategy(ABC):
         :param others: Other parts by name, the same on all ranks of a cell: schedulers, samplers.
         :param own: What each rank keeps for itself, by name: random numbers, the state of rounds.
         :param after_round: Whether all cells hold the weights of a round, without a step since.
-        :param saver: What writes, such as ``AsyncSaver.save``, and whose result is returned; by default
-            :func:`xffl.checkpoint.save_checkpoint`.
+        :param saver: What writes, such as ``AsyncSaver.save``; by default :func:`xffl.checkpoint.save_checkpoint`.
         :param \**values: Plain numbers, texts, lists and mappings to keep beside.
+        :return: What the saver has returned.
         :raises CheckpointError: if it could not be written; on all ranks.
         """
         parts = self._all_parts(model, optimizer, others)
@@ -364,9 +390,12 @@ class DistributedStrategy(ABC):
     ) -> dict[str, Any]:
         """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
 
-        :param path: Folder of the checkpoint; arguments that :meth:`save_checkpoint` has, too, are as there.
-        :param model: ``None`` for the only model that :meth:`wrap_model` was called with, together with what
-            :meth:`wrap_optimizer` returned for it, if it was called.
+        :param path: Folder of the checkpoint.
+        :param model: What :meth:`wrap_model` returned, or several by name. ``None`` for the only model that it was
+            called with, together with what :meth:`wrap_optimizer` returned for it, if it was called.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: As in :meth:`save_checkpoint`.
+        :param own: As in :meth:`save_checkpoint`.
         :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded; ``*``
             for all.
         :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
@@ -382,7 +411,12 @@ class DistributedStrategy(ABC):
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
     def register(self, model: Models, optimizer: Optimizers = None, *, others: Mapping[str, Any] | None = None) -> None:
-        """Let replica groups that come back take these parts over; local, and nothing in a plain world."""
+        """Let replica groups that come back take these parts over; local, and nothing in a plain world.
+
+        :param model: What :meth:`wrap_model` returned, or several by name.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: Other parts by name, as in :meth:`save_checkpoint`.
+        """
         for name, part in self._all_parts(model, optimizer, others).items():
             self.world.register(name, part)
 
@@ -461,8 +495,13 @@ def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T
     """Return a batch with its tensors on a device; local.
 
     Mappings, lists, tuples, named tuples, packed sequences and dataclasses are made anew with what they hold moved,
-    however deep; where nothing has to move, and whatever else there is, comes back as it is. ``non_blocking`` copies
-    from pinned memory to a GPU in the background; copies from a GPU never, since the CPU would read them too early.
+    however deep; where nothing has to move, and whatever else there is, comes back as it is.
+
+    :param batch: Any object.
+    :param device: Where its tensors are to lie.
+    :param non_blocking: Whether copies from pinned memory to a GPU may go on in the background. Copies from a GPU never
+        do, since the CPU would read them before they are there.
+    :return: An object of the same kind.
     """
     is_async = non_blocking and device.type == "cuda"
     moved: Any = batch

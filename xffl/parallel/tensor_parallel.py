@@ -95,7 +95,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool = True,
     loss_parallel: bool = False,
 ) -> nn.Module:
-    """Cut a model's layers over a mesh of one dimension, in place, and return the model.
+    """Cut a model's layers over a mesh, in place.
 
     Every rank of the mesh calls it, with equal weights and arguments: each rank keeps its parts of its own weights, and
     nothing moves. Call it before ``fully_shard``, whose mesh must be a slice of the same mesh as this one (one
@@ -108,9 +108,13 @@ def apply_tensor_parallel(
     gets those of the whole sequence where a call leaves them out. A model that makes masks from the length of its
     embedded tokens needs ``sequence_parallel=False``.
 
+    :param model: The model, not yet spread.
+    :param mesh: A mesh of one dimension.
     :param plan: Styles by name of a module or pattern (``fnmatch``, such as ``layers.*.mlp.up_proj``) in place of
-        :func:`plan_for` with the other arguments; of several that match a module the last one counts. All parameters
-        need a style.
+        :func:`plan_for`; of several that match a module the last one counts. All parameters need a style.
+    :param sequence_parallel: As for :func:`plan_for`; only without a plan.
+    :param loss_parallel: As for :func:`plan_for`; only without a plan.
+    :return: The same model.
     :raises ConfigError: if the model, the mesh or the plan do not fit each other; nothing is changed then.
     """
     check_mesh(mesh, "tensor")
