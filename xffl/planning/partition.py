@@ -179,7 +179,7 @@ def partition_figure(
     skew = sum(one.samples * one.skew for one in has) / total if total else 0.0
     classes_text = f"{len(names)} class{'' if len(names) == 1 else 'es'}"
     summary = f"{total:,} samples of {classes_text} in {counted(len(rows), 'cell')}; mean skew {skew:.2f}"
-    headings = (title or "Who has what", summary)
+    headings = (title or "Samples of each class", summary)
     foot = FOOT + (LETTER * max(map(len, names)) if is_upright else 0.0)
     heading_width = EDGE + max(TITLE_LETTER * len(headings[0]), LETTER * len(headings[1]))
     whole_width = max(left + width + GAP + BARS, heading_width) + RIGHT
