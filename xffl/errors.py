@@ -3,7 +3,7 @@
 .. code-block:: text
 
    XfflError
-   ├── ConfigError      (ValueError)    an argument, an option or a model that cannot be meant
+   ├── ConfigError      (ValueError)    an invalid argument, option or model
    ├── TopologyError    (ValueError)    sizes and ranks that do not fit each other
    ├── LaunchError      (RuntimeError)  processes that cannot be found, started or joined
    ├── StateError       (RuntimeError)  calls in the wrong order
@@ -29,7 +29,7 @@ class XfflError(Exception):
 
 
 class ConfigError(XfflError, ValueError):
-    """Report an argument, an option or a model that cannot be meant."""
+    """Report an invalid argument, option or model."""
 
 
 class TopologyError(XfflError, ValueError):

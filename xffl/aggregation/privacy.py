@@ -5,7 +5,7 @@
 the two ranks that send the same elements share a secret. Of each row that leaves a cell, ``c`` adds a mask that the
 secret gives, and ``d`` takes the same mask off its own: a single row is noise without pattern, and in the sum of all
 rows the masks cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their recovery of lost cells). So
-that they cancel to the last bit, values are whole numbers modulo ``2**64``: ``round(share * x * 2**fraction_bits)``.
+that they cancel to the last bit, values are integers modulo ``2**64``: ``round(share * x * 2**fraction_bits)``.
 
 *No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (bucket group,
 bucket, part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both

@@ -138,7 +138,7 @@ def _consolidate(options: Namespace) -> int:
 
 
 def _whole(size: float) -> int:
-    """Return a size such as 5e9 as a whole number; what is none is refused where it is used."""
+    """Return a size such as 5e9 as an integer; what is none is refused where it is used."""
     return int(size) if size == size and abs(size) < 1e18 else 0
 
 

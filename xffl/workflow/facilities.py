@@ -56,7 +56,7 @@ def parse_facilities(texts: Sequence[str]) -> tuple[Facility, ...]:
 
     :param texts: One for each cell, in the cells' order.
     :return: The facilities.
-    :raises ConfigError: if one cannot be meant, or two have one name.
+    :raises ConfigError: if one is invalid, or two have one name.
     """
     found = tuple(map(_parse, texts))
     names = [one.name for one in found]

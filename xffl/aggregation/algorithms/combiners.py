@@ -194,7 +194,7 @@ class TrimmedMean(Coordinatewise):
     cells' weights are not used. A share that would leave out nothing is refused, since what remains is a plain mean;
     ``share=0`` asks for just that.
 
-    Yin et al., 2018, arXiv 1803.01498 (definition 2), where ``share * n`` is a whole number. flwr's
+    Yin et al., 2018, arXiv 1803.01498 (definition 2), where ``share * n`` is an integer. flwr's
     ``aggregate_trimmed_avg`` rounds as we do, but takes the plain mean of cells too few to leave out one.
 
     :param share: Part of the cells that is left out at each end, at least 0, below 0.5.

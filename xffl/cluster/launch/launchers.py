@@ -246,7 +246,7 @@ def honour_master(found: Fields, environ: Mapping[str, str]) -> None:
 
 
 def read_number(name: str, text: str) -> int:
-    """Read the whole number that a variable holds."""
+    """Read the integer that a variable holds."""
     try:
         return int(text)
     except ValueError:
