@@ -139,7 +139,7 @@ def in_a_world(rank: int, world_size: int) -> list[Any]:
 def test_rules_in_a_world_that_is_joined() -> None:
     told = run_world(4, in_a_world)
     assert all(row == told[0] for row in told), told
-    parts = ("different federated sizes: rank 0: (2, 2); ranks 1-3: 'hosts:^[a-z]'", "auto:LEVEL", "no whole number")
+    parts = ("different federated sizes: rank 0: (2, 2); ranks 1-3: 'hosts:^[a-z]'", "auto:LEVEL", "neither a number")
     assert all(part in found for part, found in zip(parts, told[0], strict=True)), told[0]
 
 

@@ -429,7 +429,7 @@ def test_data_are_dealt_out_as_the_configuration_says(tmp_path: Path) -> None:
     _, labels = digits()
     assert [sum(pair) for pair in zip(*counts["counts"], strict=True)] == labels[:200].bincount().tolist()
     assert set(equal) == {100}
-    words = "one for each sample; give a 1-D array); does it need labels? Give train_loader(dataset, labels=...)"
+    words = "one entry for each sample, got shape ()); does it need labels? Give train_loader(dataset, labels=...)"
     assert all(words in error for error in unlabelled) and all("dirichlet" in error for error in unknown)
 
 
