@@ -56,7 +56,7 @@ class FaultTolerantWorld(DistributedWorld):
 
     .. code-block:: python
 
-       with xffl.FaultTolerantWorld(DeviceParameters.FSDP(), FaultToleranceParameters(min_replica_size=1)) as world:
+       with FaultTolerantWorld(DeviceParameters.FSDP(), FaultToleranceParameters(min_replica_size=1)) as world:
            model = world.average_gradients(xffl.shard(build_model(), world.state))
            optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
            world.register("model", model)
