@@ -42,10 +42,10 @@ noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and 
 	$(BIN)/python examples/05_noniid/run.py
 
 # Files of tests run side by side, with real launchers more than there are cores: these also wait. Those that measure
-# seconds run alone. Files of ranks, which take minutes, come first, so that no core waits for one at the end.
+# seconds run alone.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 ifneq ($(CLUSTER),only)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/ranks tests/unit
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
 ifneq ($(wildcard /dev/nvidiactl),)
 	$(BIN)/python -m pytest -m gpu -q $(GPU_TESTS)
 endif
