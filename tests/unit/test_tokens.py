@@ -271,7 +271,7 @@ def test_text_files_become_tokens(tmp_path: Path) -> None:
 
 
 @given(st.text(min_size=1), st.text())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_characters_and_bytes_come_back(text: str, more: str) -> None:
     tokenizer = CharacterTokenizer.from_text([text, more])
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.decode(tokenizer.encode(more)) == more

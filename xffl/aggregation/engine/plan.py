@@ -411,13 +411,8 @@ def plan_transfers(
     for number, group in enumerate(groups):
         dtype = getattr(torch, group.dtype)
         assert isinstance(dtype, torch.dtype)
-        limit = bucket_bytes // dtype.itemsize
-        if group.is_mean_in_cell:
-            # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
-            homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
-            holders = max(1, len(group.holders))
-            limit //= max(replicas * holders if is_part else size for is_part, replicas, size in homes)
         turns = max(topology.replica_counts) if round_groups.multi_rail else 1
+        limit = _bucket_limit(group, topology, bucket_bytes // dtype.itemsize)
         if round_groups.multi_rail:
             limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
         buckets = tuple(group.buckets(max(1, limit)))
@@ -461,6 +456,16 @@ def plan_transfers(
             )
         )
     return tuple(transfers)
+
+
+def _bucket_limit(group: BucketGroup, topology: Topology, numel: int) -> int:
+    """Return the elements of a group's buckets where ``numel`` may come together, the same on all participants."""
+    if not group.is_mean_in_cell:
+        return numel
+    # A whole cell's buckets come together; all participants must find the same limit, so the largest counts.
+    homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
+    holders = max(1, len(group.holders))
+    return numel // max(replicas * holders if is_part else size for is_part, replicas, size in homes)
 
 
 def _is_alone(group: BucketGroup, topology: Topology) -> bool:
