@@ -146,6 +146,16 @@ class DistributedState:
         return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in texts.items())])
 
     @property
+    def timeouts(self) -> Timeouts:
+        """Timeouts of the world and its groups."""
+        return self._timeouts
+
+    @property
+    def handle_count(self) -> int:
+        """Process groups of each kind that carry a round: one for each stream."""
+        return 1 if self.streams is None else len(self.streams)
+
+    @property
     def topology(self) -> Topology:
         """The arithmetic behind the set-up: the federation's, else one cell of all ranks; needs ``set_global``."""
         return Topology(self._place()[1]) if self._topology is None else self._topology
@@ -282,9 +292,9 @@ class DistributedState:
             if device == torch.device("cuda"):  # without an index
                 device = torch.device("cuda", torch.cuda.current_device())
             count = check_streams(streams, device)
-            if self._setups and (count or 1) != self._handles():
+            if self._setups and (count or 1) != self.handle_count:
                 raise StateError(
-                    f"{count} streams were asked for, but {self._setups[-1].call} made groups for {self._handles()}; "
+                    f"{count} streams were asked for, but {self._setups[-1].call} made groups for {self.handle_count}; "
                     "call set_exec_device before it"
                 )
             share(f"{device.type}, streams={count}")
@@ -354,7 +364,7 @@ class DistributedState:
         rank, _ = self._initialized_place("_set_global_hsdp_mesh")
         if not self.is_hsdp_setup():
             raise StateError("an HSDP mesh needs replicas; call set_hsdp(n), which sets them up")
-        groups = make_groups(self._create_group, self.topology, rank, {"shard", "replica"}, self._handles())
+        groups = make_groups(self._create_group, self.topology, rank, {"shard", "replica"}, self.handle_count)
         self.replica_group = groups["replica"]
         self.hsdp_mesh = cell_mesh(self.topology, rank, groups, self._device_kind())
         return self.hsdp_mesh
@@ -447,7 +457,7 @@ class DistributedState:
                 raise TopologyError("federated sizes None name no cell; give the ranks of each, or call set_fsdp()")
             topology = Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
             replicas = f"hsdp={topology.replica_size}{_shape_text(topology)}"
-            share(f"federated sizes {topology.sizes}, {replicas}, {self._handles()} streams")
+            share(f"federated sizes {topology.sizes}, {replicas}, {self.handle_count} streams")
         with setup_transaction(self, "set_federated_scaling"):
             self._topology = topology
             if topology.replica_size is not None:
@@ -473,7 +483,7 @@ class DistributedState:
         self.federated_rank, self.federated_world_size = at.cell, topology.cells
         self.federated_local_rank, self.federated_local_size = at.local_rank, topology.sizes
         self._set_rank_role()
-        groups = make_groups(self._create_group, topology, rank, ALL_KINDS, self._handles())
+        groups = make_groups(self._create_group, topology, rank, ALL_KINDS, self.handle_count)
         (self.federation,) = groups["federation"] or (None,)
         self.replica_group = groups.get("replica")
         self.federated_group = groups["federated"]
@@ -541,10 +551,6 @@ class DistributedState:
 
     def _device_kind(self) -> str:
         return "cpu" if self.device_type is None else self.device_type.type
-
-    def _handles(self) -> int:
-        """Count the handles of groups that carry a round: one for each stream."""
-        return 1 if self.streams is None else len(self.streams)
 
     def _check_order(self, call: str, replaces_hsdp: bool = False) -> None:
         """Raise where a set-up that makes groups cannot follow those that stand."""

@@ -227,7 +227,7 @@ class RoundCoordinator:
         self._control_device = control_device(self._group)
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
-        limits = scope.state._timeouts
+        limits = scope.state.timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
         self._phase = RoundPhase.READY
         self.all_finished = False

@@ -113,7 +113,7 @@ def make_scope(state: DistributedState, topology: Topology, first: int) -> Round
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
-    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, state._handles())
+    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, state.handle_count)
     if topology.world_size < dist.get_world_size():
         groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
     return RoundScope(state, topology, first, groups, tuple(made))
@@ -130,7 +130,7 @@ def select_groups(
     device = transfer_device(state)
     if (is_own or device.type == "cuda") and groups is None:
         create = _recorded(state, made, scope.first)
-        groups = make_round_groups(create, scope.topology, scope.rank, state._timeouts.session_s, state._handles())
+        groups = make_round_groups(create, scope.topology, scope.rank, state.timeouts.session_s, state.handle_count)
         made += groups["world"] or ()
         world = made[-1]
     if groups is not None:
