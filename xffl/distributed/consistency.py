@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import errors
+from xffl.distributed.sharding import bytes_of
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ __all__ = [
     "compute_device",
     "connect",
     "control_device",
+    "find_unequal_cells",
     "ranks_text",
+    "sum_of_bits",
     "transfer_device",
 ]
 
@@ -133,6 +136,41 @@ def run_on_all_ranks(
         error = convert(wrong)
         error.__cause__ = wrong
     check_consistent(what, values[-1], error=error, describe=describe, group=group)
+
+
+CHECKSUM_RANGE = 2**40
+"""What the sums of ranks are taken modulo before they are added up, so that those of thousands stay in 64 bits."""
+
+PRIME = 1_000_003
+"""Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the sum over elements of what each one's bits and place come to, modulo 2^64; overwrites ``places``."""
+    bits = bytes_of(values).view(BITS[values.itemsize]).to(torch.int64, copy=True).view(places.shape)
+    bits.add_(PRIME).mul_(places.mul_(2).add_(1).mul_(PRIME))
+    # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
+    return bits.bitwise_xor_(bits >> 31).sum()
+
+
+def find_unequal_cells(
+    sums: torch.Tensor, cell: int, cells: int, group: dist.ProcessGroup | None = None
+) -> tuple[int, list[int]] | None:
+    """Return the first tensor of which some cells hold other values than cell 0, and these cells; ``None`` without.
+
+    ``sums`` are those of this rank's elements of each tensor; each element must count once in each cell. Collective
+    over ``group``: moves one number for each tensor and cell.
+    """
+    table = torch.zeros(cells, len(sums), dtype=torch.int64)
+    table[cell] = sums % CHECKSUM_RANGE
+    table = table.to(control_device(group))
+    dist.all_reduce(table, group=group)
+    for index, column in enumerate((table % CHECKSUM_RANGE).t().tolist()):
+        if others := [number for number, value in enumerate(column) if value != column[0]]:
+            return index, others
+    return None
 
 
 def check_consistent_on_store(

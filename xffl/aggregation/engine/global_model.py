@@ -16,6 +16,7 @@ from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
+from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
@@ -258,16 +259,8 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-PRIME = 1_000_003
-"""Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
-
-RANGE = 2**40
-"""What sums are kept below, so that those of thousands of ranks stay in 64 bits."""
-
 CHUNK = 2**20
 """Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -281,24 +274,21 @@ def check_start(
 ) -> None:
     """Raise ConfigError, on all ranks, where the cells hold different parameters.
 
-    Collective over ``group``, the topology's ranks; moves one number for each tensor and cell. ``own_values`` are what
-    this rank sends, by tensor and first element, so that each element is counted once in each cell, whatever its cut.
+    Collective over ``group``, the topology's ranks. ``own_values`` are what this rank sends, by tensor and first
+    element, so that each element is counted once in each cell, whatever its cut.
     """
-    sums = torch.zeros(topology.cells, len(entries), dtype=torch.int64, device=device)
-    mine = sums[topology.cell_of(rank)]
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=device)
     for item, start, values in own_values:
-        mine[item] = (mine[item] + _sum_of_bits(values, start) % RANGE) % RANGE
-    dist.all_reduce(sums, group=group)
-    by_tensor = (sums % RANGE).t().tolist()
-    for entry, column in zip(entries, by_tensor, strict=True):
-        others = [cell for cell, value in enumerate(column) if value != column[0]]
-        if others:
-            raise ConfigError(
-                f"cells {others} start from other values of tensor {entry.name!r} than cell 0, but a server optimizer, "
-                "norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
-                "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
-                "model, then its own state"
-            )
+        sums[item] += _sum_of_row(values, start)
+    found = find_unequal_cells(sums, topology.cell_of(rank), topology.cells, group)
+    if found is not None:
+        item, cells = found
+        raise ConfigError(
+            f"cells {cells} start from other values of tensor {entries[item].name!r} than cell 0, but a server "
+            "optimizer, norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
+            "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
+            "model, then its own state"
+        )
 
 
 @torch.no_grad()
@@ -314,14 +304,9 @@ def digest_of(model: nn.Module) -> list[int]:
             values = local_tensor(parameter).detach()
             values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
             parts = torch.split(values, CHUNK) if len(values) else ()
-            sums.append(sum(_sum_of_bits(part, CHUNK * index) for index, part in enumerate(parts)))
+            sums.append(sum(_sum_of_row(part, CHUNK * index) for index, part in enumerate(parts)))
     return [int(one) for one in sums]
 
 
-def _sum_of_bits(values: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the sum over the elements of a row of what each one's bits and place come to, modulo 2^64."""
-    bits = values.contiguous().view(BITS[values.itemsize]).to(torch.int64, copy=True)
-    factors = torch.arange(start, start + len(bits), device=bits.device).mul_(2).add_(1).mul_(PRIME)
-    bits.add_(PRIME).mul_(factors)
-    # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
-    return bits.bitwise_xor_(bits >> 31).sum()
+def _sum_of_row(values: torch.Tensor, start: int) -> torch.Tensor:
+    return sum_of_bits(values, torch.arange(start, start + len(values), device=values.device))

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from xffl.aggregation.engine.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import this_cell
-from xffl.distributed.consistency import control_device, run_on_all_ranks
+from xffl.distributed.consistency import find_unequal_cells, run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, reshard
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.parallel.pipeline import PipelineModel
@@ -48,16 +48,8 @@ ADAPTERS = frozenset({"lora_A", "lora_B"})
 PREFIX = "base_model.model."
 """What peft puts before the names of the model that it wraps."""
 
-FACTOR = 1_000_003
-"""What places are multiplied by, so that two elements that change places change the sum."""
-
-RANGE = 2**40
-"""What sums are kept below, so that those of thousands of ranks stay in 64 bits."""
-
 CHUNK = 2**20
 """Elements of one step of a checksum."""
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def package(name: str) -> Any:
@@ -155,20 +147,14 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
         share(hashlib.sha256(listed.encode()).hexdigest())
     if not dist.is_initialized():
         return
-    sums = torch.zeros(len(cell.sizes), len(tensors), dtype=torch.int64)
-    for index, one in enumerate(tensors):
-        if _counts(one.tensor, cell.is_first):
-            sums[cell.number, index] = _checksum(one.tensor)
-    sums = sums.to(control_device())
-    dist.all_reduce(sums)
-    by_tensor = (sums % RANGE).t().tolist()
-    for one, column in zip(tensors, by_tensor, strict=True):
-        others = [number for number, value in enumerate(column) if value != column[0]]
-        if others:
-            raise ConfigError(
-                f"cells {others} hold other values of {one.name!r} than cell 0, but all must train the same base "
-                "model; give them the same files, or the same seed"
-            )
+    sums = [_checksum(one.tensor) if _counts(one.tensor, cell.is_first) else 0 for one in tensors]
+    found = find_unequal_cells(torch.tensor(sums, dtype=torch.int64), cell.number, len(cell.sizes))
+    if found is not None:
+        index, others = found
+        raise ConfigError(
+            f"cells {others} hold other values of {tensors[index].name!r} than cell 0, but all must train the same "
+            "base model; give them the same files, or the same seed"
+        )
 
 
 def _counts(tensor: torch.Tensor, is_first: bool) -> bool:
@@ -197,9 +183,8 @@ def _checksum(tensor: torch.Tensor) -> int:
     rows = indices[0] * inner if len(shape) else torch.zeros(1, dtype=torch.int64)
     flat, places = part.reshape(len(rows), -1), places.reshape(1, -1)
     step = max(1, CHUNK // max(1, places.numel()))
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
     for start in range(0, len(rows), step):
         at = (rows[start : start + step, None] + places).to(part.device)
-        bits = bytes_of(flat[start : start + step]).view(BITS[part.itemsize]).long().view(at.shape)
-        total += int(((bits + FACTOR) * (2 * at + 1) * FACTOR).sum()) % RANGE
-    return total % RANGE
+        total += sum_of_bits(flat[start : start + step], at)
+    return int(total)
