@@ -146,7 +146,9 @@ def weight_of(state: xffl.DistributedState, weights: str | None) -> float | None
     return whole if state.rank == first else 0.0
 
 
-def aggregator_of(model: nn.Module, state: xffl.DistributedState, options: Mapping[str, Any]) -> xffl.Aggregator:
+def aggregator_of(
+    model: nn.Module, state: xffl.DistributedState, options: Mapping[str, Any]
+) -> xffl.Aggregator | Levels:
     given = dict(options)
     if given.get("policies") == "by layer":
         given["policies"] = {nn.BatchNorm1d: "local", "deep*": "first"}

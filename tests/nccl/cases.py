@@ -97,7 +97,7 @@ def _make_rounds(
     shared = xffl.shard(model_of(model), state)
     if groups:
         levels = [Level(), Level(groups=groups, **options)]
-        aggregator: xffl.Aggregator = Levels(shared, state, levels, bucket_bytes=2**14)
+        aggregator: xffl.Aggregator | Levels = Levels(shared, state, levels, bucket_bytes=2**14)
     else:
         aggregator = xffl.Aggregator(shared, state, **{"bucket_bytes": 2**14, "overlap": bool(behind), **options})
     for _ in range(count):

@@ -32,7 +32,7 @@ def moved(model: nn.Module, by: float) -> None:
             parameter.add_(by)
 
 
-def tear(broken: xffl.Aggregator, called: xffl.Aggregator) -> None:
+def tear(broken: xffl.Aggregator, called: xffl.Aggregator | Levels) -> None:
     """Call for a round whose outcome one aggregator cannot learn."""
     coordinator = broken._coordinator
     close = coordinator._commit

@@ -236,7 +236,7 @@ class Aggregator:
         all ranks have finished and none had anything to give.
         """
         start = time.perf_counter()
-        self._check_free()
+        self.check_free()
         if least_divergence is not None and not self._options.has_norms:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
         self._coordinator.reconnect()
@@ -328,7 +328,7 @@ class Aggregator:
         """
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
-        self._check_free()
+        self.check_free()
         self._coordinator.reconnect()
         start = time.perf_counter()
         fragment, inconsistent_count = self.next_fragment, count_inconsistent(self.model)
@@ -375,7 +375,7 @@ class Aggregator:
         Collective over the world, with no round under way. Between CPUs there is nothing to give back without
         ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
-        self._check_free()
+        self.check_free()
         if not self._round_groups.own:
             return
         self.is_closed = True
@@ -384,7 +384,8 @@ class Aggregator:
             destroy_group(group)
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
+        """Raise unless a round may start here; local."""
         self.check()
         self._forget_if_inconsistent()
         if self.is_closed:
@@ -636,7 +637,7 @@ def _make_exchange(
         device=device,
         allow_deferred_mean=options.allow_deferred_mean,
     )
-    progress = Progress(device, scope.state._timeouts.across_s)
+    progress = Progress(device, scope.state.timeouts.across_s)
     link = Link(
         transfers, topology, rank, round_groups, device, combiner=options.combiner, progress=progress, masker=masker
     )

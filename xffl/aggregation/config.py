@@ -15,6 +15,7 @@ from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.contributions import unwrap
+from xffl.aggregation.hierarchical import Levels, read_levels
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, one_of
@@ -53,7 +54,7 @@ def parse_round_config(
     cells: int,
     every: object,
     weight: object,
-    aggregator: Aggregator | Mapping[str, Any] | None,
+    aggregator: Aggregator | Levels | Mapping[str, Any] | None,
     delay: int | None,
     alpha: float | None,
     client: object,
@@ -70,7 +71,7 @@ def parse_round_config(
             )
         counted = unwrap(optimizers)
         check_stepped(model, counted)
-    if isinstance(aggregator, Aggregator):
+    if isinstance(aggregator, Aggregator | Levels):
         if aggregator.model is not model:
             raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
         for what, value in (("algorithm", algorithm), ("client", client)):
@@ -88,7 +89,7 @@ def parse_round_config(
     config.schedule.check(cells)
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight {weight!r} is not callable; give a function that returns this rank's count")
-    is_private = aggregator.accountant if isinstance(aggregator, Aggregator) else config.options.get("privacy")
+    is_private = aggregator.accountant if isinstance(aggregator, Aggregator | Levels) else config.options.get("privacy")
     if weight is not None and is_private is not None:
         raise ConfigError(
             "privacy counts all cells alike, since weights tell about the data; leave weight out (federation.weight: "
@@ -127,7 +128,7 @@ def validate_round_config(
 def _parse(
     *,
     every: object,
-    aggregator: Aggregator | Mapping[str, Any] | None,
+    aggregator: Aggregator | Levels | Mapping[str, Any] | None,
     delay: int | None,
     alpha: float | None,
     client: object,
@@ -136,7 +137,7 @@ def _parse(
     """Parse what needs neither a model nor the cells."""
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
     schedule = schedule_of(preset.get("every") if every is None else every)
-    if not isinstance(aggregator, Aggregator):
+    if not isinstance(aggregator, Aggregator | Levels):
         if not isinstance(aggregator, Mapping | None):
             raise ConfigError(
                 f"aggregator must be an Aggregator or a mapping of its options, got {aggregator!r}; give either"
@@ -158,7 +159,7 @@ def _parse(
         preset.get("alpha") if alpha is None else alpha,
     )
     _check_delay(config, aggregator)
-    fragments = aggregator.fragments if isinstance(aggregator, Aggregator) else options.get("fragments", 1)
+    fragments = aggregator.fragments if isinstance(aggregator, Aggregator | Levels) else options.get("fragments", 1)
     if config.schedule.has_threshold and fragments != 1:
         raise ConfigError(
             f"schedule {config.schedule} looks at the whole model, but fragments is {fragments}; leave one of them out"
@@ -174,8 +175,6 @@ def _parse(
 def _check_keywords(options: Mapping[str, Any]) -> None:
     """Check the names of an aggregator's keywords."""
     if "levels" in options:
-        from xffl.aggregation.hierarchical import read_levels
-
         read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
         return
     parameters = inspect.signature(Aggregator).parameters.values()
@@ -219,7 +218,7 @@ def _check_delay(config: RoundConfig, aggregator: object) -> None:
     if not delay:
         return
     overlaps = config.options.get("overlap", "levels" not in config.options)
-    if not (aggregator.overlaps if isinstance(aggregator, Aggregator) else overlaps):
+    if not (aggregator.overlaps if isinstance(aggregator, Aggregator | Levels) else overlaps):
         raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, and without levels")
     if config.client is not None:
         raise ConfigError(

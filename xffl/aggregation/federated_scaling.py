@@ -29,6 +29,7 @@ from xffl.aggregation.contributions import (
 )
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.global_model import digest_of
+from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -105,7 +106,7 @@ class FederatedScaling:
         every: int | str | Mapping[str, Any] | Schedule | None = None,
         weight: Callable[[], float] | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
-        aggregator: Aggregator | Mapping[str, Any] | None = None,
+        aggregator: Aggregator | Levels | Mapping[str, Any] | None = None,
         delay: int | None = None,
         alpha: float | None = None,
         client: str | Mapping[str, Any] | Client | None = None,
@@ -139,8 +140,8 @@ class FederatedScaling:
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
-        self._is_own = not isinstance(aggregator, Aggregator)
-        self._aggregator = aggregator if isinstance(aggregator, Aggregator) else None
+        self._is_own = isinstance(aggregator, Mapping | None)
+        self._aggregator = None if isinstance(aggregator, Mapping | None) else aggregator
         self._handles: list[RemovableHandle] = []
         self._is_entered = False
         self._report: RoundReport | None = None
@@ -156,7 +157,7 @@ class FederatedScaling:
         self._since = self._target = 0
 
     @property
-    def aggregator(self) -> Aggregator:
+    def aggregator(self) -> Aggregator | Levels:
         """The aggregator that runs the rounds.
 
         :raises StateError: outside the ``with`` block, if none was given.
@@ -208,11 +209,7 @@ class FederatedScaling:
                 set_up(client, self._model, self._optimizers, options.get("policies"))
             if client is not None and client.extra is not None:
                 options["extra"] = client.extra
-            kind: type[Aggregator] = Aggregator
-            if "levels" in options:
-                from xffl.aggregation.hierarchical import Levels
-
-                kind = Levels
+            kind = Levels if "levels" in options else Aggregator
             self._aggregator = kind(self._model, self._state, **options)
             if saved is not None:
                 self._aggregator.load_state_dict(saved)
@@ -525,7 +522,7 @@ class _DelayedRound:
 
     def start(
         self,
-        aggregator: Aggregator,
+        aggregator: Aggregator | Levels,
         tracker: ContributionTracker,
         weigh: Callable[[], float] | None,
         step_seconds: float,
@@ -535,7 +532,7 @@ class _DelayedRound:
         pending = aggregator.aggregate_async(weigh, alpha=self._alpha, steps=steps, seconds=step_seconds)
         self._under_way = pending, tracker.snapshot(fragment)
 
-    def merge(self, aggregator: Aggregator, tracker: ContributionTracker) -> tuple[Snapshot, RoundReport]:
+    def merge(self, aggregator: Aggregator | Levels, tracker: ContributionTracker) -> tuple[Snapshot, RoundReport]:
         assert self._under_way is not None, "the caller has asked"
         pending, snapshot = self._under_way
         try:
@@ -549,7 +546,7 @@ class _DelayedRound:
                 self._under_way = None
         return snapshot, report
 
-    def discard(self, aggregator: Aggregator, tracker: ContributionTracker) -> None:
+    def discard(self, aggregator: Aggregator | Levels, tracker: ContributionTracker) -> None:
         assert self._under_way is not None, "the caller has asked"
         aggregator.discard()  # waits; interrupted, the round is still under way
         tracker.rollback(self._under_way[1])

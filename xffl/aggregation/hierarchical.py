@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
@@ -46,8 +46,8 @@ class _Stage:
     is_apart: bool = False  # whether these units were left different at the end, since their last round was rejected
 
 
-class Levels(Aggregator):
-    r"""An aggregator whose rounds climb several levels, for :class:`xffl.FederatedScaling` or a loop of one's own.
+class Levels:
+    r"""Aggregators of several levels, called like one by :class:`xffl.FederatedScaling` or a loop of one's own.
 
     Making one is collective over the world, and so is :meth:`close`, which gives its process groups back. A round is
     collective over the ranks that meet in it: a facility that is ahead of the others waits for them only where it meets
@@ -84,6 +84,10 @@ class Levels(Aggregator):
     :raises ConfigError: if the levels or an option are invalid; on all ranks alike.
     """
 
+    # What an aggregator tells of itself: each round is of the whole model, and is waited for.
+    fragments, next_fragment, overlaps = 1, 0, False
+    accountant = under_way = None
+
     def __init__(
         self, model: nn.Module, state: DistributedState, levels: Sequence[Level | Mapping[str, Any]], **options: Any
     ) -> None:
@@ -94,11 +98,12 @@ class Levels(Aggregator):
             given = read_levels(levels, options)
             worlds = worlds_of(base, [level.groups for level in given[1:]], dist.get_rank())
             share([(level.every, level.groups) for level in given])
+        self.model = model
         self._scopes = [make_scope(state, topology, first) for topology, first in worlds]
         self._stages: list[_Stage] = []
         try:
-            for level, scope in zip(given, self._scopes, strict=True):
-                self._stages.append(self._make(model, level, scope, options))
+            for number, (level, scope) in enumerate(zip(given, self._scopes, strict=True)):
+                self._stages.append(_make_stage(number, model, level, scope, options))
         except XfflError:
             self._destroy()
             raise
@@ -108,21 +113,24 @@ class Levels(Aggregator):
         self._has_ended = False
         self._reports: list[RoundReport | None] = [None] * len(given)
 
-    def _make(self, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:
-        """Make the aggregator of one level; collective over the world."""
-        number, keywords = len(self._stages), {**options, **level.options}
-        aggregator: Aggregator = self  # this object runs the rounds of the lowest level itself
-        # Other parts of the world may have made theirs when one fails here.
-        with run_on_all_ranks(f"aggregators of level {number}"):
-            try:
-                if not number:
-                    super().__init__(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-                else:
-                    aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
-            except XfflError as wrong:
-                raise type(wrong)(f"{wrong}{_where(number, scope)}") from wrong
-        at = scope.topology.coordinates(scope.rank)
-        return _Stage(aggregator, level.every, at.cell, at.local_rank == 0)
+    @property
+    def _lowest(self) -> Aggregator:
+        return self._stages[0].aggregator
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the lowest level that have taken place."""
+        return self._lowest.rounds
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has given the process groups back."""
+        return self._lowest.is_closed
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a failed round may have left different weights on different ranks."""
+        return self._lowest.is_torn
 
     @property
     def reports(self) -> tuple[RoundReport | None, ...]:
@@ -138,6 +146,20 @@ class Levels(Aggregator):
         is_out_of_step = any(stage.aggregator.is_out_of_step for stage in self._stages)
         return not (self.is_torn or self._has_ended or is_out_of_step)
 
+    def check(self) -> None:
+        """Raise RoundError while the model is inconsistent, as :meth:`xffl.Aggregator.check`; local."""
+        self._lowest.check()
+
+    def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
+        """Run a round of the lowest level and of all that are due above, as :meth:`xffl.Aggregator.aggregate`."""
+        report = self.participate(RoundInput(weight, steps=steps))
+        assert report is not None, "a rank that has not finished always gets a round"
+        return report
+
+    def aggregate_async(self, *args: Any, **options: Any) -> PendingRound:
+        """Raise StateError: rounds of several levels are waited for."""
+        return self._lowest.aggregate_async(*args, **options)
+
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run a round of the lowest level, and of each level above that is due then.
 
@@ -147,7 +169,7 @@ class Levels(Aggregator):
         """
         if least_divergence is not None:
             raise StateError("levels meet after a number of rounds; give a schedule without a threshold")
-        self._check_free()
+        self._lowest.check_free()
         self._reports = [None] * len(self._stages)
         self._has_ended = False
         asked, weight = self._taken, given.weight
@@ -201,7 +223,7 @@ class Levels(Aggregator):
         """Take part in a round of one level, and note what it means for the others."""
         stage = self._stages[number]
         try:
-            report = Aggregator.participate(stage.aggregator, given)  # of the lowest level not this class's own
+            report = stage.aggregator.participate(given)
         except XfflError as error:
             if stage.aggregator.all_finished:
                 stage.is_over = stage.is_apart = True
@@ -227,10 +249,13 @@ class Levels(Aggregator):
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
 
+    def discard(self) -> None:
+        """Leave all as it is: no round is ever under way."""
+
     def close(self) -> None:
         """Give the process groups back; the levels cannot be used afterwards. Collective over the world."""
-        self._check_free()
-        self.is_closed = True
+        self._lowest.check_free()
+        self._lowest.is_closed = True
         barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
@@ -257,7 +282,7 @@ class Levels(Aggregator):
             }
             for stage in self._stages[1:]
         ]
-        return {**super().state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
+        return {**self._lowest.state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
@@ -276,13 +301,26 @@ class Levels(Aggregator):
                     f"the state is that of a level {number} which meets every {every} rounds of the level below, and "
                     f"this one meets every {stage.every}; resume with the same levels"
                 )
-        super().load_state_dict({part: value for part, value in state.items() if part != "above"})
+        self._lowest.load_state_dict({part: value for part, value in state.items() if part != "above"})
         for stage, saved in zip(self._stages[1:], above, strict=True):
             stage.aggregator.load_state_dict(saved["aggregator"])
             stage.since, stage.count = int(saved["since"]), float(saved["count"])
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
         self._taken, self._steps_taken = map(float, state["taken"])
+
+
+def _make_stage(number: int, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:
+    """Make the aggregator of one level; collective over the world."""
+    keywords = {**options, **level.options}
+    # Other parts of the world may have made theirs when one fails here.
+    with run_on_all_ranks(f"aggregators of level {number}"):
+        try:
+            aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
+        except XfflError as wrong:
+            raise type(wrong)(f"{wrong}{_where(number, scope)}") from wrong
+    at = scope.topology.coordinates(scope.rank)
+    return _Stage(aggregator, level.every, at.cell, at.local_rank == 0)
 
 
 def _where(number: int, scope: RoundScope) -> str:
