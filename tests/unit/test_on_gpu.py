@@ -16,11 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
 from xffl.aggregation.aggregator import work_on
-from xffl.aggregation.background import Background
 from xffl.aggregation.contributions import StepTimer
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
-from xffl.aggregation.report import RoundProfile
+from xffl.aggregation.report import Background, RoundProfile
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import process_group

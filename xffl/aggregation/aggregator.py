@@ -15,7 +15,6 @@ from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
-from xffl.aggregation.background import Background, PendingRound
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
@@ -51,7 +50,7 @@ from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
-from xffl.aggregation.report import RoundProfile, RoundReport
+from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
 from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
