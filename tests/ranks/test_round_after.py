@@ -182,8 +182,11 @@ def wrong_words(rank: int, world_size: int) -> None:
     model = linear(8)
     aggregator = xffl.Aggregator(model, state, overlap=True)
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("steps None is no number", lambda: aggregator.aggregate(1.0, steps=None if rank else 2.0)),  # type: ignore[arg-type]
-        ("steps nan is negative or not finite", lambda: aggregator.aggregate(1.0, steps=float("nan") if rank else 2.0)),
+        ("steps must be .* >= 0, got None", lambda: aggregator.aggregate(1.0, steps=None if rank else 2.0)),  # type: ignore[arg-type]
+        (
+            "steps must be .* >= 0, got nan",
+            lambda: aggregator.aggregate(1.0, steps=float("nan") if rank else 2.0),
+        ),
         (
             "alpha must be a number >= 0 and < 1, got 1.0",
             lambda: aggregator.aggregate_async(1.0, alpha=1.0 if rank else 0.5).merge(),
@@ -192,7 +195,10 @@ def wrong_words(rank: int, world_size: int) -> None:
             "alpha must be a number >= 0 and < 1, got 'x'",
             lambda: aggregator.aggregate_async(1.0, alpha="x" if rank else 0.5).merge(),
         ),  # type: ignore[arg-type]
-        ("seconds -1.0 is neg", lambda: aggregator.aggregate_async(1.0, seconds=-1.0 if rank else 0.5).merge()),
+        (
+            "seconds .*, got -1.0",
+            lambda: aggregator.aggregate_async(1.0, seconds=-1.0 if rank else 0.5).merge(),
+        ),
     ]
     for told, call in calls:
         start = time.monotonic()

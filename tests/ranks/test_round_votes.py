@@ -96,14 +96,14 @@ def drop_cell(rank: int, world_size: int) -> None:
 
 
 WEIGHTS: list[tuple[str, Callable[[int], Any], tuple[str, ...]]] = [
-    ("negative", lambda rank: -1.0, ("ConfigError", "-1.0", "negative or not finite")),
+    ("negative", lambda rank: -1.0, ("ConfigError", "weight must be a number >= 0, got -1.0")),
     ("negative on one rank", lambda rank: -1.0 if rank == 1 else 1.0, ("ConfigError", "-1.0")),
     ("nan", lambda rank: float("nan"), ("ConfigError", "nan")),
     ("infinite on one rank", lambda rank: float("inf") if rank == 2 else 1.0, ("ConfigError", "inf")),
     ("all zero", lambda rank: 0.0, ("ConfigError", "all cells are 0")),
-    ("a string", lambda rank: "3", ("ConfigError", "'3' is no number")),
-    ("a bool", lambda rank: True, ("ConfigError", "True is no number")),
-    ("a tensor of two", lambda rank: torch.ones(2), ("ConfigError", "is no number")),
+    ("a string", lambda rank: "3", ("ConfigError", "must be a number >= 0, got '3'")),
+    ("a bool", lambda rank: True, ("ConfigError", "must be a number >= 0, got True")),
+    ("a tensor of two", lambda rank: torch.ones(2), ("ConfigError", "must be a number >= 0")),
     ("none on some ranks", lambda rank: None if rank == 0 else 1.0, ("ConfigError", "[0] gave no weight")),
     ("an overflowing sum", lambda rank: 1.7e308, ("ConfigError", "no finite sum")),
 ]

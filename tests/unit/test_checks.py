@@ -15,7 +15,7 @@ from xffl.aggregation.algorithms.combiners import GeometricMedian, MultiKrum
 from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup, schedule_of
 from xffl.aggregation.bench import Effort
 from xffl.aggregation.compression import Blockwise
-from xffl.aggregation.config import validate_round_config
+from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.hierarchical import read_levels
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
@@ -80,9 +80,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "validation": lambda two: batches(validation_loader(Noisy(range(40)), WORLD, 1, batch_size=two, seed=two)),
     "loader's state": lambda two: CellLoader(DATA, WORLD, 1, batch_size=two, seed=two).state_dict(),
     "schedules": lambda two: (schedule_of(two), EveryEpochs(two, (two, 3)), PerCell([two, 3]), Warmup(two, two, two)),
-    "plan": lambda two: validate_round_config(
-        every=3, algorithm=None, delay=two, alpha=None, client=None, aggregator={}
-    ),
+    "plan": lambda two: validate_round_config(RoundArguments(3, {}, two, None, None, None)),
     "federation": lambda two: to_plain(FederationConfig(every=two)),
     "delay": lambda two: to_plain(FederationConfig(every=3, delay=two)),
     "aggregator": lambda two: plain_options(bucket_bytes=two, fragments=two),

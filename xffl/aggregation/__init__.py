@@ -1,4 +1,4 @@
-"""What happens in a round: plan, exchange, vote, and the rounds in a training loop.
+"""Rounds: plan, exchange, vote, and the rounds in a training loop.
 
 The names below are imported when they are first used, so that the registry of algorithms needs no torch.
 """

@@ -15,15 +15,13 @@ from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
-from xffl.aggregation.compression import Codec
+from xffl.aggregation.compression import Codec, ResidualStore
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
-    AFRESH,
     Outcome,
     PreparedRound,
     RoundCoordinator,
     RoundInput,
-    RoundPhase,
     checked_number,
     checked_weight,
     count_inconsistent,
@@ -180,7 +178,7 @@ class Aggregator:
         scope, self._options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._device = transfer_device(scope.state)
-        self._exchange, self._plan = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
+        self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._arithmetic = arithmetic_of(self._device)
@@ -274,7 +272,7 @@ class Aggregator:
                 raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
             if not given.is_absent:
                 weight = given.weight
-                count = 1.0 if weight is None else checked_weight(weight() if callable(weight) else weight)
+                count = 1.0 if weight is None else checked_weight(weight)
             run = RoundRun(self._exchange, fragment, profile, copy)
         except XfflError as wrong:
             error = wrong
@@ -391,8 +389,7 @@ class Aggregator:
             raise StateError("this aggregator is closed; make another one")
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
-        if self._coordinator.phase is RoundPhase.CUT_OFF:
-            raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
+        self._coordinator.check()
 
     def check(self) -> None:
         """Raise while the model is inconsistent; local.
@@ -414,15 +411,8 @@ class Aggregator:
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         self._forget_if_inconsistent()
-        state: dict[str, Any] = {"rounds": self.rounds, "fragments": self.fragments}
-        exchange = self._exchange
-        if exchange.residuals is not None:
-            state["codecs"] = exchange.residuals.state_dict(self._plan)
-        if exchange.accountant is not None:
-            state["privacy"] = exchange.accountant.state_dict()
-        if exchange.global_model is not None:
-            state["agreed"] = exchange.global_model.state_dict()
-        return state
+        memory = {key: part.state_dict() for key, part in self._memory.items()}
+        return {"rounds": self.rounds, "fragments": self.fragments, **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
@@ -434,15 +424,17 @@ class Aggregator:
         """
         self._check_saved(state)
         self.discard()
-        exchange = self._exchange
-        if exchange.residuals is not None:
-            exchange.residuals.load_state_dict(state["codecs"], self._plan)
-        if exchange.accountant is not None:
-            exchange.accountant.load_state_dict(state["privacy"])
-        if exchange.global_model is not None:
-            exchange.global_model.load_state_dict(state["agreed"])
+        for key, part in self._memory.items():
+            part.load_state_dict(state[key])
         self.rounds = int(state["rounds"])
         self._inconsistent_count = count_inconsistent(self.model)
+
+    @property
+    def _memory(self) -> dict[str, ResidualStore | Accountant | GlobalModel]:
+        """What rounds remember beside the model, by its key in a state dict."""
+        exchange = self._exchange
+        parts = {"codecs": exchange.residuals, "privacy": exchange.accountant, "agreed": exchange.global_model}
+        return {key: part for key, part in parts.items() if part is not None}
 
     def _check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
@@ -456,12 +448,13 @@ class Aggregator:
                 f"the state is that of {fragments} fragments, and this aggregator has {self.fragments}; resume "
                 "with the same"
             )
-        for part, what, is_here in (
-            ("codecs", "what lossy codecs remember", self._exchange.residuals is not None),
-            ("privacy", "what privacy has cost", self._exchange.accountant is not None),
-            ("agreed", "the last agreed model of server, norms or privacy", self._exchange.global_model is not None),
-            ("above", "levels above the lowest", False),
+        for part, what in (
+            ("codecs", "what lossy codecs remember"),
+            ("privacy", "what privacy has cost"),
+            ("agreed", "the last agreed model of server, norms or privacy"),
+            ("above", "levels above the lowest"),
         ):
+            is_here = part in self._memory
             if part in state and not is_here:
                 raise CheckpointError(
                     f"the state holds {what}, which this aggregator was made without; resume with the same options"
@@ -482,10 +475,9 @@ class Aggregator:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
         if (inconsistent_count := count_inconsistent(self.model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
-            if self._exchange.residuals is not None:
-                self._exchange.residuals.forget()
-            if self._exchange.global_model is not None:
-                self._exchange.global_model.forget()
+            for part in (self._exchange.residuals, self._exchange.global_model):
+                if part is not None:
+                    part.forget()
 
     def _conclude(
         self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
@@ -613,8 +605,8 @@ def _make_exchange(
     manifest: Manifest,
     axes: Sequence[Sequence[int]],
     replica_tensors: ReplicaTensors | None,
-) -> tuple[Exchange, str]:
-    """Plan what this rank exchanges; make it and its groups; return it and the text that the plan follows from."""
+) -> Exchange:
+    """Plan what this rank exchanges; make it and its groups."""
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
     bucket_bytes, form = options.bucket_bytes, options.form_of_groups
     items = manifest.items(topology, axes, replica_tensors, least_bytes=bucket_bytes, fragments=options.fragments)
@@ -646,17 +638,14 @@ def _make_exchange(
     entries: list[ModelTensor | None] = [here.get(tensor.name) for tensor in moving]
     reads_late = options.overlap or not options.atomic
     layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
+    # On all ranks or on none, also on one that encodes nothing itself.
+    has_codecs = any(manifest.codecs.values()) and topology.cells > 1
+    residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
     global_model = GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None
     exchange = Exchange(
-        layout,
-        transfers,
-        link,
-        device=device,
-        options=options,
-        global_model=global_model,
-        has_codecs=any(manifest.codecs.values()) and topology.cells > 1,
+        layout, transfers, link, device=device, options=options, global_model=global_model, residuals=residuals
     )
     if global_model is not None:
         global_model.reset_from_model()
         check_start(moving, exchange.own_values(), topology, rank, device, round_groups.world)
-    return exchange, plan
+    return exchange

@@ -567,9 +567,10 @@ class ErrorFeedback:
 class ResidualStore:
     """What lossy codecs carry from round to round on one rank, of all its bucket groups."""
 
-    def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, ErrorFeedback]) -> None:
+    def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, ErrorFeedback], plan: str) -> None:
         self._transfers = tuple(transfers)
         self._feedback = feedback
+        self._plan = plan  # of the exchange that this fits
         self._seeded: set[int] = set()
 
     @property
@@ -590,17 +591,17 @@ class ResidualStore:
         """Return whether a round has made the agreed state that lossy codecs start from."""
         return fragment in self._seeded
 
-    def state_dict(self, plan: str) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return which fragments have an agreed state, and by bucket group its values and the residuals."""
         lanes = {str(self._transfers[place].group.key): one.state_dict() for place, one in self._feedback.items()}
-        return {"plan": plan, "seeded": sorted(self._seeded), "lanes": lanes}
+        return {"plan": self._plan, "seeded": sorted(self._seeded), "lanes": lanes}
 
-    def load_state_dict(self, state: Mapping[str, Any], plan: str) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned on this rank."""
-        if state["plan"] != plan:
+        if state["plan"] != self._plan:
             raise CheckpointError(
-                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({plan}); resume with "
-                "the same model, federation, bucket_bytes, form, rails and codec"
+                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({self._plan}); "
+                "resume with the same model, federation, bucket_bytes, form, rails and codec"
             )
         self.forget()
         for place, feedback in self._feedback.items():

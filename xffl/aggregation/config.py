@@ -23,7 +23,7 @@ from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.zero_view import is_cut
 
-__all__ = ["RoundConfig", "check_stepped", "parse_round_config", "validate_round_config"]
+__all__ = ["RoundArguments", "RoundConfig", "check_stepped", "parse_round_config", "validate_round_config"]
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,24 @@ class RoundConfig:
         return integer(f"steps of schedule {self.schedule} for cell {cell} after {rounds} rounds", steps)
 
 
+@dataclass(frozen=True)
+class RoundArguments:
+    """What rounds are asked for, as :class:`xffl.FederatedScaling` and configurations are given it."""
+
+    every: object
+    aggregator: Aggregator | Levels | Mapping[str, Any] | None
+    delay: int | None
+    alpha: float | None
+    client: object
+    algorithm: object
+
+
 def parse_round_config(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer] | None,
-    *,
-    cells: int,
-    every: object,
-    weight: object,
-    aggregator: Aggregator | Levels | Mapping[str, Any] | None,
-    delay: int | None,
-    alpha: float | None,
-    client: object,
-    algorithm: object,
+    model: nn.Module, optimizers: Sequence[Optimizer] | None, asked: RoundArguments, *, cells: int, weight: object
 ) -> RoundConfig:
     """Parse and check the arguments, those of an algorithm where nothing was given; local."""
     counted: list[Optimizer] = []
+    aggregator = asked.aggregator
     if optimizers is not None:
         if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
             shown = optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -74,13 +77,13 @@ def parse_round_config(
     if isinstance(aggregator, Aggregator | Levels):
         if aggregator.model is not model:
             raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
-        for what, value in (("algorithm", algorithm), ("client", client)):
+        for what, value in (("algorithm", asked.algorithm), ("client", asked.client)):
             if value is not None:
                 raise ConfigError(
                     f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} "
                     "instead of one that is made already"
                 )
-    config = _parse(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm)
+    config = _parse(asked)
     if config.client is not None and not counted:
         raise ConfigError(
             f"client {config.client} changes gradients in the optimizer's step, but optimizer is None; give the "
@@ -98,45 +101,31 @@ def parse_round_config(
     return replace(config, optimizers=tuple(counted))
 
 
-def validate_round_config(
-    *,
-    every: object,
-    aggregator: Mapping[str, Any],
-    delay: int | None,
-    alpha: float | None,
-    client: object,
-    algorithm: object,
-) -> None:
+def validate_round_config(asked: RoundArguments) -> None:
     """Check the arguments of :func:`parse_round_config` that a configuration holds, before there is a model; local.
 
     An algorithm's options, and how they go with the rest, are left to that function: to make an algorithm's server
     optimizer takes slow imports.
     """
-    if algorithm is None:
-        _parse(every=every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=None)
+    if asked.algorithm is None:
+        _parse(asked)
         return
-    entry, _ = registry.find_algorithm(algorithm)
-    schedule = schedule_of(entry.scaling.get("every") if every is None else every)
-    _check_keywords(aggregator)
-    if delay is not None:
-        _parse_delay(delay, schedule)
-    check_merge(alpha)
-    if client is not None:
-        registry.make("client", client)
+    entry, _ = registry.find_algorithm(asked.algorithm)
+    schedule = schedule_of(entry.scaling.get("every") if asked.every is None else asked.every)
+    assert isinstance(asked.aggregator, Mapping), "a configuration makes no aggregator"
+    _check_keywords(asked.aggregator)
+    if asked.delay is not None:
+        _parse_delay(asked.delay, schedule)
+    check_merge(asked.alpha)
+    if asked.client is not None:
+        registry.make("client", asked.client)
 
 
-def _parse(
-    *,
-    every: object,
-    aggregator: Aggregator | Levels | Mapping[str, Any] | None,
-    delay: int | None,
-    alpha: float | None,
-    client: object,
-    algorithm: object,
-) -> RoundConfig:
+def _parse(asked: RoundArguments) -> RoundConfig:
     """Parse what needs neither a model nor the cells."""
+    aggregator, algorithm = asked.aggregator, asked.algorithm
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
-    schedule = schedule_of(preset.get("every") if every is None else every)
+    schedule = schedule_of(preset.get("every") if asked.every is None else asked.every)
     if not isinstance(aggregator, Aggregator | Levels):
         if not isinstance(aggregator, Mapping | None):
             raise ConfigError(
@@ -149,14 +138,14 @@ def _parse(
             )
         options = {**options, **(aggregator or {})}
         _check_keywords(options)
-    if client is not None and "client" in preset:
+    if asked.client is not None and "client" in preset:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
     config = RoundConfig(
         schedule,
-        preset.get("client") if client is None else registry.make("client", client),
+        preset.get("client") if asked.client is None else registry.make("client", asked.client),
         options,
-        _parse_delay(preset.get("delay", 0) if delay is None else delay, schedule),
-        preset.get("alpha") if alpha is None else alpha,
+        _parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
+        preset.get("alpha") if asked.alpha is None else asked.alpha,
     )
     _check_delay(config, aggregator)
     fragments = aggregator.fragments if isinstance(aggregator, Aggregator | Levels) else options.get("fragments", 1)

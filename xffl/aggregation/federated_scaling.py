@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from xffl.aggregation.aggregator import Aggregator, PendingRound, check_given
 from xffl.aggregation.algorithms.clients import Client, check_step, set_up
 from xffl.aggregation.algorithms.schedules import Schedule
-from xffl.aggregation.config import RoundConfig, check_stepped, parse_round_config
+from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, parse_round_config
 from xffl.aggregation.contributions import (
     ContributionTracker,
     NormalizedSteps,
@@ -119,18 +119,8 @@ class FederatedScaling:
             convert=lambda error: ConfigError(f"the arguments cannot be read: {type(error).__name__}: {error}"),
         ) as tell:
             check_given(model, state)
-            config = parse_round_config(
-                model,
-                optimizers,
-                cells=state.topology.cells,
-                every=every,
-                aggregator=aggregator,
-                algorithm=algorithm,
-                weight=weight,
-                client=client,
-                delay=delay,
-                alpha=alpha,
-            )
+            asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
+            config = parse_round_config(model, optimizers, asked, cells=state.topology.cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None:
                 self._over_files = _file_round(model, state, config, aggregator, algorithm)
@@ -377,7 +367,7 @@ class FederatedScaling:
             convert=lambda error: RoundError(f"the weight cannot be read: {type(error).__name__}: {error}"),
         ):
             if self._weight is not None:
-                self._tracker.add_count(checked_weight(self._weight()))
+                self._tracker.add_count(checked_weight(self._weight))
         weight = 0.0 if not self._tracker.is_waiting(0) else None if self._weight is None else self._tracker.count(0)
         over_files.end(weight, self._tracker.effort(0))
         self._tracker.commit(self._tracker.snapshot(0))
@@ -496,7 +486,7 @@ class FederatedScaling:
     def _count(self) -> float:
         """Return the count since the last round of the fragment that the next round moves."""
         assert self._weight is not None, "asked for only where there is one"
-        self._tracker.add_count(checked_weight(self._weight()))
+        self._tracker.add_count(checked_weight(self._weight))
         return self._tracker.count(self.aggregator.next_fragment)
 
 

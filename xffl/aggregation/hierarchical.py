@@ -176,7 +176,7 @@ class Levels:
 
         def count() -> float:
             nonlocal asked
-            asked = checked_weight(weight() if callable(weight) else weight)
+            asked = checked_weight(weight)
             return max(0.0, asked - self._taken)
 
         # After an error above, the lowest level has taken some of what it is told again.

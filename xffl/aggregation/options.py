@@ -1,4 +1,4 @@
-"""What an aggregator may be asked for."""
+"""Options of an aggregator, and which of them go together."""
 
 from __future__ import annotations
 

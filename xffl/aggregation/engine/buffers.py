@@ -1,4 +1,4 @@
-"""Where a rank's elements lie: the model's tensors as views, read and written bucket by bucket."""
+"""Buffers of a round, and views of a rank's elements in the model, read and written bucket by bucket."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ dict is loaded.
 from __future__ import annotations
 
 import math
-import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,18 +28,17 @@ from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, V
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
+from xffl.checks import number
 from xffl.distributed.consistency import check_consistent, control_device
-from xffl.errors import ConfigError, RoundError, TornError, XfflError
+from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
-    "AFRESH",
     "InconsistentModel",
     "Outcome",
     "PreparedRound",
     "RoundCoordinator",
     "RoundInput",
-    "RoundPhase",
     "checked_number",
     "checked_weight",
     "count_inconsistent",
@@ -94,19 +92,16 @@ def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[
 
 
 def checked_weight(weight: object) -> float:
-    """Return a rank's count as a float; see :func:`checked_number`."""
-    return checked_number("weight", weight, "give this rank's count of samples or tokens, or None")
+    """Return a rank's count, or what a function returns for it, as a float; see :func:`checked_number`."""
+    count = weight() if callable(weight) else weight
+    return checked_number("weight", count, "give this rank's count of samples or tokens, or None")
 
 
-def checked_number(what: str, value: object, knob: str) -> float:
+def checked_number(what: str, value: object, hint: str) -> float:
     """Return a real number or a tensor of one element as a float; raise ConfigError unless it is finite and >= 0."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ConfigError(f"{what} {value!r} is no number; {knob}")
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{what} {value} is negative or not finite; {knob}")
-    return float(value)
+    return number(what, value, 0.0, hint=hint)
 
 
 def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
@@ -241,10 +236,10 @@ class RoundCoordinator:
     def _group(self) -> dist.ProcessGroup | None:
         return self._round_groups.world
 
-    @property
-    def phase(self) -> RoundPhase:
-        """How far this rank is in a round."""
-        return self._phase
+    def check(self) -> None:
+        """Raise StateError where a vote was cut off; local."""
+        if self._phase is RoundPhase.CUT_OFF:
+            raise StateError(f"a vote of this aggregator was cut off, so the ranks are out of step; {AFRESH}")
 
     @property
     def is_out_of_step(self) -> bool:

@@ -78,7 +78,7 @@ class Exchange:
         device: torch.device,
         options: Options,
         global_model: GlobalModel | None,
-        has_codecs: bool,
+        residuals: ResidualStore | None,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
         self.device, self.atomic = device, options.atomic
@@ -93,8 +93,7 @@ class Exchange:
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = Pool(0, device)
         self.staging = StagingBuffers(layout, device, atomic=options.atomic)
-        # On all ranks or on none, also on one that encodes nothing itself.
-        self.residuals = ResidualStore(transfers, link.feedback) if has_codecs else None
+        self.residuals = residuals
 
     @property
     def needs_one_arithmetic(self) -> bool:
@@ -177,8 +176,7 @@ class RoundRun:
         buffers = RoundBuffers(self._exchange.staging, transfers, pauses, copy)
         for transfer in transfers if self._exchange.compares_models else ():
             if any(map(transfer.is_sent_here, transfer.buckets)):
-                is_encoded = transfer.codec is not None and self._is_encoding
-                link.reserve_rows(transfer, torch.float32 if is_encoded else transfer.dtype)
+                link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
         link.reserve(transfers)
         rows = [
             aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.cell_group.size()
@@ -371,9 +369,7 @@ class RoundRun:
         if self._link.cell == 0:
             with self.profile.capture_failure("weigh"):
                 for transfer, bucket in self._sent():
-                    is_encoded = transfer.codec is not None and self._is_encoding
-                    rows = self._link.rows_of(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
-                    add_distances(rows, context.cells, table)
+                    add_distances(self._link.rows_of(transfer, bucket), context.cells, table)
         table = table.to(control_device(groups.world))
         if self._link.cell == 0 and groups.cell is not None:
             dist.all_reduce(table, group=groups.cell)

@@ -1,4 +1,4 @@
-"""Where rounds take place, the process groups that they use, and the messages on these: values and statuses."""
+"""Scopes and process groups of rounds, and the messages on these: values and statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves in a round, and between whom: pure arithmetic, computed once, the same on all ranks.
+"""The plan of a round, what moves between whom: pure arithmetic, computed once, the same on all ranks.
 
 A tensor's elements stand in one canonical order (row-major, the axis it is cut along first). Every cell cuts that order
 into parts of equal length, one for each shard; the *common refinement* of all cells' cuts is a list of intervals, each

@@ -275,7 +275,7 @@ def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
     tensor = entry.tensor()
     if not isinstance(tensor, DTensor):
         return REPLICATED
-    knob = "shard it with xffl.shard, or over the state's own mesh, or tell the state the cell_shape"
+    hint = "shard it with xffl.shard, or over the state's own mesh, or tell the state the cell_shape"
     cuts = cuts_of(tensor)
     if not cuts:
         return REPLICATED
@@ -283,17 +283,17 @@ def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
     if len(cuts) > 1 or type(place) is not Shard:
         raise ConfigError(
             f"tensor {entry.name!r} has placements {tensor.placements}; a round takes tensors cut along one axis of "
-            f"one mesh dimension; {knob}"
+            f"one mesh dimension; {hint}"
         )
     parts, part = tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
     if (parts, part) != (shards, at.shard):
         raise ConfigError(
             f"tensor {entry.name!r} is part {part} of {parts} here, but the state says shard {at.shard} of {shards}; "
-            f"{knob}"
+            f"{hint}"
         )
     axis = place.dim
     if entry.elements(axis).numel() != _chunk_numel(entry, axis, shards, at.shard):
-        raise ConfigError(f"tensor {entry.name!r} is cut unevenly along axis {axis}, not as torch.chunk does; {knob}")
+        raise ConfigError(f"tensor {entry.name!r} is cut unevenly along axis {axis}, not as torch.chunk does; {hint}")
     return axis
 
 
@@ -304,14 +304,11 @@ def _chunk_numel(entry: ModelTensor, axis: int, shards: int, shard: int) -> int:
     return last - first
 
 
-WHOLE: tuple[tuple[str, int, int], ...] = ()  # the key of a tensor that is not cut
-
-
 class TensorPlacement(NamedTuple):
     """What a shard holds of a tensor."""
 
     axis: int  # the axis, where this is the shard's chunk along it; REPLICATED for all, else BY_PARTS
-    # placement, parts and part along each mesh dimension that cuts it: equal keys are equal elements
+    # placement, parts and part along each mesh dimension that cuts it, if any: equal keys are equal elements
     key: tuple[tuple[str, int, int], ...]
     numel: int  # number of elements
 
@@ -353,20 +350,20 @@ def describe_rank_tensors(
 def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:
     tensor = entry.tensor()
     if entry.policy == "local" or not isinstance(tensor, DTensor):
-        return TensorPlacement(REPLICATED, WHOLE, prod(entry.real_shape))
+        return TensorPlacement(REPLICATED, (), prod(entry.real_shape))
     cuts, mesh = cuts_of(tensor), tensor.device_mesh
     numel, at = entry.elements(0).numel(), mesh.get_coordinate()
-    knob = "shard it over the ranks of one replica, as the state's cell_shape says"
+    hint = "shard it over the ranks of one replica, as the state's cell_shape says"
     if at is None or any(place.is_partial() for _, place in cuts):
-        raise ConfigError(f"tensor {entry.name!r} has placements {tensor.placements} on {mesh}; {knob}")
+        raise ConfigError(f"tensor {entry.name!r} has placements {tensor.placements} on {mesh}; {hint}")
     if not cuts:
-        return TensorPlacement(REPLICATED, WHOLE, numel)
+        return TensorPlacement(REPLICATED, (), numel)
     dims = {dim for dim, _ in cuts}
     ranks = mesh.mesh[tuple(slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim))].flatten().tolist()
     if not set(ranks) <= set(replica):
         raise ConfigError(
             f"tensor {entry.name!r} with placements {tensor.placements} is cut over ranks {ranks}, but the replica "
-            f"here has ranks {list(replica)}; {knob}"
+            f"here has ranks {list(replica)}; {hint}"
         )
     key = tuple((str(place), mesh.size(dim), at[dim]) for dim, place in cuts)
     dim, place = cuts[0]
@@ -479,7 +476,7 @@ class Manifest:
         for key, policy in policies.items():
             if policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
-        entries: dict[str, ModelTensor] = {}
+        entries: list[ModelTensor] = []
         used: set[Pattern] = set()
         ties = ties_of(model)
         for name, module, leaf, tensor in tensors_of(model):
@@ -490,13 +487,18 @@ class Manifest:
             else:  # a plain codec is for what trains; a buffer has to be named
                 codec_name = "none" if leaf in module._buffers else codecs[""]
             codec_name = codec_name if policy == "average" else "none"
-            _add(entries, name, policy, codec_name, module, leaf, tensor)
+            entries.append(_entry(name, policy, codec_name, module, leaf, tensor))
         self._patterns = [("policies", pattern) for pattern in policies] + [("codecs", pattern) for pattern in codecs]
         # On a stage of a pipeline a pattern may be for tensors of another stage: check_patterns() decides.
         self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
-            _add(entries, f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True)
-        self.entries: tuple[ModelTensor, ...] = tuple(entries[name] for name in sorted(entries))
+            entries.append(_entry(f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True))
+        self.entries = tuple(sorted(entries, key=operator.attrgetter("name")))
+        for one, other in itertools.pairwise(self.entries):
+            if one.name == other.name:
+                raise ConfigError(
+                    f"two tensors are called {one.name!r} without the wrappers {sorted(WRAPPERS)}; rename one"
+                )
         self._roots = (model,) if extra is None else (model, extra)
         self._places = self._of_roots(_places)
         self._module_names = self._look_up_names()
@@ -621,24 +623,15 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
 
 
-def _add(
-    entries: dict[str, ModelTensor],
-    name: str,
-    policy: str,
-    codec: str,
-    module: nn.Module,
-    leaf: str,
-    tensor: torch.Tensor,
-    *,
-    is_extra: bool = False,
-) -> None:
+def _entry(
+    name: str, policy: str, codec: str, module: nn.Module, leaf: str, tensor: torch.Tensor, *, is_extra: bool = False
+) -> ModelTensor:
     check_tensor(name, policy, tensor)
-    if name in entries:
-        raise ConfigError(f"two tensors are called {name!r} without the wrappers {sorted(WRAPPERS)}; rename one")
     is_buffer = leaf in module._buffers
     is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
-    shape = tuple(tensor.shape)
-    entries[name] = ModelTensor(name, policy, codec, shape, tensor.dtype, is_buffer, is_stepped, module, leaf)
+    return ModelTensor(
+        name, policy, codec, tuple(tensor.shape), tensor.dtype, is_buffer, is_stepped, module=module, leaf=leaf
+    )
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""How a bucket gets from cell to cell: as it is, masked or encoded; in one hop or two."""
+"""Transport of a bucket from cell to cell: as it is, masked or encoded; in one hop or two."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Link:
         self.combiner, self.masker, self.progress = combiner, masker, progress
         self._device = device
         self._needed: dict[tuple[int, ...], int] = {}
-        self._gathered: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._gathered: dict[int, torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         self.feedback = {
@@ -84,16 +84,17 @@ class Link:
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
 
-    def reserve_rows(self, transfer: GroupTransfer, dtype: torch.dtype) -> None:
+    def reserve_rows(self, transfer: GroupTransfer, *, is_encoded: bool) -> None:
         """Make a row for each cell's values of a group: as large as the cells' shards together; local."""
-        if (transfer.number, dtype) not in self._gathered:
+        dtype = torch.float32 if is_encoded else transfer.dtype
+        if transfer.number not in self._gathered or self._gathered[transfer.number].dtype != dtype:
             with torch.inference_mode(False):
                 rows = torch.empty(self.cells, transfer.group.numel, dtype=dtype, device=self._device)
-            self._gathered[transfer.number, dtype] = rows
+            self._gathered[transfer.number] = rows
 
-    def rows_of(self, transfer: GroupTransfer, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+    def rows_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket's rows, ``[cells, elements]``."""
-        return self._gathered[transfer.number, dtype][:, bucket.start : bucket.stop]
+        return self._gathered[transfer.number][:, bucket.start : bucket.stop]
 
     def pause(self, transfer: GroupTransfer) -> int:
         """Return for how many buckets :meth:`CrossCellTransport.exchange` pauses in all."""
@@ -175,11 +176,10 @@ class CrossCellTransport:
 
     def combine_gathered(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
         """Combine what :meth:`gather` has kept of a bucket; local."""
-        is_encoded = self.is_encoded(transfer)
-        rows = self.link.rows_of(transfer, bucket, torch.float32 if is_encoded else transfer.dtype)
+        rows = self.link.rows_of(transfer, bucket)
         values = [rows[cell] for cell in self.context.source_cells(transfer.group)]
         with self.profile.capture_failure("combine"):
-            if is_encoded:
+            if self.is_encoded(transfer):
                 mean = self.link.scratch[-1, : out.numel()]
                 self.combine(transfer, values, mean, is_fused=False)
                 self.link.feedback[transfer.number].advance(bucket, mean, out)
@@ -413,7 +413,7 @@ class GatheredValues(ExactValues):
     """A bucket's values, of which those of all cells are kept."""
 
     def _prepare(self) -> None:
-        rows = self.link.rows_of(self.transfer, self.bucket, self.transfer.dtype)
+        rows = self.link.rows_of(self.transfer, self.bucket)
         with self.transport.profile.capture_failure("pack"):
             rows[self.here].copy_(self.values)
         self.send = dict.fromkeys(self.others, rows[self.here]) if self.is_source else {}
@@ -428,7 +428,7 @@ class GatheredSteps(EncodedSteps):
 
     def combine(self) -> None:
         """Keep what the codes say."""
-        rows = self.link.rows_of(self.transfer, self.bucket, torch.float32)
+        rows = self.link.rows_of(self.transfer, self.bucket)
         with self.transport.profile.capture_failure("combine"):
             for cell in self.sources:
                 self._feedback.decode(self._codes[cell], rows[cell])

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.config import validate_round_config
+from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
 from xffl.aggregation.federated_scaling import FederatedScaling
@@ -75,7 +75,7 @@ class FederationConfig:
         plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
         is_asked = self.every is not None or self.algorithm is not None
         if is_asked:
-            validate_round_config(every=self.every, algorithm=self.algorithm, **plan)
+            validate_round_config(RoundArguments(self.every, algorithm=self.algorithm, **plan))
         if self.is_alone:
             self._check_alone()
             return
