@@ -143,7 +143,7 @@ class FederatedScaling:
         self._tracker = ContributionTracker(1 if self._aggregator is None else self._aggregator.fragments)
         self._normalized_steps = NormalizedSteps(self._optimizers)
         self._step_timer = StepTimer(next((one.device for one in self._model.parameters()), torch.device("cpu")))
-        self._delayed = _DelayedRound(self._config)
+        self._delayed = _DelayedRound(self._config, self._tracker)
         self._since = self._target = 0
 
     @property
@@ -259,15 +259,14 @@ class FederatedScaling:
         Call it on every rank, after the same number of steps within a cell.
         """
         if self._delayed.is_under_way:
-            self._finish_round(*self._delayed.merge(self.aggregator, self._tracker))
+            self._finish_round(*self._delayed.merge())
 
     def discard(self) -> None:
         """Drop the round that is under way, if any: where other weights are loaded into the model without a state.
 
         Call it on every rank. It waits for the round; the next one takes in what this one had taken.
         """
-        if self._delayed.is_under_way:
-            self._delayed.discard(self.aggregator, self._tracker)
+        self._delayed.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.
@@ -313,7 +312,7 @@ class FederatedScaling:
             )
         if self._over_files is None:
             self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
-        self._delayed = _DelayedRound(self._config)
+        self._delayed = _DelayedRound(self._config, self._tracker)
         if client is not None:
             client.load_state_dict(state["client"])
         # What was made before this job's global model is in it.
@@ -363,8 +362,7 @@ class FederatedScaling:
         if not self._tracker.is_waiting(0) and (failure := self._find_uncounted()) is not None:
             raise failure
         with run_on_all_ranks(
-            "weights",
-            convert=lambda error: RoundError(f"the weight cannot be read: {type(error).__name__}: {error}"),
+            "weights", convert=lambda error: RoundError(f"the weight cannot be read: {type(error).__name__}: {error}")
         ):
             if self._weight is not None:
                 self._tracker.add_count(checked_weight(self._weight))
@@ -422,7 +420,7 @@ class FederatedScaling:
         """Start a round that is merged some steps later."""
         self.meetings += 1
         weigh = None if self._weight is None else self._count
-        self._delayed.start(self.aggregator, self._tracker, weigh, self._step_timer.step_seconds)
+        self._delayed.start(self.aggregator, weigh, self._step_timer.step_seconds)
         self._step_timer.clear()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
@@ -497,9 +495,9 @@ class _DelayedRound:
     discarded, it lets the tracker roll the snapshot back.
     """
 
-    def __init__(self, config: RoundConfig) -> None:
-        self._delay, self._alpha = config.delay, config.alpha
-        self._under_way: tuple[PendingRound, Snapshot] | None = None
+    def __init__(self, config: RoundConfig, tracker: ContributionTracker) -> None:
+        self._delay, self._alpha, self._tracker = config.delay, config.alpha, tracker
+        self._under_way: tuple[Aggregator | Levels, PendingRound, Snapshot] | None = None
         self.is_deferred = False
 
     @property
@@ -510,37 +508,32 @@ class _DelayedRound:
         """Tell whether a round under way is to be merged, so many local steps after its start."""
         return self._under_way is not None and steps == self._delay
 
-    def start(
-        self,
-        aggregator: Aggregator | Levels,
-        tracker: ContributionTracker,
-        weigh: Callable[[], float] | None,
-        step_seconds: float,
-    ) -> None:
+    def start(self, aggregator: Aggregator | Levels, weigh: Callable[[], float] | None, step_seconds: float) -> None:
         fragment = aggregator.next_fragment
-        steps = tracker.effort(fragment)
+        steps = self._tracker.effort(fragment)
         pending = aggregator.aggregate_async(weigh, alpha=self._alpha, steps=steps, seconds=step_seconds)
-        self._under_way = pending, tracker.snapshot(fragment)
+        self._under_way = aggregator, pending, self._tracker.snapshot(fragment)
 
-    def merge(self, aggregator: Aggregator | Levels, tracker: ContributionTracker) -> tuple[Snapshot, RoundReport]:
+    def merge(self) -> tuple[Snapshot, RoundReport]:
         assert self._under_way is not None, "the caller has asked"
-        pending, snapshot = self._under_way
+        aggregator, pending, snapshot = self._under_way
         try:
             # Where no step was made meanwhile, nothing local is to stay.
-            report = pending.merge(keeps_steps=tracker.is_waiting(snapshot.fragment))
+            report = pending.merge(keeps_steps=self._tracker.is_waiting(snapshot.fragment))
         except XfflError:
-            tracker.rollback(snapshot)
+            self._tracker.rollback(snapshot)
             raise
         finally:
             if aggregator.under_way is not pending:  # else the wait was interrupted: another merge() takes it up again
                 self._under_way = None
         return snapshot, report
 
-    def discard(self, aggregator: Aggregator | Levels, tracker: ContributionTracker) -> None:
-        assert self._under_way is not None, "the caller has asked"
-        aggregator.discard()  # waits; interrupted, the round is still under way
-        tracker.rollback(self._under_way[1])
-        self._under_way = None
+    def discard(self) -> None:
+        if self._under_way is not None:
+            aggregator, _, snapshot = self._under_way
+            aggregator.discard()  # waits; interrupted, the round is still under way
+            self._tracker.rollback(snapshot)
+            self._under_way = None
 
 
 def _file_round(

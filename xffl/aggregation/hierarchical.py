@@ -188,27 +188,17 @@ class Levels:
             steps=given.steps - self._steps_taken if given.steps > self._steps_taken else given.steps,
         )
         report: RoundReport | None = None
-        for number, stage in enumerate(self._stages):
+        if not self._stages[0].is_over:
+            report = self._round(0, lowest)
+            self._taken, self._steps_taken = asked, given.steps
+        for number, (below, stage) in enumerate(pairwise(self._stages), 1):
             if stage.is_over:
                 continue
-            if not number:
-                report = self._round(number, lowest)
-                self._taken, self._steps_taken = asked, given.steps
-                continue
-            below = self._stages[number - 1]
             if not below.is_over and stage.since < stage.every:
                 break
-            own = 0.0 if below.is_apart else stage.count
-            report = self._round(
-                number,
-                RoundInput(
-                    own,
-                    is_absent=not own,
-                    is_finished=below.is_over,
-                    steps=float(stage.since),
-                    seconds=given.seconds,
-                ),
-            )
+            own, steps = 0.0 if below.is_apart else stage.count, float(stage.since)
+            unit = RoundInput(own, is_absent=not own, is_finished=below.is_over, steps=steps, seconds=given.seconds)
+            report = self._round(number, unit)
         self._taken = self._steps_taken = 0.0
         if self._stages[-1].is_over:
             self._end()
@@ -261,10 +251,7 @@ class Levels:
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     def _destroy(self) -> None:
-        own = [
-            *(stage.aggregator.own_groups for stage in self._stages),
-            *(scope.own for scope in self._scopes),
-        ]
+        own = [*(stage.aggregator.own_groups for stage in self._stages), *(scope.own for scope in self._scopes)]
         for group in dict.fromkeys(itertools.chain.from_iterable(own)):
             destroy_group(group)
 
@@ -274,13 +261,8 @@ class Levels:
         :return: Numbers, texts and copies of tensors.
         """
         above = [
-            {
-                "aggregator": stage.aggregator.state_dict(),
-                "every": stage.every,
-                "since": stage.since,
-                "count": stage.count,
-            }
-            for stage in self._stages[1:]
+            {"aggregator": one.aggregator.state_dict(), "every": one.every, "since": one.since, "count": one.count}
+            for one in self._stages[1:]
         ]
         return {**self._lowest.state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
 

@@ -310,11 +310,7 @@ class RoundBuffers:
     """
 
     def __init__(
-        self,
-        staging: StagingBuffers,
-        transfers: Sequence[GroupTransfer],
-        pause_of: Mapping[int, int],
-        copy: ModelCopy,
+        self, staging: StagingBuffers, transfers: Sequence[GroupTransfer], pause_of: Mapping[int, int], copy: ModelCopy
     ) -> None:
         self._staging, self._layout, self._device = staging, staging.layout, staging.device
         self.copy = copy

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
-from xffl.checks import shorten
+from xffl.checks import one_of, shorten
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
@@ -474,8 +474,7 @@ class Manifest:
             codecs[pattern] = "none" if made is None else str(made)
             self.codecs[codecs[pattern]] = made
         for key, policy in policies.items():
-            if policy not in POLICIES:
-                raise ConfigError(f"policy {policy!r} for {key!r} is unknown; choose one of {', '.join(POLICIES)}")
+            one_of(f"policy for {key!r}", policy, POLICIES)
         entries: list[ModelTensor] = []
         used: set[Pattern] = set()
         ties = ties_of(model)
