@@ -357,16 +357,12 @@ def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: in
         joined = tuple(stop - start for start, stop in pairwise(ends))
         units.append(Topology(base.world_size, joined, shards, _joined_shape(base)))
     worlds = []
-    for level, topology in enumerate(units):
-        if level + 1 == len(units):
-            worlds.append((topology, 0))
-            continue
-        above = units[level + 1]
+    for topology, above in pairwise(units):
         ranks = above.federation(above.cell_of(rank))
         first = topology.cell_of(ranks[0])
         sizes = topology.sizes[first : topology.cell_of(ranks[-1]) + 1]
         worlds.append((Topology(len(ranks), sizes, topology.replica_size, topology.cell_shape), ranks[0]))
-    return worlds
+    return [*worlds, (units[-1], 0)]
 
 
 def _joined_shape(base: Topology) -> tuple[tuple[str, int], ...] | None:

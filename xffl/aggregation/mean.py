@@ -90,10 +90,8 @@ def _walk(values: Sequence[torch.Tensor], heaviest: int, steps: Sequence[tuple[i
 
 
 def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
-    others = [
-        (value, weight) for index, (value, weight) in enumerate(zip(values, weights, strict=True)) if index != base
-    ]
-    others = [(value, weight) for value, weight in others if weight > 0.0]
+    pairs = enumerate(zip(values, weights, strict=True))
+    others = [(value, weight) for index, (value, weight) in pairs if index != base and weight > 0.0]
     if not others:
         out.copy_(values[base])
     elif len(others) == 1 and out.dtype == torch.float32 and others[0][1] > TINY * weights[base]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,40 +219,32 @@ class GlobalModel:
     def _by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put flat groups together to the tensors that this rank holds."""
         named: dict[str, torch.Tensor] = {}
-        for transfer in self._transfers:
-            if transfer.number not in flat:
-                continue
-            values = flat[transfer.number]
-            for name, numel, part, run in self._places(transfer):
-                if name not in named:
-                    named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
-                named[name][part].copy_(values[run])
+        for values, name, numel, part in self._pieces(flat):
+            if name not in named:
+                named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
+            named[name][part].copy_(values)
         return named
 
     def _from_names(self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor]) -> None:
-        for transfer in self._transfers:
-            if transfer.number not in flat:
-                continue
-            for name, numel, part, run in self._places(transfer):
-                if name not in named or named[name].numel() != numel:
-                    got = f"{named[name].numel()} elements" if name in named else "nothing"
-                    raise CheckpointError(
-                        f"the state of the last agreed model holds {got} for tensor {name!r}, of which this rank holds "
-                        f"{numel}; resume with the same model and cells"
-                    )
-                flat[transfer.number][run].copy_(named[name][part])
+        for values, name, numel, part in self._pieces(flat):
+            if name not in named or named[name].numel() != numel:
+                got = f"{named[name].numel()} elements" if name in named else "nothing"
+                raise CheckpointError(
+                    f"the state of the last agreed model holds {got} for tensor {name!r}, of which this rank holds "
+                    f"{numel}; resume with the same model and cells"
+                )
+            values.copy_(named[name][part])
 
-    def _places(self, transfer: GroupTransfer) -> list[tuple[str, int, slice, slice]]:
-        """Return for each piece of a group the tensor's name and size here, and its slices of both."""
-        places = []
-        for bucket in transfer.buckets:
-            at = bucket.start
-            for piece in bucket.pieces:
-                origin, numel = self._layout.held(piece.item)
-                part = slice(piece.start - origin, piece.stop - origin)
-                places.append((self._layout.name(piece.item), numel, part, slice(at, at + piece.stop - piece.start)))
-                at += piece.stop - piece.start
-        return places
+    def _pieces(self, flat: Mapping[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, int, slice]]:
+        """Yield each piece of flat groups, with its tensor's name and size here, and the piece's place in that."""
+        for transfer in self._transfers:
+            for bucket in transfer.buckets if transfer.number in flat else ():
+                at = bucket.start
+                for item, start, stop in bucket.pieces:
+                    origin, numel = self._layout.held(item)
+                    values = flat[transfer.number][at : at + stop - start]
+                    yield values, self._layout.name(item), numel, slice(start - origin, stop - origin)
+                    at += stop - start
 
 
 def _copied(value: Any) -> Any:
