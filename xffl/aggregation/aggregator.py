@@ -575,7 +575,7 @@ def _compare_models(
             axes = manifest.axes(topology, at)
             text += str(manifest)
         else:
-            rank_tensors = describe_rank_tensors(manifest.entries, manifest.is_used, topology, at, scope.first)
+            rank_tensors = describe_rank_tensors(manifest, topology, at, scope.first)
         options.check_model(manifest, device)
         share(text)
     if rank_tensors is None:
@@ -608,30 +608,19 @@ def _make_exchange(
 ) -> Exchange:
     """Plan what this rank exchanges; make it and its groups."""
     topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
-    bucket_bytes, form = options.bucket_bytes, options.form_of_groups
-    items = manifest.items(topology, axes, replica_tensors, least_bytes=bucket_bytes, fragments=options.fragments)
-    plan = f"{digest(items, topology)}, {bucket_bytes} bytes a bucket, form={form}, rails={options.rails}"
+    least, fragments = options.bucket_bytes, options.fragments
+    items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
+    plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
     check_consistent("exchange plans", plan, group=scope.world)
     masker = None
     if options.secure is not None:
         masker = make_masker(options.secure, rank, topology, context=plan, group=scope.world)
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
-    transfers = plan_transfers(
-        plan_groups(items, topology, rank),
-        topology=topology,
-        rank=rank,
-        round_groups=round_groups,
-        bucket_bytes=bucket_bytes,
-        form=form,
-        codecs=manifest.codecs,
-        device=device,
-        allow_deferred_mean=options.allow_deferred_mean,
-    )
+    groups = plan_groups(items, topology, rank)
+    transfers = plan_transfers(groups, scope, round_groups, options, manifest.codecs, device)
     progress = Progress(device, scope.state.timeouts.across_s)
-    link = Link(
-        transfers, topology, rank, round_groups, device, combiner=options.combiner, progress=progress, masker=masker
-    )
+    link = Link(transfers, scope, round_groups, device, combiner=options.combiner, progress=progress, masker=masker)
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
     moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     here = {entry.name: entry for entry in manifest.moving}
@@ -647,5 +636,5 @@ def _make_exchange(
     )
     if global_model is not None:
         global_model.reset_from_model()
-        check_start(moving, exchange.own_values(), topology, rank, device, round_groups.world)
+        check_start(moving, exchange.own_values(), scope)
     return exchange

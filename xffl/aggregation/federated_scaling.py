@@ -123,7 +123,7 @@ class FederatedScaling:
             config = parse_round_config(model, optimizers, asked, cells=state.topology.cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None:
-                self._over_files = _file_round(model, state, config, aggregator, algorithm)
+                self._over_files = _file_round(model, state, config, asked)
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
@@ -536,18 +536,17 @@ class _DelayedRound:
             self._under_way = None
 
 
-def _file_round(
-    model: nn.Module, state: DistributedState, config: RoundConfig, aggregator: object, algorithm: object
-) -> FileRound:
+def _file_round(model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> FileRound:
     """Return what a job that is one cell gives to a round over files."""
-    if config.client is not None or config.delay or not isinstance(aggregator, Mapping | None):
+    if config.client is not None or config.delay or not isinstance(asked.aggregator, Mapping | None):
         raise ConfigError(
             f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "
-            f"{config.delay} and aggregator {aggregator!r}; give keywords for the aggregator, and leave the others out"
+            f"{config.delay} and aggregator {asked.aggregator!r}; give keywords for the aggregator, and leave the "
+            "others out"
         )
     # Rounds over files read and write checkpoints, which rounds over a network do without.
     from xffl.aggregation.exports import FileRound, RoundPlan
 
-    options = dict(aggregator or {})
+    options = dict(asked.aggregator or {})
     policies = options.pop("policies", None)
-    return FileRound(model, state, RoundPlan(algorithm, options), policies)
+    return FileRound(model, state, RoundPlan(asked.algorithm, options), policies)

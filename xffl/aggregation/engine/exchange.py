@@ -218,7 +218,7 @@ class RoundRun:
         if exchange.masker is not None:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
-            exchange.protection.apply(list(self._sent()), exchange, self._buffers, self.profile, context.cells)
+            exchange.protection.apply(self, context.cells)
         transport = self._transport(context)
         if not exchange.compares_models:
             self._run_pipeline(context, partial(self._exchange_bucket, transport))
@@ -558,20 +558,14 @@ class Protection:
         self._masker = masker
         self.accountant = Accountant(privacy)
 
-    def apply(
-        self,
-        sent: Sequence[tuple[GroupTransfer, Bucket]],
-        exchange: Exchange,
-        buffers: RoundBuffers,
-        profile: RoundProfile,
-        cells: Collection[int],
-    ) -> None:
+    def apply(self, run: RoundRun, cells: Collection[int]) -> None:
         """Clip this cell's update and add noise to what this rank sends of it, in the stages.
 
         Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
         something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
         sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
         """
+        exchange, buffers, profile, sent = run._exchange, run._buffers, run.profile, list(run._sent())
         global_model, staging, group = exchange.global_model, exchange.staging, exchange.round_groups.cell
         assert global_model is not None, "kept where updates are clipped"
         self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then

@@ -6,20 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
 from xffl.aggregation.engine.buffers import Layout
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
-from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
+from xffl.distributed.consistency import find_unequal_cells, sum_of_bits, transfer_device
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
-from xffl.topology import Topology
 
 __all__ = ["GlobalModel", "check_start", "digest_of"]
 
@@ -257,22 +256,17 @@ CHUNK = 2**20
 
 @torch.no_grad()
 def check_start(
-    entries: Sequence[TensorInfo],
-    own_values: Iterable[tuple[int, int, torch.Tensor]],
-    topology: Topology,
-    rank: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
 ) -> None:
     """Raise ConfigError, on all ranks, where the cells hold different parameters.
 
-    Collective over ``group``, the topology's ranks. ``own_values`` are what this rank sends, by tensor and first
-    element, so that each element is counted once in each cell, whatever its cut.
+    Collective over the scope. ``own_values`` are what this rank sends, by tensor and first element, so that each
+    element is counted once in each cell, whatever its cut.
     """
-    sums = torch.zeros(len(entries), dtype=torch.int64, device=device)
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=transfer_device(scope.state))
     for item, start, values in own_values:
         sums[item] += _sum_of_row(values, start)
-    found = find_unequal_cells(sums, topology.cell_of(rank), topology.cells, group)
+    found = find_unequal_cells(sums, scope.topology.cell_of(scope.rank), scope.topology.cells, scope.world)
     if found is not None:
         item, cells = found
         raise ConfigError(

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.engine.groups import RoundGroups
+from xffl.aggregation.engine.groups import RoundGroups, RoundScope
+from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
 from xffl.topology import Topology
 
@@ -394,25 +395,22 @@ class GroupTransfer:
 
 def plan_transfers(
     groups: Sequence[BucketGroup],
-    *,
-    topology: Topology,
-    rank: int,
+    scope: RoundScope,
     round_groups: RoundGroups,
-    bucket_bytes: int,
-    form: str,
+    options: Options,
     codecs: Mapping[str, Codec | None],
     device: torch.device,
-    allow_deferred_mean: bool,
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
     transfers = []
+    topology, rank, form = scope.topology, scope.rank, options.form_of_groups
     cell = topology.cell_of(rank)
     senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for number, group in enumerate(groups):
         dtype = getattr(torch, group.dtype)
         assert isinstance(dtype, torch.dtype)
         turns = max(topology.replica_counts) if round_groups.multi_rail else 1
-        limit = _bucket_limit(group, topology, bucket_bytes // dtype.itemsize)
+        limit = _bucket_limit(group, topology, options.bucket_bytes // dtype.itemsize)
         if round_groups.multi_rail:
             limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
         buckets = tuple(group.buckets(max(1, limit)))
@@ -420,7 +418,7 @@ def plan_transfers(
         # What is taken from one cell needs no combining.
         taken = "all_gather"
         # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
-        deferred_mean = allow_deferred_mean and not round_groups.multi_rail and device.type == "cpu"
+        deferred_mean = options.allow_deferred_mean and not round_groups.multi_rail and device.type == "cpu"
         deferred_mean = deferred_mean and group.dtype == "float32" and codec is None and form != "two_hop"
         deferred_mean = deferred_mean and _is_alone(group, topology)
         if group.rule == "average" and not deferred_mean:

@@ -338,13 +338,11 @@ class ReplicaTensors:
         return frozenset(part.holders for parts in self.parts for part in parts if len(part.holders) > 1)
 
 
-def describe_rank_tensors(
-    entries: Sequence[ModelTensor], is_used: tuple[bool, ...], topology: Topology, at: Coordinates, first: int
-) -> RankTensors:
+def describe_rank_tensors(manifest: Manifest, topology: Topology, at: Coordinates, first: int) -> RankTensors:
     """Return what this rank holds; local."""
     replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
-    placements = tuple(_placement(entry, replica, at.shard) for entry in entries)
-    return RankTensors(tuple(entry.facts for entry in entries), placements, is_used)
+    placements = tuple(_placement(entry, replica, at.shard) for entry in manifest.entries)
+    return RankTensors(tuple(entry.facts for entry in manifest.entries), placements, manifest.is_used)
 
 
 def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:

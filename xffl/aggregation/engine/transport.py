@@ -12,12 +12,11 @@ import torch.distributed as dist
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.compression import ErrorFeedback
 from xffl.aggregation.engine.buffers import Pool, aligned
-from xffl.aggregation.engine.groups import Progress, RoundGroups, start_moves
+from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
 from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
-from xffl.topology import Topology
 
 __all__ = ["CrossCellTransport", "Link", "add_distances"]
 
@@ -32,8 +31,7 @@ class Link:
     def __init__(
         self,
         transfers: Sequence[GroupTransfer],
-        topology: Topology,
-        rank: int,
+        scope: RoundScope,
         round_groups: RoundGroups,
         device: torch.device,
         *,
@@ -41,8 +39,8 @@ class Link:
         progress: Progress,
         masker: Masker | None = None,
     ) -> None:
-        self.sizes, self.cells = topology.sizes, topology.cells
-        self.rank, self.cell = rank, topology.cell_of(rank)
+        self.sizes, self.cells = scope.topology.sizes, scope.topology.cells
+        self.rank, self.cell = scope.rank, scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
         self.combiner, self.masker, self.progress = combiner, masker, progress
