@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, SupportsIndex
 
-from xffl.checks import index_of, integer
+from xffl.checks import integer
 from xffl.errors import TopologyError
 
 __all__ = ["REPLICATE_AXIS", "Coordinates", "RankGroup", "Topology"]
@@ -161,14 +161,9 @@ class Topology:
         :raises TopologyError: if a coordinate is outside its axis.
         """
         cell = self._cell(cell)
-        replica = integer("replica", replica, None, error=TopologyError)
-        shard = integer("shard", shard, None, error=TopologyError)
         replicas, shards = self.replicas(cell), self.shards(cell)
-        if not 0 <= replica < replicas or not 0 <= shard < shards:
-            raise TopologyError(
-                f"replica {replica}, shard {shard} is outside cell {cell}, which has {replicas} replicas of {shards} "
-                "shards; count both from 0"
-            )
+        replica = integer("replica", replica, 0, replicas - 1, hint="count from 0", error=TopologyError)
+        shard = integer("shard", shard, 0, shards - 1, hint="count from 0", error=TopologyError)
         run = self._run or shards
         outer, inner = divmod(shard, run)
         return self.offsets[cell] + (outer * replicas + replica) * run + inner
@@ -240,20 +235,10 @@ class Topology:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> int:
-        number = index_of(rank)
-        if number is None:
-            raise TopologyError(f"rank must be an integer, got {rank!r}; give 0 to {self.world_size - 1}")
-        if not 0 <= number < self.world_size:
-            raise TopologyError(
-                f"rank {rank} is outside the world of {self.world_size}; give 0 to {self.world_size - 1}"
-            )
-        return number
+        return integer("rank", rank, 0, self.world_size - 1, hint="count from 0", error=TopologyError)
 
     def _cell(self, cell: int) -> int:
-        number = index_of(cell)
-        if number is None or not 0 <= number < self.cells:
-            raise TopologyError(f"cell {cell!r} is none of the {self.cells} cells; give 0 to {self.cells - 1}")
-        return number
+        return integer("cell", cell, 0, self.cells - 1, hint="count from 0", error=TopologyError)
 
 
 def _size(what: str, value: object, knob: str) -> int:

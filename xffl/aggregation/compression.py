@@ -177,7 +177,8 @@ class Blockwise(Codec):
         length = chunk_length(out.numel(), self.block, out.device)
         for chunk, scale, part in zip(*self._chunks(out, scales, body, length), strict=True):
             unpack(part, self.bits, self.block, chunk)
-            dequantize(chunk, scale, self.block)
+            for rows, column in _blocks(chunk, scale, self.block):
+                rows.mul_(column)
 
     @property
     def _levels(self) -> int:
@@ -371,12 +372,6 @@ def quantize(
         # Ratios pass ``levels`` by a rounding (by 0.2 % where the maximum saturates); with noise that could be a step.
         numbers.clamp_(-levels, levels).add_(noise)
     return numbers.round_()
-
-
-def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiply integers by their block's scale, in place."""
-    for rows, column in _blocks(numbers, scales, block):
-        rows.mul_(column)
 
 
 def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:

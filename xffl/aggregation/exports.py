@@ -20,7 +20,7 @@ from torch import nn
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
-from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
+from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint.format import Record, check_data, check_path, locate_checkpoint, read_index, read_record
 from xffl.checkpoint.load import load_checkpoint
@@ -211,12 +211,7 @@ def load_global(
 
 
 def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Return which round a global model is the result of, and the SHA-256 of its index; local.
-
-    :param path: The folder that ``xffl aggregate`` has written.
-    :return: Both; the index holds the checksums of all files.
-    :raises CheckpointError: if it is no such folder.
-    """
+    """Return which round a global model is the result of, and the SHA-256 of its index, which has all files'; local."""
     record = _read_record(Path(path), "global")
     return int(record.values["global"]["round"]), record.indexes[CELL_FOLDER]
 
@@ -236,28 +231,24 @@ def is_exported(
     cells: int,
     round: int,  # noqa: A002 - as in a report
     start: str | None,
-    plan: RoundPlan | None = None,
+    plan: RoundPlan,
 ) -> bool:
     """Tell whether this export exists already, whole and as it was written; local."""
-    wanted: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
-    if plan is not None:
-        wanted["plan"] = plan.plain()
+    wanted = {"cell": cell, "cells": cells, "round": round, "start": start, "plan": plan.plain()}
     try:
         values = read_told(Path(path), "export")
-        is_same = all(values.get(name) == one for name, one in wanted.items())
-        if is_same:
-            check_folder(Path(path))
+        if any(values.get(name) != one for name, one in wanted.items()):
+            return False
+        check_folder(Path(path))
     except CheckpointError:
         return False
-    return is_same
+    return True
 
 
-def check_folder(path: Path) -> Record:
+def check_folder(path: Path) -> None:
     """Compare the files of an export or of a global model with their checksums; local."""
     folder = locate_checkpoint(check_path(path))
-    record = read_record(folder)
-    check_data(read_index(folder, record))
-    return record
+    check_data(read_index(folder, read_record(folder)))
 
 
 class FileRound:
@@ -357,7 +348,12 @@ class _MovingTensors:
         self._entries, self._is_export = manifest.moving, is_export
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {entry.name: self._value(entry) for entry in self._entries}
+        """Return the tensors; an export has the mean of what the cell's ranks have made each for itself."""
+        values = {entry.name: entry.tensor() for entry in self._entries}
+        if self._is_export:
+            means = [entry.name for entry in self._entries if entry.is_buffer and entry.policy == "average"]
+            values |= {name: _cell_mean(values[name]) for name in means}
+        return {name: value.detach() for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -365,11 +361,6 @@ class _MovingTensors:
                 target, source = local_tensor(entry.tensor()), local_tensor(state[entry.name])
                 if target.data_ptr() != source.data_ptr():  # else the checkpoint was read in place
                     target.copy_(source)
-
-    def _value(self, entry: ModelTensor) -> torch.Tensor:
-        tensor = entry.tensor()
-        is_mean = self._is_export and entry.is_buffer and entry.policy == "average"
-        return _cell_mean(tensor) if is_mean else tensor.detach()
 
 
 def _cell_mean(buffer: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server_of
+from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, options_of, server_of
 from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.exports import (
@@ -73,15 +73,6 @@ class PieceReader:
         self.index = read_index(folder, self.record)
         self._files: dict[Path, Bytes] = {}
         self._pieces: dict[tuple[Path, int], Bytes] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(size for size, _ in self.index.files.values())
-
-    def check(self) -> None:
-        """Compare the files with their checksums."""
-        check_data(self.index)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return a tensor's data type and shape."""
@@ -184,19 +175,16 @@ class PieceWriter:
 
 def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
     """Cut a tensor into boxes that follow each other in memory, of a few MiB at most; pure."""
-    yield from _cut(shape, max(1, PIECE_BYTES // dtype.itemsize))
-
-
-def _cut(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    if math.prod(shape) <= limit or not shape:
+    limit = max(1, PIECE_BYTES // dtype.itemsize)
+    if math.prod(shape) <= limit:
         yield (0,) * len(shape), shape
         return
-    row = math.prod(shape[1:])
-    step = max(1, limit // row)
-    for start in range(0, shape[0], step):
-        count = min(step, shape[0] - start)
-        for starts, sizes in _cut(shape[1:], limit) if count * row > limit else [((0,) * (len(shape) - 1), shape[1:])]:
-            yield (start, *starts), (count, *sizes)
+    # The first axis that is not cut into single rows: a box has as many of its rows as fit.
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= limit)
+    step, inner = limit // math.prod(shape[axis + 1 :]), shape[axis + 1 :]
+    for outer in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            yield (*outer, start, *(0 for _ in inner)), (*(1 for _ in outer), min(step, shape[axis] - start), *inner)
 
 
 def _find_storage(file: Path, end: int) -> tuple[int, int]:
@@ -256,7 +244,7 @@ class OfflineServer:
                 f"{folder} has no state of round {values['round'] - 1}, so the model that the cells have started from "
                 "is not known; for a first round give it (--start)"
             )
-        self._old.check()
+        check_data(self._old.index)
 
     @torch.no_grad()
     def step(
@@ -269,7 +257,9 @@ class OfflineServer:
         old_box = real_box if self._prefix else box
         weights = self._old.read(f"{self._prefix}{name}", old_box).to(wide_type(mean.dtype))
         optimizer = self._server.make([weights])
-        options = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in self._options().items()}
+        options = {
+            key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in options_of(self._probe).items()
+        }
         optimizer.param_groups[0].update(options)
         state = {key: self._old.read(f"{key}/{name}", old_box) for key in self._elements}
         state |= {key: _number(value) for key, value in self._numbers.items()}
@@ -301,13 +291,10 @@ class OfflineServer:
             "asked": self._asked,
             "elements": self._after[0],
             "numbers": self._after[1],
-            "options": self._options(),
+            "options": options_of(self._probe),
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
         writer.publish(STATE, {}, {STATE: to_plain(saved, STATE)})
-
-    def _options(self) -> dict[str, Any]:
-        return {key: value for key, value in self._probe.param_groups[0].items() if key != "params"}
 
 
 def _plain(value: Any) -> Any:
@@ -368,28 +355,19 @@ def aggregate_exports(
     is_tried: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Round:
-    """Make a round of the exports of all cells, in one process.
+    """Make a round of the exports of all cells, given in any order, in one process.
 
     The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, which takes
     its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it into any layout. It has the bits
     that a round over the network gives on processors of this kind. Where the result of the same exports exists whole,
-    nothing is done.
+    nothing is done; that of an earlier round is replaced. ``is_tried`` checks all and writes nothing.
 
-    :param paths: The exports' folders, in any order.
-    :param out: The folder to make; a result of an earlier round there is replaced.
-    :param weights: The weight of each cell, by its number; by default what its export says.
-    :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused. By
-        default as the cells' configuration says (:class:`xffl.aggregation.exports.RoundPlan`), else the mean.
-    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default as the cells'
-        configuration says, else none. Round 0 has none.
-    :param state: The folder where the server optimizer's state goes from round to round, a folder for each.
-    :param start: For the first round of a server optimizer: the model that all cells have started from, as this made it
-        of one export of each cell before its first step.
-    :param is_tried: Whether to check all and write nothing.
-    :param progress: Called with a stage, the bytes done and all of its bytes.
-    :return: What was made.
-    :raises ConfigError: if an argument is invalid.
-    :raises CheckpointError: if an export is damaged, or the exports do not go together; nothing is written.
+    ``weights`` are by the cells' numbers, in place of those in the exports. ``combine`` and ``server`` are as for
+    :class:`xffl.Aggregator`, by default as the cells' configuration says
+    (:class:`xffl.aggregation.exports.RoundPlan`); round 0 has no server optimizer. A server optimizer needs ``state``,
+    where its state goes from round to round, and for its first round ``start``, the model that all cells have started
+    from, as this made it of one export of each cell before its first step. ``progress`` is called with a stage, the
+    bytes done and all of its bytes.
     """
     target = check_path(out)
     exports = _open_exports(paths)
@@ -411,10 +389,11 @@ def aggregate_exports(
     made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes)
     if _is_made(target, made_of):
         return replace(made, was_there=True)
-    report = _StageProgress(progress, sum(export.size_bytes for export in exports))
-    for export in exports:
-        export.check()
-        report("checked", export.size_bytes)
+    sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]
+    report = _StageProgress(progress, sum(sizes))
+    for export, size in zip(exports, sizes, strict=True):
+        check_data(export.index)
+        report("checked", size)
     _check_target(target)
     outer = None
     if optimizer is not None and state is not None:
@@ -429,9 +408,12 @@ def aggregate_exports(
 def _is_made(target: Path, made_of: Mapping[str, Any]) -> bool:
     """Tell whether the result of the same exports exists, as it was written."""
     try:
-        return read_told(target, "global").get("made_of") == made_of and check_folder(target) is not None
+        if read_told(target, "global").get("made_of") != made_of:
+            return False
+        check_folder(target)
     except CheckpointError:
         return False
+    return True
 
 
 def _check_target(target: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry
+from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry, sync
 from xffl.distributed.sharding import (
     Plain,
     bytes_of,
@@ -360,8 +359,7 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
     content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
     with file.open("wb") as stream:
         torch.save(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    sync(file)
     return {file.name: file_entry(file)}
 
 

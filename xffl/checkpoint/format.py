@@ -50,7 +50,6 @@ from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = [
-    "ALGORITHM",
     "INDEX",
     "Record",
     "check_data",
@@ -191,10 +190,8 @@ def _record_of(fields: dict[str, Any], file: Path) -> Record:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it survives a power cut."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_text(text, encoding="utf-8")
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -333,16 +330,6 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _WrittenPiece:
-    """Where a rank has written a piece, and what its file is."""
-
-    relative_path: str
-    offset: int
-    length: int
-    file: FileEntry
-
-
-@dataclass(frozen=True)
 class _StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
@@ -366,18 +353,6 @@ class CellIndex:
         names = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
         return sorted(names, key=lambda name: (-self.files[name][0], name))
 
-    def metadata(self) -> Metadata:
-        """Return what torch's planners and reader want to know."""
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
-        for name, tensor in self.tensors.items():
-            boxes = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
-            ]
-            properties = TensorProperties(dtype=tensor.dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
-            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
-        return metadata
-
 
 class CellWriter(FileSystemWriter):
     """Write a cell's tensors, each rank a file, and the index by the cell's first rank."""
@@ -396,24 +371,25 @@ class CellWriter(FileSystemWriter):
             sync(self.folder)
         names = {piece.storage_data.relative_path for piece in pieces}
         files = {name: file_entry(self.folder / name) for name in names}
-        for number, piece in enumerate(pieces):
-            at = piece.storage_data
-            place = _WrittenPiece(at.relative_path, at.offset, at.length, files[at.relative_path])
-            pieces[number] = replace(piece, storage_data=place)
         written: Future[list[WriteResult]] = Future()
-        written.set_result(pieces)
+        written.set_result(
+            [
+                replace(piece, storage_data=(piece.storage_data, files[piece.storage_data.relative_path]))
+                for piece in pieces
+            ]
+        )
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on the cell's first rank when all have written."""
         places = {written.index: written.storage_data for by_rank in results for written in by_rank}
-        files = self.files | {place.relative_path: place.file for place in places.values()}
+        files = self.files | {place.relative_path: entry for place, entry in places.values()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), "only tensors are given to torch"
             chunks = []
             for box in tensor.chunks:
-                place = places[MetadataIndex(name, box.offsets)]
+                place, _ = places[MetadataIndex(name, box.offsets)]
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
@@ -429,7 +405,15 @@ class CellReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         r"""Return the index in torch's form."""
-        return self.index.metadata()
+        metadata = Metadata(state_dict_metadata={}, storage_data={})
+        for name, tensor in self.index.tensors.items():
+            boxes = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+            ]
+            properties = TensorProperties(dtype=tensor.dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
+            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+        return metadata
 
 
 def write_index(
@@ -514,14 +498,12 @@ class Cell:
     sizes: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None
-    is_first: bool
-    """Whether this is the cell's first rank, which writes the index"""
     world: dist.ProcessGroup | None = None
     """Group of all ranks; ``None`` for torch's default one"""
 
     @property
     def place(self) -> int:
-        """Rank in the cell."""
+        """Rank in the cell, whose first one writes the index."""
         return self.rank - sum(self.sizes[: self.number])
 
     @property
@@ -543,13 +525,8 @@ def this_cell(
             f"the state says rank {rank} of {world_size}, but torch.distributed rank {joined[0]} of {joined[1]}; give "
             "the state of this process, inside its session"
         )
-    topology = state.topology
-    number = topology.cell_of(rank)
-    is_first = rank == topology.offsets[number]
-    if groups is None:
-        return Cell(number, topology.sizes, rank, state.federation, is_first)
-    world, group = groups
-    return Cell(number, topology.sizes, rank, group or world, is_first, world)
+    world, group = groups or (None, state.federation)
+    return Cell(state.topology.cell_of(rank), state.topology.sizes, rank, group or world, world)
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:

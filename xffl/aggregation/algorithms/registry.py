@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from xffl.checks import one_of
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -60,7 +61,7 @@ _OPTIONAL = ("client", "privacy")
 def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:
     """Return the entries of a kind, by default of all, kind by kind; local, without torch."""
     if kind is not None:
-        _check_kind(kind)
+        one_of("kind", kind, KINDS)
     return tuple(entry for entry in ENTRIES if kind in (None, entry.kind))
 
 
@@ -76,7 +77,7 @@ def make(kind: str, spec: object) -> Any:
     returns, for ``partition`` a function with its options bound, for ``algorithm`` what :func:`resolve_algorithm`
     returns.
     """
-    _check_kind(kind)
+    one_of("kind", kind, KINDS)
     if kind == "algorithm":
         return resolve_algorithm(spec)
     if kind == "server":
@@ -214,11 +215,6 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
         if part is not None or kind not in _OPTIONAL:
             keywords[_SIDES[kind]][kind] = make(kind, part)
     return keywords["aggregator"], keywords["scaling"]
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
 
 
 def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> str:
@@ -443,7 +439,8 @@ _ALGORITHMS = (
     _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
 )
 
-_PARTS_BY_KIND = (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS)
-
-ENTRIES: tuple[AlgorithmInfo, ...] = (*_ALGORITHMS, *(part for parts in _PARTS_BY_KIND for part in parts.values()))
+ENTRIES: tuple[AlgorithmInfo, ...] = (
+    *_ALGORITHMS,
+    *(part for parts in (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS) for part in parts.values()),
+)
 """All entries, kind by kind."""

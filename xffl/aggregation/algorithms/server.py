@@ -21,7 +21,7 @@ from xffl.aggregation.algorithms.registry import check_options, locate, read_spe
 from xffl.checks import number, one_of
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "server_of"]
+__all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "options_of", "server_of"]
 
 
 Factory = Callable[..., Optimizer]
@@ -162,7 +162,7 @@ def server_of(spec: object) -> ServerOptimizer | None:
 def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
     """Write what a server optimizer was made with; local."""
     description = {"class": type(optimizer).__qualname__, "schedule": "none"}
-    description |= {key: _plain(value) for key, value in _options(optimizer).items()}
+    description |= {key: _plain(value) for key, value in options_of(optimizer).items()}
     if schedule is not None:
         description["schedule"] = type(schedule).__qualname__
         description |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
@@ -203,13 +203,14 @@ def _title(factory: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _options(optimizer: Optimizer) -> dict[str, Any]:
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of an optimizer's only group."""
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
 def _described(optimizer: Optimizer, schedule: LRScheduler | None) -> str:
     """Tell what was made from what it holds: that is data, where a factory may be any function."""
-    text = f"{_title(type(optimizer))}({_plain(_options(optimizer))})"
+    text = f"{_title(type(optimizer))}({_plain(options_of(optimizer))})"
     return text if schedule is None else f"{text}, {_title(type(schedule))}({_plain(schedule.state_dict())})"
 
 
@@ -291,10 +292,7 @@ class Adaptive(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step along the gradients; local."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
