@@ -10,6 +10,7 @@ import io
 import math
 import mmap
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -428,13 +429,12 @@ class _StageProgress:
     """Reports how far a stage has come."""
 
     def __init__(self, report: Callable[[str, int, int], None] | None, size: int) -> None:
-        self._report, self._size, self._stage, self._done = report, size, "", 0
+        self._report, self._size, self._done = report, size, Counter[str]()
 
     def __call__(self, stage: str, count: int) -> None:
-        self._done = self._done + count if stage == self._stage else count
-        self._stage = stage
+        self._done[stage] += count
         if self._report is not None:
-            self._report(stage, self._done, self._size)
+            self._report(stage, self._done[stage], self._size)
 
 
 def _open_exports(paths: Sequence[str | Path]) -> list[_Export]:

@@ -7,7 +7,6 @@ statistics that each has made of its own data).
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import pickle
@@ -28,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry, sync
 from xffl.distributed.sharding import (
     Plain,
-    bytes_of,
     from_plain,
     local_tensor,
     sharded_parameters,
@@ -335,11 +333,6 @@ def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
     check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return RankState(values, copies)
-
-
-def hash_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each buffer's bytes; local."""
-    return {name: hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest() for name, tensor in buffers.items()}
 
 
 def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:

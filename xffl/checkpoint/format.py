@@ -158,7 +158,13 @@ def read_record(folder: Path) -> Record:
         raise CheckpointError(
             f"{file} is not as it was written (its checksum differs); the checkpoint is damaged, load another one"
         )
-    record = _record_of(fields, file)
+    try:
+        own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
+        own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
+        own["cell_shape"] = None if (shape := fields["cell_shape"]) is None else tuple(map(tuple, shape))
+        record = Record(**own)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
     if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
         raise CheckpointError(
             f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; it is damaged, load another one"
@@ -176,16 +182,6 @@ def _sealed(fields: Mapping[str, Any]) -> str:
     body = {name: value for name, value in fields.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
-
-
-def _record_of(fields: dict[str, Any], file: Path) -> Record:
-    try:
-        own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
-        own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
-        own["cell_shape"] = None if (shape := fields["cell_shape"]) is None else tuple(map(tuple, shape))
-        return Record(**own)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -348,11 +344,6 @@ class CellIndex:
     ties: dict[str, str]
     """Tensors that are another one of the same model, by name"""
 
-    def data_files(self) -> list[str]:
-        """Return the files that hold tensors, the largest first."""
-        names = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
-        return sorted(names, key=lambda name: (-self.files[name][0], name))
-
 
 class CellWriter(FileSystemWriter):
     """Write a cell's tensors, each rank a file, and the index by the cell's first rank."""
@@ -459,8 +450,9 @@ def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
 
 
 def check_data(index: CellIndex, place: int = 0, places: int = 1) -> None:
-    """Read this rank's share of a cell's files and compare them with their checksums."""
-    for name in index.data_files()[place::places]:
+    """Read this rank's share of a cell's files of tensors, dealt out by size, and compare them with their checksums."""
+    names = {chunk.relative_path for tensor in index.tensors.values() for chunk in tensor.chunks}
+    for name in sorted(names, key=lambda name: (-index.files[name][0], name))[place::places]:
         check_file(index.folder / name, index.files[name])
 
 

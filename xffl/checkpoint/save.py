@@ -34,7 +34,6 @@ from xffl.checkpoint.contents import (
     collect_rank_state,
     differing_names,
     find_buffers,
-    hash_buffers,
     write_rank_state,
 )
 from xffl.checkpoint.format import (
@@ -57,7 +56,7 @@ from xffl.checkpoint.format import (
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
-from xffl.distributed.sharding import Plain, to_plain
+from xffl.distributed.sharding import Plain, bytes_of, to_plain
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
 
@@ -155,7 +154,8 @@ def prepare_save(
         contents = collect(parts)
         buffers = find_buffers(parts, contents)
         taken = contents.on_host() if is_copied else contents
-        return taken, collect_rank_state(kept), buffers, hash_buffers(buffers)
+        digests = {name: hashlib.sha256(bytes_of(one.cpu()).numpy().data).hexdigest() for name, one in buffers.items()}
+        return taken, collect_rank_state(kept), buffers, digests
 
     contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 

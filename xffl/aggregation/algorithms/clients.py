@@ -51,10 +51,7 @@ class Client(ABC):
 
     @abstractmethod
     def before_step(self, optimizer: Optimizer) -> None:
-        """Change the gradients that an optimizer is about to use.
-
-        :param optimizer: One of the optimizers.
-        """
+        """Change the gradients that an optimizer is about to use."""
 
     def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:  # noqa: B027 - not all need it
         """Take note of a step.
@@ -75,18 +72,11 @@ class Client(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs on this rank.
-
-        :return: Numbers, texts and copies of tensors.
-        """
+        """Return what a resumed run needs on this rank: numbers, texts and copies of tensors."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank; after :meth:`setup`.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is that of other parameters.
-        """
+        """Take over what :meth:`state_dict` returned on this rank, after :meth:`setup`; raise if it does not fit."""
 
     def __str__(self) -> str:
         return type(self).__qualname__

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.report import RoundReport
@@ -34,19 +34,13 @@ class Schedule(ABC):
     """Number of local steps that a cell makes until the next round.
 
     Schedules hold options only, no state: the ranks compare them as text, which is made of the attributes.
+    ``has_threshold`` says that a round may be skipped, where the cells' models lie close together.
     """
 
-    @property
-    def has_threshold(self) -> bool:
-        """Whether a round may be skipped, since the cells' models lie close together."""
-        return False
+    has_threshold: ClassVar[bool] = False
 
     def check(self, cells: int) -> None:  # noqa: B027 - most schedules fit any federation
-        """Raise where the schedule does not fit a federation; local.
-
-        :param cells: Number of cells.
-        :raises ConfigError: if the schedule is made for another number of cells.
-        """
+        """Raise a ``ConfigError`` where the schedule is for another number of cells; local."""
 
     @abstractmethod
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
@@ -221,16 +215,14 @@ class Divergence(Schedule):
     :param threshold: Least distance for a round, in the units of the weights.
     """
 
+    has_threshold = True
+
     every: int
     threshold: float
 
     def __post_init__(self) -> None:
         integer_fields(self, "every", hint="give the local steps between two checks")
         number("threshold", self.threshold, above=0.0, hint="give the least distance for a round")
-
-    @property
-    def has_threshold(self) -> bool:  # noqa: D102
-        return True
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
         return self.every
@@ -263,7 +255,7 @@ class Warmup(Schedule):
         return self.then
 
     @property
-    def has_threshold(self) -> bool:  # noqa: D102
+    def has_threshold(self) -> bool:  # type: ignore[override]  # noqa: D102
         return self._next.has_threshold
 
     def check(self, cells: int) -> None:  # noqa: D102

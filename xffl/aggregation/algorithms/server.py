@@ -67,7 +67,9 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         if not callable(self.factory):
-            raise ConfigError(f"server {self.factory!r} cannot be called; give an optimizer's class or name")
+            raise ConfigError(
+                f"server must be a name, a mapping, an optimizer's class or a function, got {self.factory!r}"
+            )
         if self.device is not None:
             object.__setattr__(self, "device", _device(self.device))
         object.__setattr__(self, "_text", self._try_out())
@@ -118,7 +120,10 @@ class ServerOptimizer:
         tensor = start.clone()
         optimizer = self.make([tensor])
         schedule = self.make_schedule(optimizer)
-        text = _described(optimizer, schedule)
+        # What was made is told from what it holds: that is data, where a factory may be any function.
+        text = f"{_title(type(optimizer))}({_plain(options_of(optimizer))})"
+        if schedule is not None:
+            text += f", {_title(type(schedule))}({_plain(schedule.state_dict())})"
         rates = []
         for _ in range(_PROBE_ROUNDS):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -132,22 +137,17 @@ class ServerOptimizer:
 
 
 def server_of(spec: object) -> ServerOptimizer | None:
-    """Return the server optimizer that a spec asks for; local.
+    """Return the server optimizer that a spec asks for, ``None`` for the plain mean; local.
 
-    :param spec: ``None``, ``none`` or ``fedavg``: the plain mean. An entry of kind ``server`` or a class of
-        :mod:`torch.optim`, by name (``AdamW``) or dotted path (one's own, too), with options after a colon
-        (``fedadam:lr=0.03``) or in a mapping (``{"name": "fedadam", "lr": 0.03}``). There, ``device`` and ``schedule``
-        may stand as well: a schedule is a function, or a spec of a class in :mod:`torch.optim.lr_scheduler`. A
-        :class:`ServerOptimizer` is returned as it is; another callable becomes its factory.
-    :return: The server optimizer; ``None`` for the plain mean.
-    :raises ConfigError: if there is nothing of that name, or it cannot be used (see :class:`ServerOptimizer`).
+    A spec of the registry: an entry of kind ``server`` or a class of :mod:`torch.optim`, by name (``AdamW``) or dotted
+    path, with options, ``device`` and ``schedule`` among them: a function, or a spec of a class in
+    :mod:`torch.optim.lr_scheduler`. ``None``, ``none`` and ``fedavg`` are the plain mean. A :class:`ServerOptimizer` is
+    returned as it is; another callable becomes its factory.
     """
     if spec is None or isinstance(spec, ServerOptimizer):
         return spec
     if not isinstance(spec, (str, Mapping)):
-        if not callable(spec):
-            raise ConfigError(f"server must be a name, a mapping, an optimizer's class or a function, got {spec!r}")
-        return ServerOptimizer(spec)
+        return ServerOptimizer(spec)  # type: ignore[arg-type]
     name, options = read_spec("server", spec)
     if name in _PLAIN_MEAN:
         if options:
@@ -206,12 +206,6 @@ def _title(factory: object) -> str:
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options of an optimizer's only group."""
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-
-
-def _described(optimizer: Optimizer, schedule: LRScheduler | None) -> str:
-    """Tell what was made from what it holds: that is data, where a factory may be any function."""
-    text = f"{_title(type(optimizer))}({_plain(options_of(optimizer))})"
-    return text if schedule is None else f"{text}, {_title(type(schedule))}({_plain(schedule.state_dict())})"
 
 
 def _plain(value: object) -> str:
