@@ -134,12 +134,7 @@ class Topology:
         return bisect_right(self.offsets, self._rank(rank)) - 1
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where a rank stands and what its part in a round is.
-
-        :param rank: Global rank, ``0 <= rank < world_size``.
-        :return: Cell, place in it, replica, shard, and whether the rank sends or from whom it receives.
-        :raises TopologyError: if the rank is outside the world.
-        """
+        """Return where a rank stands, and whether it sends its shard in a round or from whom it receives it."""
         rank = self._rank(rank)
         cell = self.cell_of(rank)
         local = rank - self.offsets[cell]
@@ -152,14 +147,7 @@ class Topology:
         return Coordinates(rank, cell, local, replica, shard, rank == sender, None if rank == sender else sender)
 
     def rank_of(self, cell: int, replica: int, shard: int) -> int:
-        """Return the rank that holds a shard in a replica of a cell; the inverse of :meth:`coordinates`.
-
-        :param cell: The cell, from 0.
-        :param replica: The replica in the cell, from 0.
-        :param shard: The shard of the model, from 0.
-        :return: The global rank.
-        :raises TopologyError: if a coordinate is outside its axis.
-        """
+        """Return the rank that holds a shard in a replica of a cell, all from 0; the inverse of :meth:`coordinates`."""
         cell = self._cell(cell)
         replicas, shards = self.replicas(cell), self.shards(cell)
         replica = integer("replica", replica, 0, replicas - 1, hint="count from 0", error=TopologyError)
@@ -207,9 +195,7 @@ class Topology:
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
         """Return the process groups that a rank makes, in creation order: the same kinds on every rank.
 
-        :param rank: Global rank.
-        :return: ``federation``, then with HSDP ``shard`` and ``replica``, then ``federated``.
-        :raises TopologyError: if the rank is outside the world.
+        These are ``federation``, then with HSDP ``shard`` and ``replica``, then ``federated``.
         """
         at = self.coordinates(rank)
         groups = [RankGroup("federation", self.federation(at.cell))]
@@ -276,9 +262,7 @@ def _shape(shape: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tupl
     knob = "give the ranks along that axis"
     names = [name for name, _ in axes]
     if REPLICATE_AXIS not in names or len(set(names)) != len(names):
-        raise TopologyError(
-            f"cell shape {dict(axes)} needs every axis once, {REPLICATE_AXIS!r} among them; -1 derives it"
-        )
+        raise TopologyError(f"cell shape {dict(axes)} needs each axis once, {REPLICATE_AXIS!r}, too; -1 derives it")
     return tuple(
         (name, -1 if name == REPLICATE_AXIS and size == -1 else _size(f"cell shape's {name}", size, knob))
         for name, size in axes

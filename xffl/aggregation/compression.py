@@ -364,10 +364,8 @@ def quantize(
         # and less than half a step, so an integer keeps its value: zeros stay zeros.
         bits = scratch[0].view(torch.int64)[: -(-values.numel() // 4)].random_(-(2**63), None, generator=generator)
         noise.copy_(bits.view(torch.int16)[: values.numel()]).add_(0.5).mul_(2.0**-16)
-    for (rows, column), (ratios, _) in zip(
-        _blocks(values, scales, block), _blocks(numbers, scales, block), strict=True
-    ):
-        torch.div(rows, column, out=ratios)
+    for (rows, scale), (ratios, _) in zip(_blocks(values, scales, block), _blocks(numbers, scales, block), strict=True):
+        torch.div(rows, scale, out=ratios)
     if generator is not None:
         # Ratios pass ``levels`` by a rounding (by 0.2 % where the maximum saturates); with noise that could be a step.
         numbers.clamp_(-levels, levels).add_(noise)
@@ -428,9 +426,7 @@ def _blocks(flat: torch.Tensor, each: torch.Tensor, block: int) -> Iterator[tupl
         yield flat[whole * block :].unsqueeze(0), each[whole:].unsqueeze(1)
 
 
-def _pairs(
-    data: torch.Tensor, numbers: torch.Tensor, block: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _pairs(data: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
     pairs, remainder = divmod(numbers.numel(), 2 * block)
     whole, middle = pairs * block, (remainder + 1) // 2

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.algorithms.combiners import WeightedCombiner
+from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
 from xffl.aggregation.engine.tensors import Manifest, Pattern
@@ -99,11 +99,9 @@ class RoundPlan:
             ) from error
 
 
-def check_combiner(combiner: object) -> None:
+def check_combiner(combiner: Combiner) -> None:
     """Refuse a combiner that needs more than exports hold."""
-    if isinstance(combiner, WeightedCombiner) and (
-        combiner.needs_distances or combiner.needs_norms or combiner.has_scale
-    ):
+    if combiner.needs_distances or combiner.needs_norms or combiner.has_scale:
         raise ConfigError(
             f"combine {type(combiner).__name__} needs more than the exports hold (distances, norms or the model "
             "before); give mean, or one that looks at each element by itself"
@@ -316,9 +314,7 @@ def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other:
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             shown = [f"{_text_of(table.get(name))} in {place}" for table, place in ((theirs, who), (ours, other))]
-            raise CheckpointError(
-                f"tensor {name!r} is {' and '.join(shown)}; give all cells the same model and policies"
-            )
+            raise CheckpointError(f"tensor {name!r} is {' and '.join(shown)}; give all the same model and policies")
 
 
 def _text_of(tensor: Any) -> str:

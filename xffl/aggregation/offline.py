@@ -112,9 +112,7 @@ class PieceReader:
                 if size != math.prod(shape):
                     raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
             except (ValueError, KeyError, zipfile.BadZipFile) as error:
-                raise CheckpointError(
-                    f"{file} does not hold {name!r} as xffl writes it ({error}); write it anew"
-                ) from error
+                raise CheckpointError(f"{file} holds no {name!r} as xffl writes it ({error}); write it anew") from error
             self._pieces[file, offset] = self._files[file][start : start + size]
         return self._pieces[file, offset].reshape(shape)
 

@@ -181,11 +181,9 @@ class Accountant:
         return self._spent.total()
 
     def spend(self, cells: int, rounds: int = 1) -> None:
-        """Count exchanges; call it when one begins, whether or not the round is taken: its messages were seen.
+        """Count exchanges to which so many cells contribute, several to plan a run.
 
-        :param cells: Number of cells that contribute.
-        :param rounds: How many exchanges; more than 1 to plan a run.
-        :raises ConfigError: if one is not a positive integer.
+        Call it when one begins, whether or not the round is taken: its messages were seen.
         """
         cells, rounds = integer("cells", cells), integer("rounds", rounds)
         self._spent[self._privacy.noise, self._privacy.where, cells] += rounds
@@ -233,11 +231,7 @@ class Accountant:
         return {"spent": [[*kind, rounds] for kind, rounds in self._spent.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, also from a run with other noise.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is not that of an accountant.
-        """
+        """Take over what :meth:`state_dict` returned, also from a run with other noise."""
         spent: Counter[tuple[float, str, int]] = Counter()
         try:
             for noise, where, cells, rounds in state["spent"]:
@@ -377,9 +371,7 @@ class Masker:
                 f"cell {self._cell}; call start_attempt with the cells that contribute"
             )
         if place in self._used:
-            raise StateError(
-                f"place {place} has a row in attempt {self._attempt} already; a second one would reveal both"
-            )
+            raise StateError(f"place {place} has a row in attempt {self._attempt} already; a second would reveal both")
         self._used.add(place)
         self._check_range(values)
         streams = [

@@ -166,9 +166,7 @@ def _short(name: str, part: str) -> str:
 def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[str]:
     """Return the tensors of a model, but for tied ones after the first."""
     if part not in record.parts:
-        raise CheckpointError(
-            f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one of these"
-        )
+        raise CheckpointError(f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one")
     if _GLOBAL in record.values:
         return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
     untied = index.tensors.keys() - index.ties

@@ -121,10 +121,10 @@ def locate_checkpoint(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder; of a link to one, such as to an archive, the link alone."""
+    """Delete a folder, if it is there; of a link to one, such as to an archive, the link alone."""
     if path.is_symlink():
         path.unlink()
-    else:
+    elif path.exists():
         shutil.rmtree(path)
 
 
@@ -155,9 +155,7 @@ def read_record(folder: Path) -> Record:
             f"wrote it ({fields.get('xffl')})"
         )
     if raw != _sealed(fields):
-        raise CheckpointError(
-            f"{file} is not as it was written (its checksum differs); the checkpoint is damaged, load another one"
-        )
+        raise CheckpointError(f"{file} is not as it was written (its checksum differs); load another checkpoint")
     try:
         own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
         own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
@@ -166,9 +164,7 @@ def read_record(folder: Path) -> Record:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
     if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
-        raise CheckpointError(
-            f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; it is damaged, load another one"
-        )
+        raise CheckpointError(f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; load another one")
     return record
 
 
@@ -211,8 +207,7 @@ def sync_all(folder: Path) -> None:
 def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; what is left of it is removed where the block fails."""
     partial = temporary_path(target, "partial")
-    if partial.exists():  # of a call that was killed
-        shutil.rmtree(partial)
+    delete(partial)  # of a call that was killed
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -235,24 +230,21 @@ def replace_folder(path: Path) -> None:
     """Give the partial form of a folder its name, whatever had it before; a kill leaves one of them whole."""
     old = temporary_path(path, "old")
     if path.exists():
-        if old.exists():  # of a save that was killed while it deleted this
-            delete(old)
+        delete(old)  # of a save that was killed while it deleted this
         # Renamed, not deleted: until the next rename it is the only whole checkpoint, found by locate_checkpoint().
         path.rename(old)
     temporary_path(path, "partial").rename(path)
     # Both renames must be on the disk before the old checkpoint goes.
     sync(path.parent)
-    if old.exists():
-        delete(old)
+    delete(old)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint; what a kill leaves of it is not taken for one."""
     folder, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
-    if folder != old and old.exists():
+    if folder != old:
         delete(old)  # while the newer one stands: it would show again afterwards
-    if removed.exists():
-        delete(removed)
+    delete(removed)
     # Out of the way first: a kill in the middle of a deletion must leave nothing under a checkpoint's name.
     folder.rename(removed)
     delete(removed)
@@ -426,9 +418,7 @@ def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
     path = folder / INDEX
     try:
         if checksum(path) != record.indexes.get(folder.name):
-            raise CheckpointError(
-                f"{path} is not the file that was saved (its checksum differs); load another checkpoint"
-            )
+            raise CheckpointError(f"{path} is not the file that was saved (its checksum differs); load another one")
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["checksum"] != ALGORITHM:
             raise ValueError(f"its checksums are {content['checksum']!r}")

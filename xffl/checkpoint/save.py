@@ -63,9 +63,7 @@ from xffl.topology import Topology
 __all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
 
 
-PREVIOUS_STAYS = (
-    "what was saved before stays; see that there is space and that the folder can be written, then save again"
-)
+PREVIOUS_STAYS = "what was saved before stays; see that there is space and who may write there, then save again"
 
 
 @dataclass(frozen=True)
@@ -206,13 +204,12 @@ def _prepare(path: Path, cell: Cell) -> None:
         before.rename(path)
     if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
-            f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
+            f"{path} exists and is no checkpoint that could be replaced; remove it, or give another name"
         )
     # Nothing is deleted before the check above; these folders are of saves that were killed.
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
-        if left.exists():
-            delete(left)
+        delete(left)
     for number in range(len(cell.sizes)):
         (temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
@@ -228,7 +225,7 @@ def _write(folder: Path, saving: PreparedSave) -> None:
     try:
         if not folder.is_dir():
             conflict = (
-                f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
+                f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share files"
             )
         elif conflict is None:
             files = write_rank_state(folder, cell.place, saving.rank_state)

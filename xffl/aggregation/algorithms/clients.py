@@ -101,9 +101,7 @@ def set_up(
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where a client cannot change the gradients that a step is about to use; local."""
     if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
-        raise ConfigError(
-            "step(closure) computes gradients where a client cannot change them; call backward() first, and step()"
-        )
+        raise ConfigError("step(closure) computes gradients that a client cannot change; call backward(), then step()")
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(
             "the gradients are still scaled, which a client's part of them would not be; call "

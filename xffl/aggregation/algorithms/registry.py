@@ -12,7 +12,7 @@ import ast
 import inspect
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -137,9 +137,7 @@ def load(path: str, what: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as wrong:
-        raise ConfigError(
-            f"{what}: {path} cannot be imported ({wrong}); give the path of a class or function"
-        ) from wrong
+        raise ConfigError(f"{what}: {path} cannot be imported ({wrong}); give that of a class or function") from wrong
 
 
 def check_options(
@@ -182,9 +180,8 @@ def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
     name, options = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
-        raise ConfigError(
-            f"algorithm {name!r} is unknown; choose one of {', '.join(one.name for one in entries('algorithm'))}"
-        )
+        known = ", ".join(one.name for one in entries("algorithm"))
+        raise ConfigError(f"algorithm {name!r} is unknown; choose one of {known}")
     return entry, options
 
 
@@ -272,11 +269,9 @@ def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[A
     """Return a parser of the options that are not left out, and their names."""
     parser = ArgumentParser(exit_on_error=False)
     skip: set[str | int] = {*left_out, *([leading] if leading else [])}
-    add: Callable[..., list[str]] = (
-        parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
-    )
+    add: Any = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
     try:
-        names = add(target, skip=skip, fail_untyped=False)
+        names: list[str] = add(target, skip=skip, fail_untyped=False)
     except (TypeError, ValueError) as wrong:
         raise ConfigError(
             f"{what}: the options of {target!r} cannot be read ({wrong}); give a class or function"

@@ -67,9 +67,7 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         if not callable(self.factory):
-            raise ConfigError(
-                f"server must be a name, a mapping, an optimizer's class or a function, got {self.factory!r}"
-            )
+            raise ConfigError(f"server must be a name, a mapping, a class or a function, got {self.factory!r}")
         if self.device is not None:
             object.__setattr__(self, "device", _device(self.device))
         object.__setattr__(self, "_text", self._try_out())
@@ -90,9 +88,7 @@ class ServerOptimizer:
             return None
         made = self.schedule(optimizer)
         if not isinstance(made, LRScheduler):
-            raise ConfigError(
-                f"schedule {_title(self.schedule)} must make an LRScheduler of torch.optim, but makes {made!r}"
-            )
+            raise ConfigError(f"schedule {_title(self.schedule)} must make an LRScheduler, but makes {made!r}")
         return made
 
     def _try_out(self) -> str:
@@ -187,15 +183,11 @@ def _device(device: str | torch.device) -> torch.device:
         return torch.device(device)  # without a number it stays the current one of each rank
     except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
         reason = " ".join(str(wrong).split())
-        raise ConfigError(
-            f"device {device!r} of the server is not here ({reason}); give cpu or an accelerator's"
-        ) from wrong
+        raise ConfigError(f"device {device!r} of the server is not here ({reason}); give cpu or another") from wrong
 
 
 def _refusal(title: str, why: str) -> str:
-    return (
-        f"server {title} cannot step flat pieces of shards: {why}; take an elementwise optimizer, such as SGD or AdamW"
-    )
+    return f"server {title} cannot step flat pieces of shards: {why}; take an elementwise one, such as SGD or AdamW"
 
 
 def _title(factory: object) -> str:
@@ -270,9 +262,7 @@ class Adaptive(Optimizer):
         if initial is not None:
             number("initial", initial, 0.0, hint=f"leave it out for tau^2 = {tau**2}")
         if is_bias_corrected and rule == "adagrad":
-            raise ConfigError(
-                "is_bias_corrected=True needs rule adam or yogi: the v of adagrad is a sum without a bias"
-            )
+            raise ConfigError("is_bias_corrected=True needs rule adam or yogi: adagrad's v is a sum without a bias")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
