@@ -174,8 +174,7 @@ def read_codec(name: object) -> CodecSpec:
 def codec_bytes(codec: str, numel: int) -> int:
     """Return the size of encoded values; local, without torch.
 
-    :param codec: A codec's name, such as ``int8``, ``int4:block=128,scale=fp32`` or ``topk:0.01``; ``none`` stands for
-        fp32 as it is.
+    :param codec: A codec's name, such as ``int8``, ``int4:block=128`` or ``topk:0.01``; ``none`` stands for fp32.
     :param numel: Number of values.
     :return: Bytes; 0 for no values.
     :raises ConfigError: if the name, an option or its value is unknown.

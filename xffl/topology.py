@@ -159,8 +159,7 @@ class Topology:
     def sender(self, cell: int, shard: int, turn: int = 0) -> int:
         """Return the rank that exchanges a shard with the other cells; with a turn, where its holders take turns.
 
-        Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so that they spread over replicas, nodes and
-        network cards.
+        Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so they spread over nodes and network cards.
         """
         return self.rank_of(cell, (shard + turn) % self.replicas(cell), shard)
 
@@ -285,8 +284,7 @@ def _check_replicas(sizes: tuple[int, ...], replica: int, shape: tuple[tuple[str
         cell = sizes.index(size)
         if size % replica:
             raise TopologyError(
-                f"replica size (hsdp) {replica} does not divide cell {cell} of {size} ranks; give a size that divides "
-                "every cell"
+                f"replica size (hsdp) {replica} does not divide cell {cell} of {size} ranks; give one that divides all"
             )
         if asked not in (-1, size // replica):
             raise TopologyError(

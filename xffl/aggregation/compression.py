@@ -56,8 +56,7 @@ class Codec(ABC):
         needed = self.nbytes(values.numel())
         if data.numel() != needed:
             raise ConfigError(
-                f"the buffer has {data.numel()} bytes, but {values.numel()} values as {self} take {needed}; "
-                "give one of nbytes(numel)"
+                f"the buffer has {data.numel()} bytes; {values.numel()} values as {self} take nbytes(numel) = {needed}"
             )
 
 

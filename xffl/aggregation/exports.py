@@ -86,16 +86,14 @@ class RoundPlan:
             del options["nonfinite"]
         for name in sorted(options.keys() - {"server", "combine", "every", *_CROSSING}):
             raise ConfigError(
-                f"{name} {options[name]!r} is not supported in rounds over files, which have server and combine; leave "
-                "it out"
+                f"{name} {options[name]!r} is not supported in rounds over files, only server and combine; leave it out"
             )
         check_combiner(make("combine", self.read()[0]))
         try:
             json.dumps(self.plain())
         except TypeError as error:
             raise ConfigError(
-                f"the options of rounds go into the exports as JSON, and {self.options} cannot; give server and "
-                "combine by name"
+                f"exports hold options as JSON, which {self.options} are not; give server and combine by name"
             ) from error
 
 

@@ -226,8 +226,7 @@ class OfflineServer:
             if others:
                 there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (asked, self._asked))
                 raise CheckpointError(
-                    f"{before} is the state of a server optimizer with {there}, and {here} is asked for; go on with "
-                    "the same server"
+                    f"{before} is the state of a server optimizer with {there}, not {here}; go on with the same server"
                 )
             self._old, self._prefix = PieceReader(before, STATE), "model/"
             self._elements, self._numbers = saved["elements"], saved["numbers"]
@@ -311,9 +310,9 @@ def _number(value: Any) -> Any:
 
 _HINTS = {
     "cells": "give exports of one round",
+    "sizes": "train all cells with the same sizes of cells, by which samples are dealt out",
     "round": "give exports of one round",
     "start": "give exports of cells that have started from the same global model",
-    "sizes": "train all cells with the same sizes of cells, by which samples are dealt out",
     "plan": "give all cells the same configuration of rounds",
 }
 
@@ -444,17 +443,15 @@ def _open_exports(paths: Sequence[str | Path]) -> list[_Export]:
     first = exports[0]
     for export in exports:
         values = export.values
-        for what in ("cells", "sizes", "round", "start", "plan"):
+        for what, hint in _HINTS.items():
             if values.get(what) != first.values.get(what):
                 raise CheckpointError(
-                    f"{export.path} is of {what} {values.get(what)}, {first.path} of {first.values.get(what)}; "
-                    f"{_HINTS[what]}"
+                    f"{export.path} is of {what} {values.get(what)}, {first.path} of {first.values.get(what)}; {hint}"
                 )
         compare(values["tensors"], first.values["tensors"], str(export.path), str(first.path))
         if values["cell"] in by_cell:
             raise CheckpointError(
-                f"{export.path} and {by_cell[values['cell']].path} are both of cell {values['cell']}; give one of each "
-                "cell"
+                f"{export.path} and {by_cell[values['cell']].path} are both of cell {values['cell']}; give one of each"
             )
         by_cell[values["cell"]] = export
     cells = first.values["cells"]
@@ -488,8 +485,7 @@ def _check_values(exports: Sequence[_Export], context: RoundContext, report: _St
                 if not math.isfinite(sum_of_squares(values).item()):
                     if not values.isfinite().all():
                         raise CheckpointError(
-                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
-                            "finite; nothing was combined"
+                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not finite"
                         )
                     squares_fit_fp32 = False
             report("inspected", math.prod(box[1]) * kind[0].itemsize)

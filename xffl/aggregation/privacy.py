@@ -240,8 +240,7 @@ class Accountant:
                 spent[float(noise), where, int(cells)] += int(rounds)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the state is not that of a privacy accountant ({type(error).__name__}: {error}); load one that "
-                "Accountant.state_dict returned"
+                f"the state is not that of a privacy accountant ({type(error).__name__}: {error}); load another one"
             ) from error
         self._spent = spent
 
@@ -263,8 +262,7 @@ class SecureSum:
     The mean's error is at most ``cells * 2**-(fraction_bits + 1) + 2**-51 * sum(share * |x|)``, before it is rounded to
     the values' type. Values beyond ``limit`` make the round fail.
 
-    :param fraction_bits: Binary digits after the point, from 1 to 60. 32: values up to a billion, and an error of a
-        few ``1e-10``.
+    :param fraction_bits: Binary digits after the point, 1 to 60. 32: values up to a billion, an error of some 1e-10.
     :raises ConfigError: if it is anything else.
     """
 

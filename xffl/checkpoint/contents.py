@@ -115,8 +115,7 @@ def collect(parts: Mapping[str, Part]) -> Contents:
         for key in model_names(name, contents.tensors, contents.values):
             if key in contents.tensors and not is_extra_state(key) and is_overlapping(contents.tensors[key]):
                 raise ConfigError(
-                    f"tensor {key!r} is expanded: several of its elements are one in memory, so nothing could be "
-                    "loaded into it; clone() it"
+                    f"tensor {key!r} is expanded: several elements are one in memory, which cannot be loaded; clone it"
                 )
     check_readable(contents.tensors)
     return contents
@@ -327,8 +326,7 @@ def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
             kind = type(tensor).__name__ if isinstance(tensor, DTensor) else f"{tensor.layout} on {tensor.device}"
             raise ConfigError(
-                f"own tensor {name!r} is {kind}; a rank keeps dense tensors of its own, give what is spread over ranks "
-                "as a part"
+                f"own tensor {name!r} is {kind}; a rank keeps dense ones, give what is spread over ranks as a part"
             )
     check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

@@ -230,8 +230,7 @@ def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
         elif tensor is not None and saved is not None:
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
                 plan.problems.append(
-                    f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, but {tuple(tensor.shape)} {tensor.dtype} "
-                    "here"
+                    f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, here {tuple(tensor.shape)} {tensor.dtype}"
                 )
             plan.targets[key] = tensor
     plan.unused |= there - set(plan.models[name])

@@ -60,8 +60,7 @@ class CheckpointManager:
     def save(self, strategy: Any, step: int, **kwargs: Any) -> None:
         r"""Save the checkpoint of a step through a strategy, then delete the oldest; collective over the world.
 
-        Where the strategy saves in the background, the thread that writes also deletes, when the new checkpoint is
-        whole.
+        Where the strategy saves in the background, the thread that writes also deletes, when the new one is whole.
 
         :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
             :class:`PendingSave`, saves in the background.
@@ -170,8 +169,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     :param config: Its ``experiment.output_dir`` is the run's folder.
     :param trainer: Its ``load_checkpoint(path)`` is called.
     :return: Whether there was one.
-    :raises CheckpointError: if the ranks find different ones, the run has one that cannot be read, or it cannot be
-        loaded.
+    :raises CheckpointError: if the ranks find different ones, or one cannot be read or loaded.
     """
     output_dir = Path(config.experiment.output_dir)
     advice = "give the run's folder on a file system that all ranks share"

@@ -148,8 +148,7 @@ class FedProx(Client):
 
     Local: one more copy of this rank's shard, and a pass over it before each step. A parameter without a gradient is
     left alone; a sparse gradient stays sparse, and gets the rows that have moved since the round. Gradients are changed
-    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 the weights are those of no client, to the last
-    bit.
+    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 every bit of the weights is that of no client.
 
     Li et al., 2020, arXiv 1812.06127.
 

@@ -73,9 +73,8 @@ def find(kind: str, name: str) -> AlgorithmInfo | None:
 def make(kind: str, spec: object) -> Any:
     """Make what a spec (see the module) of a kind says; what is neither text nor mapping is made already; local.
 
-    That is an instance of the kind's class; for ``server`` what :func:`xffl.aggregation.algorithms.server.server_of`
-    returns, for ``partition`` a function with its options bound, for ``algorithm`` what :func:`resolve_algorithm`
-    returns.
+    That is an instance of the kind's class; for ``partition`` a function with its options bound, for ``server`` and
+    ``algorithm`` what ``server_of`` and :func:`resolve_algorithm` return.
     """
     one_of("kind", kind, KINDS)
     if kind == "algorithm":
