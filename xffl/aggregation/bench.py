@@ -204,29 +204,24 @@ def _all_reduce(
 
 def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list[_Probe]:
     """Make an aggregator for each variant, all of one model."""
-    drift = _drift(model, 1.0 + DRIFT * (1 + dist.get_rank() % 8))
+    factor = 1.0 + DRIFT * (1 + dist.get_rank() % 8)
+    factors = itertools.cycle((factor, 1.0 / factor))
+
+    @torch.no_grad()
+    def drift() -> None:
+        """Change this rank's parameters a little, as training would: up, then down again."""
+        scale = next(factors)
+        for parameter in model.parameters():
+            local_tensor(parameter).mul_(scale)
+
     probes = []
     for name, options in round_variants(state.topology).items():
         aggregator = Aggregator(model, state, **options)
         if options["codec"] != "none":
             aggregator.aggregate()  # the first round is exact, and makes the state that the codec's rounds start from
-        ranks = f"{state.topology.world_size}"
-        call = aggregator.aggregate
+        ranks, call = f"{state.topology.world_size}", aggregator.aggregate
         probes.append(_Probe("round", name, ranks, model_bytes, call, prepare=drift, options=options))
     return probes
-
-
-def _drift(model: nn.Module, factor: float) -> Callable[[], None]:
-    """Return a call that changes this rank's parameters a little, as training would: up, then down again."""
-    factors = itertools.cycle((factor, 1.0 / factor))
-
-    @torch.no_grad()
-    def step() -> None:
-        scale = next(factors)
-        for parameter in model.parameters():
-            local_tensor(parameter).mul_(scale)
-
-    return step
 
 
 def _sample(

@@ -227,10 +227,11 @@ def is_exported(
     cells: int,
     round: int,  # noqa: A002 - as in a report
     start: str | None,
-    plan: RoundPlan,
+    plan: RoundPlan | None,
 ) -> bool:
     """Tell whether this export exists already, whole and as it was written; local."""
-    wanted = {"cell": cell, "cells": cells, "round": round, "start": start, "plan": plan.plain()}
+    wanted: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
+    wanted |= {} if plan is None else {"plan": plan.plain()}
     try:
         values = read_told(Path(path), "export")
         if any(values.get(name) != one for name, one in wanted.items()):

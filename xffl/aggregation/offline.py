@@ -485,7 +485,8 @@ def _check_values(exports: Sequence[_Export], context: RoundContext, report: _St
                 if not math.isfinite(sum_of_squares(values).item()):
                     if not values.isfinite().all():
                         raise CheckpointError(
-                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not finite"
+                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
+                            "finite; nothing was combined"
                         )
                     squares_fit_fp32 = False
             report("inspected", math.prod(box[1]) * kind[0].itemsize)
