@@ -157,7 +157,7 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
         return
     sums = torch.zeros(len(cell.sizes), len(tensors), dtype=torch.int64)
     for index, one in enumerate(tensors):
-        if _counts(one.tensor, cell.is_first):
+        if _counts(one.tensor, cell.place == 0):
             sums[cell.number, index] = _checksum(one.tensor)
     sums = sums.to(control_device())
     dist.all_reduce(sums)
