@@ -66,8 +66,7 @@ CODECS: dict[str, dict[str, tuple[str, ...]]] = {
 NAMES = ", ".join(CODECS) + ":DENSITY"
 MAX_BLOCK = 2**16
 """Largest block: more values share one scale only where the scale's bytes no longer matter."""
-LARGE = 2**20
-"""Values of which a ratio is taken."""
+LARGE = 2**20  # values of which a ratio is taken
 
 
 def form_of(nbytes: float, cells: int, asked: str, *, is_exact: bool = True) -> str:

@@ -33,13 +33,10 @@ from xffl.topology import Topology
 __all__ = ["Effort", "build_model", "measure", "round_variants"]
 
 
-SMALL_BYTES = 8
-"""Payload of the probes that measure latency."""
-SMALL_CALLS = 20
-"""Exchanges of such a payload in one sample: the time of one is near that of a barrier."""
+SMALL_BYTES = 8  # payload of the probes that measure latency
+SMALL_CALLS = 20  # exchanges of such a payload in one sample: the time of one is near that of a barrier
 CODECS = ("bf16", "fp16", "int8", "int4", "topk:0.01")
-BLOCKS = 6
-"""Blocks that the model has if its width comes out even."""
+BLOCKS = 6  # blocks that the model has if its width comes out even
 DRIFT = 1e-3
 """What ranks multiply their parameters by before a round, less 1, so that lossy codecs have something to write."""
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "ResidualStore", "TopK", "codec_of"]
 
 
-MAX_POSITIONS = 2**31
-"""Values that 32-bit positions can tell apart."""
+MAX_POSITIONS = 2**31  # values that 32-bit positions can tell apart
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Data types by the names that options give them."""
@@ -437,8 +436,7 @@ def _pairs(data: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tu
         yield data[whole:].unsqueeze(0), rest[:, :middle], rest[:, middle:]
 
 
-HUGE = 1e30
-"""A type whose largest number is below this has less range than fp32, in which codes are read."""
+HUGE = 1e30  # a type whose largest number is below this has less range than fp32, in which codes are read
 
 
 class ErrorFeedback:

@@ -44,10 +44,8 @@ __all__ = [
 ]
 
 
-PART = "round"
-"""The only part of an export, and of what is made of several."""
-CELL_FOLDER = "cell_0"
-"""The folder of the tensors in both, whichever cell an export is of."""
+PART = "round"  # the only part of an export, and of what is made of several
+CELL_FOLDER = "cell_0"  # the folder of the tensors in both, whichever cell an export is of
 _CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
 """Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
 
@@ -259,8 +257,7 @@ class FileRound:
         cell, sizes = state.lone_cell or (0, (1,))
         self._folders = read_over_files({"cell": f"{cell}/{len(sizes)}"})
         self._rounds_before, self._is_begun = 0, False
-        self.start: str | None = None
-        """The digest of the global model that this cell has started from"""
+        self.start: str | None = None  # the digest of the global model that this cell has started from
 
     def begin(self) -> None:
         """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""

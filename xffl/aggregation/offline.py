@@ -56,8 +56,7 @@ from xffl.errors import CheckpointError, ConfigError
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
 
-PIECE_BYTES = 8 << 20
-"""Bytes that are read at a time."""
+PIECE_BYTES = 8 << 20  # bytes that are read at a time
 DATA = "__0_0.distcp"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -323,13 +322,10 @@ class Round:
 
     number: int
     cells: int
-    shares: tuple[float, ...]
-    """Weight of each cell, relative to the sum of all"""
+    shares: tuple[float, ...]  # weight of each cell, relative to the sum of all
     tensors: int
-    size_bytes: int
-    """Of the tensors of the result"""
-    was_there: bool = False
-    """Whether the result of the same exports existed already, as it was written"""
+    size_bytes: int  # of the tensors of the result
+    was_there: bool = False  # whether the result of the same exports existed already, as it was written
 
 
 class _Export(PieceReader):

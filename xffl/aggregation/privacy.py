@@ -42,11 +42,9 @@ __all__ = ["Accountant", "KeyPair", "Keystream", "Masker", "Noise", "Privacy", "
 PLACES = ("cell", "sum")
 """What has the whole of the noise: each cell's own update, or the sum over the cells."""
 
-LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
-"""Beyond these, noise is nothing, or nothing is left of the update."""
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e6  # beyond these, noise is nothing, or nothing is left of the update
 
-FRACTION = 53
-"""Bits of a uniform number, as many as a 64-bit float holds."""
+FRACTION = 53  # bits of a uniform number, as many as a 64-bit float holds
 
 
 @dataclass(frozen=True)
@@ -248,8 +246,7 @@ class Accountant:
 LEAST_CELLS = 3
 """Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
 
-DEVICE_CHUNK = 2**22
-"""Values that are masked at a time where they lie on a GPU, to which masks are copied."""
+DEVICE_CHUNK = 2**22  # values that are masked at a time where they lie on a GPU, to which masks are copied
 
 INTEGER_BITS = 62
 """Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""
@@ -453,8 +450,7 @@ def make_masker(
     return Masker(options, rank, keys, publics=publics, topology=topology, context=context)
 
 
-KEY_BYTES = 32
-"""Bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many."""
+KEY_BYTES = 32  # bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many
 NEED = ("privacy", "privacy and secure sums need cryptography")
 """The extra, and the message where the package is missing."""
 

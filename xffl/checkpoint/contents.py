@@ -47,8 +47,7 @@ UNNAMED = ("params", "param_names")
 """Entries of a parameter group that list its parameters, which have other names here."""
 
 
-EXTRA_STATE = "_extra_state"
-"""What torch calls a module's extra state in a state dict."""
+EXTRA_STATE = "_extra_state"  # what torch calls a module's extra state in a state dict
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch calls a module inside its wrappers, which names leave out."""
 

@@ -32,8 +32,7 @@ __all__ = ["Consolidated", "consolidate_checkpoint"]
 
 
 MAX_SHARD_BYTES = 5 * 10**9
-_GLOBAL = "global"
-"""What the record of a round over files has among its values."""
+_GLOBAL = "global"  # what the record of a round over files has among its values
 NAME = "model"
 CONFIGURATION = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

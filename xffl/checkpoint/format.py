@@ -84,23 +84,16 @@ class Record:
 
     xffl: str
     torch: str
-    saved_at: str
-    """ISO 8601, UTC"""
+    saved_at: str  # ISO 8601, UTC
     world_size: int
-    cells: tuple[int, ...]
-    """Ranks of each cell"""
+    cells: tuple[int, ...]  # ranks of each cell
     replica_size: int | None
-    cell_shape: tuple[tuple[str, int], ...] | None
-    """Sizes of the axes of the mesh inside a cell"""
-    after_round: bool
-    """Whether all cells held the same averaged weights"""
+    cell_shape: tuple[tuple[str, int], ...] | None  # sizes of the axes of the mesh inside a cell
+    after_round: bool  # whether all cells held the same averaged weights
     parts: tuple[str, ...]
-    own: tuple[str, ...]
-    """Names of what each rank keeps for itself"""
-    values: dict[str, Any]
-    """Plain values, as :func:`xffl.distributed.sharding.to_plain` writes them"""
-    indexes: dict[str, str]
-    """SHA-256 of each cell's index by the cell's folder"""
+    own: tuple[str, ...]  # names of what each rank keeps for itself
+    values: dict[str, Any]  # plain values, as ``to_plain`` writes them
+    indexes: dict[str, str]  # SHA-256 of each cell's index by the cell's folder
 
     @classmethod
     def now(cls, **fields: Any) -> Record:
@@ -267,12 +260,10 @@ def read_pointer(folder: Path) -> str | None:
         return None
 
 
-ALGORITHM = "sha256"
-"""Name of the algorithm in the index of a cell."""
+ALGORITHM = "sha256"  # name of the algorithm in the index of a cell
 BLOCK_BYTES = 1 << 20
 
-FileEntry = tuple[int, str]
-"""Bytes and checksum of a file."""
+FileEntry = tuple[int, str]  # bytes and checksum of a file
 
 
 def checksum(path: Path) -> str:
@@ -331,10 +322,8 @@ class CellIndex:
     folder: Path
     tensors: dict[str, _StoredTensor]
     values: dict[str, Plain]
-    files: dict[str, FileEntry]
-    """Bytes and checksum of each file"""
-    ties: dict[str, str]
-    """Tensors that are another one of the same model, by name"""
+    files: dict[str, FileEntry]  # bytes and checksum of each file
+    ties: dict[str, str]  # tensors that are another one of the same model, by name
 
 
 class CellWriter(FileSystemWriter):
@@ -480,8 +469,7 @@ class Cell:
     sizes: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None
-    world: dist.ProcessGroup | None = None
-    """Group of all ranks; ``None`` for torch's default one"""
+    world: dist.ProcessGroup | None = None  # group of all ranks; ``None`` for torch's default one
 
     @property
     def place(self) -> int:

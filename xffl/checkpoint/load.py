@@ -64,8 +64,7 @@ __all__ = ["compare_cells", "load_checkpoint"]
 
 T = TypeVar("T")
 
-SHOWN = 4
-"""Problems that a message writes out."""
+SHOWN = 4  # problems that a message writes out
 NOTHING_LOADED = "nothing was loaded; give what was saved, or another checkpoint"
 PARTLY_LOADED = "models and optimizers may be loaded in part: load another checkpoint before they are used"
 
@@ -79,10 +78,8 @@ class _LoadPlan:
     """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
     devices: dict[str, torch.device] = field(default_factory=dict)
     """Tensors of the modules' extra states, with where they go"""
-    models: dict[str, list[str]] = field(default_factory=dict)
-    """Names of each model's state dict here"""
-    values: dict[str, Any] = field(default_factory=dict)
-    """What the modules' extra states were, once they are read"""
+    models: dict[str, list[str]] = field(default_factory=dict)  # names of each model's state dict here
+    values: dict[str, Any] = field(default_factory=dict)  # what the modules' extra states were, once they are read
     problems: list[str] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
 

@@ -311,7 +311,7 @@ def _publish(saving: PreparedSave) -> None:
 # In the background ----------------------------------------------------------------------------------------------------
 
 GRACE_S = 30.0
-"""How long a process that ends without :meth:`AsyncSaver.close` still waits for what is being written."""
+"""How long a process that ends without ``AsyncSaver.close`` still waits for what is being written."""
 
 
 class PendingSave:

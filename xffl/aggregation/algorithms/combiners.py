@@ -160,11 +160,9 @@ class NormalizedMean(WeightedCombiner):
         return AggregationWeights(slowed, math.fsum(slowed) / total * (longer / total))
 
 
-FAR = 1e300
-"""Squared distance beyond which sums of some leave the range of a 64-bit float."""
+FAR = 1e300  # squared distance beyond which sums of some leave the range of a 64-bit float
 
-SETTLED = 1e-12
-"""Relative change of all weights below which the geometric median has been found."""
+SETTLED = 1e-12  # relative change of all weights below which the geometric median has been found
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ KINDS: Mapping[str, str] = {
 
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
 """The kinds that an algorithm is put together from, and whose keywords they are."""
-_OPTIONAL = ("client", "privacy")
-"""Those of which ``None`` means none."""
+_OPTIONAL = ("client", "privacy")  # those of which ``None`` means none
 
 
 def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:

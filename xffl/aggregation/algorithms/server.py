@@ -27,8 +27,7 @@ __all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "options_of", "se
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
 
-_PLAIN_MEAN = ("none", "fedavg")
-"""Names that ask for no server optimizer."""
+_PLAIN_MEAN = ("none", "fedavg")  # names that ask for no server optimizer
 
 _UNFIT = {
     "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",
