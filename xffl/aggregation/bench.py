@@ -32,7 +32,6 @@ from xffl.topology import Topology
 
 __all__ = ["Effort", "build_model", "measure", "round_variants"]
 
-
 SMALL_BYTES = 8  # payload of the probes that measure latency
 SMALL_CALLS = 20  # exchanges of such a payload in one sample: the time of one is near that of a barrier
 CODECS = ("bf16", "fp16", "int8", "int4", "topk:0.01")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "ResidualStore", "TopK", "codec_of"]
 
-
 MAX_POSITIONS = 2**31  # values that 32-bit positions can tell apart
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

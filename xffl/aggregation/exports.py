@@ -43,7 +43,6 @@ __all__ = [
     "read_told",
 ]
 
-
 PART = "round"  # the only part of an export, and of what is made of several
 CELL_FOLDER = "cell_0"  # the folder of the tensors in both, whichever cell an export is of
 _CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")

@@ -55,7 +55,6 @@ from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
-
 PIECE_BYTES = 8 << 20  # bytes that are read at a time
 DATA = "__0_0.distcp"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

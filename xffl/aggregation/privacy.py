@@ -38,7 +38,6 @@ from xffl.topology import Topology
 
 __all__ = ["Accountant", "KeyPair", "Keystream", "Masker", "Noise", "Privacy", "SecureSum", "make_masker", "privatize"]
 
-
 PLACES = ("cell", "sum")
 """What has the whole of the noise: each cell's own update, or the sum over the cells."""
 

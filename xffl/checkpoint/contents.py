@@ -38,14 +38,12 @@ from xffl.topology import Topology
 
 __all__ = ["Part", "RandomState"]
 
-
 Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
 ``load_state_dict`` (a scheduler, a sampler)."""
 
 UNNAMED = ("params", "param_names")
 """Entries of a parameter group that list its parameters, which have other names here."""
-
 
 EXTRA_STATE = "_extra_state"  # what torch calls a module's extra state in a state dict
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")

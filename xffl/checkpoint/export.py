@@ -30,7 +30,6 @@ from xffl.extras import optional_import
 
 __all__ = ["Consolidated", "consolidate_checkpoint"]
 
-
 MAX_SHARD_BYTES = 5 * 10**9
 _GLOBAL = "global"  # what the record of a round over files has among its values
 NAME = "model"

@@ -69,7 +69,6 @@ __all__ = [
     "write_text",
 ]
 
-
 LATEST = "latest"
 RECORD = "checkpoint.json"
 INDEX = "index.json"

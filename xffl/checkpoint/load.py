@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,7 +59,6 @@ from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["compare_cells", "load_checkpoint"]
-
 
 T = TypeVar("T")
 
@@ -162,8 +160,7 @@ def load_checkpoint(
         on_all_ranks("taking extra states back", lambda: [call() for call in reversed(undo)], PARTLY_LOADED)
         raise
     on_all_ranks("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
-    on_all_ranks("applying", lambda: _apply(plan, parts), PARTLY_LOADED)
-    on_all_ranks("applying own state", lambda: _apply_rank_state(kept, rank_state), PARTLY_LOADED)
+    on_all_ranks("applying", lambda: _apply(plan, parts, kept, rank_state), PARTLY_LOADED)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
@@ -279,15 +276,6 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
-@contextmanager
-def _naming_partial_load() -> Iterator[None]:
-    """Add to errors of xffl, too, that tensors have been written before."""
-    try:
-        yield
-    except XfflError as error:
-        raise type(error)(f"{error}; {PARTLY_LOADED}") from error
-
-
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
     """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
     tensors = {
@@ -327,24 +315,23 @@ def _read(plan: _LoadPlan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> N
             plan.targets[name].copy_(kept)
 
 
-@_naming_partial_load()
-def _apply_rank_state(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
-    for name, kept in saved.items():
-        own[name].load_state_dict(kept)
-
-
-@_naming_partial_load()
-def _apply(plan: _LoadPlan, parts: Mapping[str, Part]) -> None:
-    """Give the parts what was read. Nothing moves."""
-    values = plan.index.values
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            held = plan.targets | plan.values
-            set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
-        elif isinstance(part, torch.optim.Optimizer):
-            _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
-        else:
-            part.load_state_dict(from_plain(values[name], plan.targets))
+def _apply(
+    plan: _LoadPlan, parts: Mapping[str, Part], own: Mapping[str, Stateful], rank_state: Mapping[str, Any]
+) -> None:
+    """Give the parts and what this rank keeps for itself what was read. Nothing moves."""
+    held = plan.targets | plan.values
+    try:
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
+            elif isinstance(part, torch.optim.Optimizer):
+                _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
+            else:
+                part.load_state_dict(from_plain(plan.index.values[name], plan.targets))
+        for name, saved in rank_state.items():
+            own[name].load_state_dict(saved)
+    except XfflError as error:  # say of these, too, that tensors have been written before
+        raise type(error)(f"{error}; {PARTLY_LOADED}") from error
 
 
 def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _LoadPlan) -> None:

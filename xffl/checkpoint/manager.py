@@ -28,7 +28,6 @@ from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]
 
-
 LOG = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"

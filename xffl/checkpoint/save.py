@@ -62,7 +62,6 @@ from xffl.topology import Topology
 
 __all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
 
-
 PREVIOUS_STAYS = "what was saved before stays; see that there is space and who may write there, then save again"
 
 

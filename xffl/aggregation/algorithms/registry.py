@@ -40,7 +40,6 @@ __all__ = [
     "resolve_algorithm",
 ]
 
-
 KINDS: Mapping[str, str] = {
     "algorithm": "",
     "server": "torch.optim.Optimizer",

@@ -23,7 +23,6 @@ from xffl.errors import ConfigError, XfflError
 
 __all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "options_of", "server_of"]
 
-
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
 
