@@ -294,11 +294,6 @@ class RankState:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def own_file(place: int) -> str:
-    """Return the name of the file of a rank of the cell."""
-    return f"own_{place}.pt"
-
-
 def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
     """Refuse what cannot be kept."""
     if own is None:
@@ -343,7 +338,7 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
     """Write this rank's file, where it keeps anything."""
     if not own.values and not own.buffers:
         return {}
-    file = folder / own_file(place)
+    file = folder / f"own_{place}.pt"
     content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
     with file.open("wb") as stream:
         torch.save(content, stream)
@@ -384,7 +379,7 @@ def read_rank_state(
     folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run."""
-    file = folder / own_file(place)
+    file = folder / f"own_{place}.pt"
     if not wanted and not (is_same and file.name in files):
         return {}, {}
     if file.name not in files:

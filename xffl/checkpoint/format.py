@@ -475,11 +475,6 @@ class Cell:
         """Rank in the cell, whose first one writes the index."""
         return self.rank - sum(self.sizes[: self.number])
 
-    @property
-    def name(self) -> str:
-        """Name of the cell's folder."""
-        return f"cell_{self.number}"
-
 
 def this_cell(
     state: DistributedState, groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None

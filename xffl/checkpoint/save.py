@@ -177,7 +177,7 @@ def write_checkpoint(saving: PreparedSave) -> None:
     on_all_ranks("preparing", lambda: _prepare(target, cell))
     partial = temporary_path(target, "partial")
     try:
-        on_all_ranks("writing", lambda: _write(partial / cell.name, saving))
+        on_all_ranks("writing", lambda: _write(partial / f"cell_{cell.number}", saving))
         on_all_ranks("publishing", lambda: _publish(saving))
     except CheckpointError:
         if cell.rank == 0:

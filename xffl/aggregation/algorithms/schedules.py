@@ -44,21 +44,17 @@ class Schedule(ABC):
 
     @abstractmethod
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
-        """Return the local steps of a cell until the next round; local, and the same on all ranks of the cell.
+        """Return the local steps of a cell until the next round, at least 1; local, the same on all ranks of the cell.
 
-        :param rounds: Rounds that have taken place.
-        :param cell: The cell.
-        :param report: What the last round told, or the last check that skipped one; ``None`` before the first. Use only
-            what is the same on all ranks.
-        :return: Local steps, at least 1.
+        ``rounds`` have taken place, and the last one, or the last check that skipped one, gave the report: ``None``
+        before the first. Use only what is the same on all ranks.
         """
 
     def least_divergence(self, rounds: int) -> float | None:
-        """Return how far apart the cells' models have to be for the next round; the same on all ranks.
+        """Return how far apart the cells' models have to be for the next round, ``None`` where it takes place anyway.
 
-        :param rounds: Rounds that have taken place.
-        :return: The least L2 distance of the cells' models from the last agreed one, as a root mean square with the
-            cells' weights; ``None`` where the round takes place anyway.
+        That is the least L2 distance from the last agreed model, as a root mean square with the cells' weights; the
+        same on all ranks.
         """
         return None
 
