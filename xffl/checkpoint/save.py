@@ -378,9 +378,7 @@ class AsyncSaver:
         """Copy what is to be kept and begin to write it; :meth:`wait` tells whether it went well.
 
         Collective over the world, with the arguments and errors of :func:`xffl.checkpoint.save_checkpoint`. Waits for
-        the save before this one; where that failed, nothing of this one is begun.
-
-        :raises StateError: if the saver is closed.
+        the save before this one, and begins nothing where that failed or the saver is closed.
         """
         self.wait()
         saving = prepare_save(path, parts, self._state, values, own, after_round, groups=self._groups, is_copied=True)
