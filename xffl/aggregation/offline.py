@@ -25,15 +25,7 @@ from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, options_of, server_of
 from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
-from xffl.aggregation.exports import (
-    CELL_FOLDER,
-    PART,
-    RoundPlan,
-    check_combiner,
-    check_folder,
-    compare,
-    read_told,
-)
+from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, check_folder, compare, read_told
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
     INDEX,

@@ -428,12 +428,7 @@ class Masker:
 
 
 def make_masker(
-    options: SecureSum,
-    rank: int,
-    topology: Topology,
-    *,
-    context: str,
-    group: dist.ProcessGroup | None = None,
+    options: SecureSum, rank: int, topology: Topology, *, context: str, group: dist.ProcessGroup | None = None
 ) -> Masker:
     """Make a key pair and send all ranks its public half; collective over the world: 32 bytes a rank."""
     with run_on_all_ranks("secure sums", group=group) as share:

@@ -25,14 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry, sync
-from xffl.distributed.sharding import (
-    Plain,
-    from_plain,
-    local_tensor,
-    sharded_parameters,
-    tensors_named,
-    to_plain,
-)
+from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
