@@ -151,16 +151,14 @@ class Blockwise(Codec):
         self._check(values, out)
         if values.numel() == 0:
             return
-        head, body = self._parts(out, values.numel())
+        head = out[: scale_bytes(values.numel(), self.block, self.scale)]
         write_scales(block_maxima(values, self.block), self._levels, self._is_half, head)
-        scales = read_scales(head, self._is_half)
         generator = None
         if self.rounding == "stochastic":
             # The CPU's generator takes 32 bits only: the upper ones are folded in.
             generator = torch.Generator(values.device).manual_seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
-        length = chunk_length(values.numel(), self.block, values.device)
-        scratch = scratch_for(values, length)
-        for chunk, scale, part in zip(*self._chunks(values, scales, body, length), strict=True):
+        scratch = scratch_for(values, chunk_length(values.numel(), self.block, values.device))
+        for chunk, scale, part in self._chunks(values, out):
             numbers = quantize(chunk, scale, self.block, self._levels, generator, scratch)
             pack(numbers, self.bits, self.block, part)
 
@@ -169,10 +167,7 @@ class Blockwise(Codec):
         self._check(out, data)
         if out.numel() == 0:
             return
-        head, body = self._parts(data, out.numel())
-        scales = read_scales(head, self._is_half)
-        length = chunk_length(out.numel(), self.block, out.device)
-        for chunk, scale, part in zip(*self._chunks(out, scales, body, length), strict=True):
+        for chunk, scale, part in self._chunks(out, data):
             unpack(part, self.bits, self.block, chunk)
             for rows, column in _blocks(chunk, scale, self.block):
                 rows.mul_(column)
@@ -185,19 +180,13 @@ class Blockwise(Codec):
     def _is_half(self) -> bool:
         return self.scale == "fp16"
 
-    def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bytes of the scales and those of the values."""
-        head = scale_bytes(numel, self.block, self.scale)
-        return data[:head], data[head:]
-
-    def _chunks(
-        self, values: torch.Tensor, scales: torch.Tensor, body: torch.Tensor, length: int
-    ) -> tuple[tuple[torch.Tensor, ...], ...]:
-        return (
-            torch.split(values, length),
-            torch.split(scales, length // self.block),
-            torch.split(body, length * self.bits // 8),
-        )
+    def _chunks(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Return values, their scales, which have been written, and the bytes of their integers, chunk by chunk."""
+        head = scale_bytes(values.numel(), self.block, self.scale)
+        scales = read_scales(data[:head], self._is_half)
+        length = chunk_length(values.numel(), self.block, values.device)
+        rows = torch.split(values, length), torch.split(scales, length // self.block)
+        return zip(*rows, torch.split(data[head:], length * self.bits // 8), strict=True)
 
 
 @dataclass(frozen=True)
