@@ -84,14 +84,8 @@ class Topology:
             replica, run = _replica_of_shape(shape, replica)
         if replica is not None:
             _check_replicas(sizes, replica, shape)
-        set_ = object.__setattr__
-        set_(self, "world_size", world)
-        set_(self, "federated_sizes", sizes)
-        set_(self, "replica_size", replica)
-        set_(self, "cell_shape", shape)
-        set_(self, "sizes", sizes)
-        set_(self, "offsets", offsets)
-        set_(self, "_run", run)
+        vars(self).update(world_size=world, federated_sizes=sizes, replica_size=replica, cell_shape=shape)
+        vars(self).update(sizes=sizes, offsets=offsets, _run=run)
 
     # Sizes ------------------------------------------------------------------------------------------------------------
 

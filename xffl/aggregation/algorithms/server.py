@@ -225,10 +225,8 @@ class Adaptive(Optimizer):
     - ``adam``: ``beta2 v + (1 - beta2) g^2``,
     - ``yogi``: ``v - (1 - beta2) g^2 sign(v - g^2)``.
 
-    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2. The ``flwr`` package (1.41) differs from the paper: its
-    ``v`` starts from 0 (here ``initial=0``), where the paper asks for ``tau^2`` at least; its FedAdam corrects the bias
-    of the moments (here ``is_bias_corrected=True``), where the paper does not, and counts the first round as 2 in doing
-    so, where Kingma and Ba count 1; its ``tau`` is 1e-9 unless told otherwise.
+    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2, which wants ``v`` to start from ``tau^2`` at least; the
+    manual says where other programs differ.
 
     :param params: Tensors to step, or parameter groups.
     :param lr: Server learning rate, 0 or more.
@@ -238,7 +236,6 @@ class Adaptive(Optimizer):
     :param initial: ``v`` before the first step, 0 or more; ``None`` for ``tau^2``.
     :param is_bias_corrected: Multiply the learning rate of step ``t`` by ``sqrt(1 - beta2^t) / (1 - beta1^t)`` (Kingma
         and Ba, 2015, arXiv 1412.6980). Not with ``adagrad``, whose ``v`` is a sum.
-    :raises ConfigError: if an option is outside its range.
     """
 
     def __init__(
