@@ -243,11 +243,9 @@ class TopK(Codec):
 
 
 def codec_of(name: str | Codec) -> Codec | None:
-    """Return the codec that a name stands for, ``None`` for ``none``; a codec stands for itself.
+    """Return the codec of a name such as ``int8:block=128`` or ``topk:0.01,value=fp16``, ``None`` for ``none``.
 
-    ``none``, ``bf16``, ``fp16``, ``int8``, ``int4`` (options ``block=64``, ``scale=fp16`` or ``fp32``,
-    ``rounding=nearest`` or ``stochastic``), ``topk:DENSITY`` (option ``value=fp32`` or ``fp16``); options follow a
-    colon and are separated by commas: ``int8:block=128,rounding=stochastic``, ``topk:0.01,value=fp16``.
+    A codec stands for itself. ``xffl.costs.CODECS`` has the names with their options.
     """
     if isinstance(name, Codec):
         return name
