@@ -60,7 +60,6 @@ def number(
     above: float = -math.inf,
     below: float = math.inf,
     hint: str = "",
-    error: type[XfflError] = ConfigError,
 ) -> float:
     """Return a finite ``float`` in ``[minimum, maximum]`` that lies above ``above`` and below ``below``, or raise.
 
@@ -71,25 +70,22 @@ def number(
         limits = [(">=", minimum), (">", above), ("<=", maximum), ("<", below)]
         rule = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
         kind = f"a number {rule}" if rule else "a finite number"
-        raise error(f"{what} must be {kind}, got {value!r}" + (f"; {hint}" if hint else ""))
+        raise ConfigError(f"{what} must be {kind}, got {value!r}" + (f"; {hint}" if hint else ""))
     return float(value)
 
 
-def one_of(
-    what: str, value: Any, choices: Iterable[Any], *, hint: str = "", error: type[XfflError] = ConfigError
-) -> None:
+def one_of(what: str, value: Any, choices: Iterable[Any], *, hint: str = "") -> None:
     """Raise where a value is none of the choices; the message names the closest one."""
     known = list(choices)
     # A switch is no number, so 1 is not True; but names of a type of their own, such as torch's backends, are texts.
     kind = str if isinstance(value, str) else type(value)
     if any(kind is type(choice) and value == choice for choice in known):
         return
-    near = (
-        closest(value, [choice for choice in known if isinstance(choice, str)], 0.5) if isinstance(value, str) else None
-    )
+    names = [choice for choice in known if isinstance(choice, str)]
+    near = closest(value, names, 0.5) if isinstance(value, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
     shown = ", ".join(repr(choice) for choice in known)
-    raise error(f"{what} must be one of {shown}, got {value!r}{meant}" + (f"; {hint}" if hint else ""))
+    raise ConfigError(f"{what} must be one of {shown}, got {value!r}{meant}" + (f"; {hint}" if hint else ""))
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -109,9 +105,6 @@ def index_of(value: Any) -> int | None:
 
     Integers of NumPy and tensors of one integer are integers. Booleans of Python, NumPy and PyTorch are not: a switch
     in the place of a number is a mistake.
-
-    :param value: Any value.
-    :return: The integer, or ``None``.
     """
     if type(value) is int:  # the common case is fast
         return value

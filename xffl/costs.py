@@ -66,21 +66,15 @@ CODECS: dict[str, dict[str, tuple[str, ...]]] = {
 NAMES = ", ".join(CODECS) + ":DENSITY"
 MAX_BLOCK = 2**16
 """Largest block: more values share one scale only where the scale's bytes no longer matter."""
-LARGE = 2**20
-"""Values of which a ratio is taken."""
+LARGE = 2**20  # values of which a ratio is taken
 
 
 def form_of(nbytes: float, cells: int, asked: str, *, is_exact: bool = True) -> str:
     """Choose how averaged values reach all cells; the same on all ranks.
 
     With all-gather ``C - 1`` copies of a shard leave each of ``C`` cells, with two hops ``2 (C - 1) / C`` at a second
-    latency, which what is tiny does not earn back.
-
-    :param nbytes: Bytes of what the same ranks exchange.
-    :param cells: Number of cells.
-    :param asked: One of :data:`FORMS`.
-    :param is_exact: Whether values cross as they are; in two hops, a codec writes the result once more.
-    :return: ``all_gather`` or ``two_hop``.
+    latency, which what is tiny does not earn back. ``nbytes`` are those that the same ranks exchange. In two
+    hops a codec, whose values are not exact, writes the result once more.
     """
     if cells == 1:
         return "all_gather"
@@ -91,15 +85,9 @@ def form_of(nbytes: float, cells: int, asked: str, *, is_exact: bool = True) -> 
 
 
 def pipeline_depth(nbytes: float, count: float, cells: int, form: str) -> int:
-    """Return how many buckets a rank has on the slow link at a time, in each hop; the same on all ranks.
-
-    :param nbytes: Bytes of a bucket.
-    :param count: Number of buckets; a third of them are under way at most, so that work and home overlap the others.
-    :param cells: Number of cells.
-    :param form: ``all_gather`` or ``two_hop``.
-    :return: The number.
-    """
+    """Return how many of ``count`` buckets of ``nbytes`` a rank has on the slow link at a time, in each hop."""
     arriving = nbytes * (cells - 1) / (cells if form == "two_hop" else 1)
+    # A third of them at most, so that the work on the others and their way inside the cell overlap these.
     most = min(MOST_IN_FLIGHT, count / 3, IN_FLIGHT_BYTES / arriving if arriving else IN_FLIGHT)
     return max(IN_FLIGHT, int(most))
 
@@ -183,10 +171,9 @@ def read_codec(name: object) -> CodecSpec:
 
 
 def codec_bytes(codec: str, numel: int) -> int:
-    """Return the size of encoded values, as ``codec_of(codec).nbytes(numel)`` does; local, without torch.
+    """Return the size of encoded values; local, without torch.
 
-    :param codec: A codec's name, such as ``int8``, ``int4:block=128,scale=fp32`` or ``topk:0.01``; ``none`` stands for
-        fp32 as it is.
+    :param codec: A codec's name, such as ``int8``, ``int4:block=128`` or ``topk:0.01``; ``none`` stands for fp32.
     :param numel: Number of values.
     :return: Bytes; 0 for no values.
     :raises ConfigError: if the name, an option or its value is unknown.

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, SupportsIndex
 
-from xffl.checks import index_of, integer
+from xffl.checks import integer
 from xffl.errors import TopologyError
 
 __all__ = ["REPLICATE_AXIS", "Coordinates", "RankGroup", "Topology"]
@@ -84,14 +84,8 @@ class Topology:
             replica, run = _replica_of_shape(shape, replica)
         if replica is not None:
             _check_replicas(sizes, replica, shape)
-        set_ = object.__setattr__
-        set_(self, "world_size", world)
-        set_(self, "federated_sizes", sizes)
-        set_(self, "replica_size", replica)
-        set_(self, "cell_shape", shape)
-        set_(self, "sizes", sizes)
-        set_(self, "offsets", offsets)
-        set_(self, "_run", run)
+        vars(self).update(world_size=world, federated_sizes=sizes, replica_size=replica, cell_shape=shape)
+        vars(self).update(sizes=sizes, offsets=offsets, _run=run)
 
     # Sizes ------------------------------------------------------------------------------------------------------------
 
@@ -134,12 +128,7 @@ class Topology:
         return bisect_right(self.offsets, self._rank(rank)) - 1
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where a rank stands and what its part in a round is.
-
-        :param rank: Global rank, ``0 <= rank < world_size``.
-        :return: Cell, place in it, replica, shard, and whether the rank sends or from whom it receives.
-        :raises TopologyError: if the rank is outside the world.
-        """
+        """Return where a rank stands, and whether it sends its shard in a round or from whom it receives it."""
         rank = self._rank(rank)
         cell = self.cell_of(rank)
         local = rank - self.offsets[cell]
@@ -152,23 +141,11 @@ class Topology:
         return Coordinates(rank, cell, local, replica, shard, rank == sender, None if rank == sender else sender)
 
     def rank_of(self, cell: int, replica: int, shard: int) -> int:
-        """Return the rank that holds a shard in a replica of a cell; the inverse of :meth:`coordinates`.
-
-        :param cell: The cell, from 0.
-        :param replica: The replica in the cell, from 0.
-        :param shard: The shard of the model, from 0.
-        :return: The global rank.
-        :raises TopologyError: if a coordinate is outside its axis.
-        """
+        """Return the rank that holds a shard in a replica of a cell, all from 0; the inverse of :meth:`coordinates`."""
         cell = self._cell(cell)
-        replica = integer("replica", replica, None, error=TopologyError)
-        shard = integer("shard", shard, None, error=TopologyError)
         replicas, shards = self.replicas(cell), self.shards(cell)
-        if not 0 <= replica < replicas or not 0 <= shard < shards:
-            raise TopologyError(
-                f"replica {replica}, shard {shard} is outside cell {cell}, which has {replicas} replicas of {shards} "
-                "shards; count both from 0"
-            )
+        replica = integer("replica", replica, 0, replicas - 1, hint="count from 0", error=TopologyError)
+        shard = integer("shard", shard, 0, shards - 1, hint="count from 0", error=TopologyError)
         run = self._run or shards
         outer, inner = divmod(shard, run)
         return self.offsets[cell] + (outer * replicas + replica) * run + inner
@@ -176,8 +153,7 @@ class Topology:
     def sender(self, cell: int, shard: int, turn: int = 0) -> int:
         """Return the rank that exchanges a shard with the other cells; with a turn, where its holders take turns.
 
-        Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so that they spread over replicas, nodes and
-        network cards.
+        Senders lie on the diagonal (shard ``s`` in replica ``s % R_c``), so they spread over nodes and network cards.
         """
         return self.rank_of(cell, (shard + turn) % self.replicas(cell), shard)
 
@@ -212,9 +188,7 @@ class Topology:
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
         """Return the process groups that a rank makes, in creation order: the same kinds on every rank.
 
-        :param rank: Global rank.
-        :return: ``federation``, then with HSDP ``shard`` and ``replica``, then ``federated``.
-        :raises TopologyError: if the rank is outside the world.
+        These are ``federation``, then with HSDP ``shard`` and ``replica``, then ``federated``.
         """
         at = self.coordinates(rank)
         groups = [RankGroup("federation", self.federation(at.cell))]
@@ -240,20 +214,10 @@ class Topology:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> int:
-        number = index_of(rank)
-        if number is None:
-            raise TopologyError(f"rank must be an integer, got {rank!r}; give 0 to {self.world_size - 1}")
-        if not 0 <= number < self.world_size:
-            raise TopologyError(
-                f"rank {rank} is outside the world of {self.world_size}; give 0 to {self.world_size - 1}"
-            )
-        return number
+        return integer("rank", rank, 0, self.world_size - 1, hint="count from 0", error=TopologyError)
 
     def _cell(self, cell: int) -> int:
-        number = index_of(cell)
-        if number is None or not 0 <= number < self.cells:
-            raise TopologyError(f"cell {cell!r} is none of the {self.cells} cells; give 0 to {self.cells - 1}")
-        return number
+        return integer("cell", cell, 0, self.cells - 1, hint="count from 0", error=TopologyError)
 
 
 def _size(what: str, value: object, knob: str) -> int:
@@ -291,9 +255,7 @@ def _shape(shape: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tupl
     knob = "give the ranks along that axis"
     names = [name for name, _ in axes]
     if REPLICATE_AXIS not in names or len(set(names)) != len(names):
-        raise TopologyError(
-            f"cell shape {dict(axes)} needs every axis once, {REPLICATE_AXIS!r} among them; -1 derives it"
-        )
+        raise TopologyError(f"cell shape {dict(axes)} needs each axis once, {REPLICATE_AXIS!r}, too; -1 derives it")
     return tuple(
         (name, -1 if name == REPLICATE_AXIS and size == -1 else _size(f"cell shape's {name}", size, knob))
         for name, size in axes
@@ -316,8 +278,7 @@ def _check_replicas(sizes: tuple[int, ...], replica: int, shape: tuple[tuple[str
         cell = sizes.index(size)
         if size % replica:
             raise TopologyError(
-                f"replica size (hsdp) {replica} does not divide cell {cell} of {size} ranks; give a size that divides "
-                "every cell"
+                f"replica size (hsdp) {replica} does not divide cell {cell} of {size} ranks; give one that divides all"
             )
         if asked not in (-1, size // replica):
             raise TopologyError(

@@ -173,7 +173,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     for words, problem in (
         ([folders[0]], "the export of cell 1 of 2 is missing"),
-        ([folders[0], folders[0]], "are both of cell 0; give one of each cell"),
+        ([folders[0], folders[0]], "are both of cell 0; give one of each"),
         ([folders[0], str(out)], "is not the export of a cell; give what --export wrote"),
         ([*folders, "--weights", "1"], "1 weights are given for 2 cells"),
         ([*folders, "--weights", "1,x"], "--weights must be a number for each cell, such as 3,1, got 'x'"),
@@ -384,7 +384,7 @@ def test_what_a_lone_cell_cannot_be() -> None:
             FederationConfig(**wrong)  # type: ignore[arg-type]
     options = {"policies": {"*": "average"}, "rails": True, "server": "diloco", "nonfinite": "reject"}
     assert FederationConfig(cell="1/4,2", aggregator=options).plan.read()[1] == "diloco"
-    with pytest.raises(ConfigError, match="go into the exports as JSON, and .* cannot; give server and combine by"):
+    with pytest.raises(ConfigError, match="exports hold options as JSON, which .* are not; give server and combine by"):
         RoundPlan(options={"combine": make("combine", "median")}).check()
 
 

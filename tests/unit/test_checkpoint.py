@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> Non
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
         return str(error.value)
 
-    assert "'model/0.weight' is (2, 2) torch.float32 in it, but (2, 3)" in told(
+    assert "'model/0.weight' is (2, 2) torch.float32 in it, here (2, 3)" in told(
         nn.Sequential(nn.Linear(3, 2), saved[1])
     )
     assert "but (2, 2) torch.float64 here" in told(nn.Sequential(nn.Linear(2, 2).double(), saved[1]))

@@ -220,7 +220,7 @@ def test_list_of_a_kind_tells_types_and_values_of_options(capsys: pytest.Capture
 
 
 BAD = [
-    (["list", "algorithms", "--kind", "servers"], "ConfigError: kind 'servers' is unknown; choose one of algorithm"),
+    (["list", "algorithms", "--kind", "servers"], "ConfigError: kind must be one of 'algorithm', 'server', "),
     (["plan", "--federated", "4,3", "--world", "8"], "TopologyError: federated sizes (4, 3) sum to 7"),
     (["plan", "--federated", "4"], "ConfigError: --federated 4 does not say how many ranks"),
     (["plan"], "ConfigError: the number of ranks is missing; give --federated 4,4, or --world"),

@@ -225,15 +225,15 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Topology(8, 4, cell_shape={"dp_replicate": 4, "tp": 2}), "dp_replicate=4"),
     (lambda: Topology(8, 4, 4, cell_shape={"dp_replicate": 2, "tp": 2}), "leave one out"),
     (lambda: Topology(8, 4, cell_shape={"dp_replicate": -1, "tp": 3}), "does not divide"),
-    (lambda: Topology(4).coordinates(4), "rank 4 is outside the world of 4"),
-    (lambda: Topology(4).coordinates(9), "rank 9"),
-    (lambda: Topology(4).coordinates(-1), "rank -1"),
-    (lambda: Topology(4).coordinates(True), "rank must be an integer, got True"),
-    (lambda: Topology(4).coordinates(1.0), "rank must be an integer, got 1.0"),  # type: ignore[arg-type]
-    (lambda: Topology(4, 2).shards(2), "cell 2 is none of the 2 cells"),
-    (lambda: Topology(4, 2).federation(-1), "cell -1"),
-    (lambda: Topology(4, 2).rank_of(0, 1, 0), "replica 1, shard 0 is outside cell 0"),
-    (lambda: Topology(4, 2, 1).rank_of(0, 0, 1), "replica 0, shard 1"),
+    (lambda: Topology(4).coordinates(4), "rank must be an integer from 0 to 3, got 4"),
+    (lambda: Topology(4).coordinates(9), "got 9; count from 0"),
+    (lambda: Topology(4).coordinates(-1), "rank must be .* got -1"),
+    (lambda: Topology(4).coordinates(True), "rank must be an integer from 0 to 3, got True"),
+    (lambda: Topology(4).coordinates(1.0), "rank must be an integer from 0 to 3, got 1.0"),  # type: ignore[arg-type]
+    (lambda: Topology(4, 2).shards(2), "cell must be an integer from 0 to 1, got 2"),
+    (lambda: Topology(4, 2).federation(-1), "cell must be .* got -1"),
+    (lambda: Topology(4, 2).rank_of(0, 1, 0), "replica must be an integer from 0 to 0, got 1"),
+    (lambda: Topology(4, 2, 1).rank_of(0, 0, 1), "shard must be an integer from 0 to 0, got 1"),
 ]
 
 

@@ -32,33 +32,21 @@ from xffl.topology import Topology
 
 __all__ = ["Effort", "build_model", "measure", "round_variants"]
 
-
-SMALL_BYTES = 8
-"""Payload of the probes that measure latency."""
-SMALL_CALLS = 20
-"""Exchanges of such a payload in one sample: the time of one is near that of a barrier."""
+SMALL_BYTES = 8  # payload of the probes that measure latency
+SMALL_CALLS = 20  # exchanges of such a payload in one sample: the time of one is near that of a barrier
 CODECS = ("bf16", "fp16", "int8", "int4", "topk:0.01")
-BLOCKS = 6
-"""Blocks that the model has if its width comes out even."""
+BLOCKS = 6  # blocks that the model has if its width comes out even
 DRIFT = 1e-3
 """What ranks multiply their parameters by before a round, less 1, so that lossy codecs have something to write."""
-BASELINE = ("all-reduce", "world")
-"""Kind and name of the probe that all others are compared with."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured, the same on all ranks.
+    """How much is measured, the same on all ranks."""
 
-    :param megabytes: Size of the model and of large messages, in MiB, at least 0.01. The model comes out near it.
-    :param repeats: Samples of each probe, at least 1.
-    :param warmup: Passes before the first sample, at least 1: connections and buffers are made in them.
-    :raises ConfigError: if a value is no number, or too small.
-    """
-
-    megabytes: float = 64.0
-    repeats: int = 7
-    warmup: int = 2
+    megabytes: float = 64.0  # of the model, which comes out near that, and of large messages
+    repeats: int = 7  # samples of each probe
+    warmup: int = 2  # passes before the first sample, which make connections and buffers
 
     def __post_init__(self) -> None:
         number("--megabytes", self.megabytes, 0.01, hint="give MiB, such as 64")
@@ -87,14 +75,11 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     sample starts at a barrier and counts for the rank that took longest. The aggregators of all rounds live at the same
     time: a sender needs memory for about 16 copies of its shard, and every rank for two of the model.
 
-    :param state: The state that describes the federation.
-    :param effort: How much is measured.
-    :return: On rank 0 the measurements, as data for JSON: what they were made on and with, and ``rows``; else ``None``.
-        A row has ``kind``, ``name``, ``ranks``, ``payload_bytes``, ``samples`` and their median ``seconds``,
-        ``gbytes_per_s`` (payload over time), ``ratio`` to the all-reduce of that payload over the world, and where they
-        are known ``bytes_across`` and ``bytes_home``, each ``{"busiest": ..., "total": ...}`` over the ranks. A round
-        has also ``options``, ``phases`` and ``hidden`` (seconds on the rank with most), and ``codec_error``.
-    :raises ConfigError: if the world is a single rank, or ranks were given different efforts.
+    Rank 0 returns the measurements, as data for JSON: what they were made on and with, and ``rows``. A row has
+    ``kind``, ``name``, ``ranks``, ``payload_bytes``, ``samples`` and their median ``seconds``, ``gbytes_per_s``
+    (payload over time), ``ratio`` to the all-reduce of that payload over the world, and where they are known
+    ``bytes_across`` and ``bytes_home``, each ``{"busiest": ..., "total": ...}`` over the ranks. A round has also
+    ``options``, ``phases`` and ``hidden`` (seconds on the rank with most), and ``codec_error``.
     """
     with run_on_all_ranks("efforts") as tell:
         if dist.get_world_size() == 1:
@@ -215,29 +200,24 @@ def _all_reduce(
 
 def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list[_Probe]:
     """Make an aggregator for each variant, all of one model."""
-    drift = _drift(model, 1.0 + DRIFT * (1 + dist.get_rank() % 8))
+    factor = 1.0 + DRIFT * (1 + dist.get_rank() % 8)
+    factors = itertools.cycle((factor, 1.0 / factor))
+
+    @torch.no_grad()
+    def drift() -> None:
+        """Change this rank's parameters a little, as training would: up, then down again."""
+        scale = next(factors)
+        for parameter in model.parameters():
+            local_tensor(parameter).mul_(scale)
+
     probes = []
     for name, options in round_variants(state.topology).items():
         aggregator = Aggregator(model, state, **options)
         if options["codec"] != "none":
             aggregator.aggregate()  # the first round is exact, and makes the state that the codec's rounds start from
-        ranks = f"{state.topology.world_size}"
-        call = aggregator.aggregate
+        ranks, call = f"{state.topology.world_size}", aggregator.aggregate
         probes.append(_Probe("round", name, ranks, model_bytes, call, prepare=drift, options=options))
     return probes
-
-
-def _drift(model: nn.Module, factor: float) -> Callable[[], None]:
-    """Return a call that changes this rank's parameters a little, as training would: up, then down again."""
-    factors = itertools.cycle((factor, 1.0 / factor))
-
-    @torch.no_grad()
-    def step() -> None:
-        scale = next(factors)
-        for parameter in model.parameters():
-            local_tensor(parameter).mul_(scale)
-
-    return step
 
 
 def _sample(
@@ -308,7 +288,9 @@ def _rows(probes: Sequence[_Probe], summaries: Sequence[Sequence[Mapping[str, An
             row["hidden"] = max(rank["hidden"] for rank in ranks)
             row["codec_error"] = max(errors, default=None)
         rows.append(row)
-    worlds = {row["payload_bytes"]: row["seconds"] for row in rows if (row["kind"], row["name"]) == BASELINE}
+    # All are compared with the all-reduce over the world.
+    base = [row for row in rows if row["kind"] == "all-reduce" and row["name"] == "world"]
+    worlds = {row["payload_bytes"]: row["seconds"] for row in base}
     for row in rows:
         row["ratio"] = row["seconds"] / worlds[row["payload_bytes"]]
     return rows

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "ResidualStore", "TopK", "codec_of"]
 
-
-MAX_POSITIONS = 2**31
-"""Values that 32-bit positions can tell apart."""
+MAX_POSITIONS = 2**31  # values that 32-bit positions can tell apart
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Data types by the names that options give them."""
@@ -56,8 +54,7 @@ class Codec(ABC):
         needed = self.nbytes(values.numel())
         if data.numel() != needed:
             raise ConfigError(
-                f"the buffer has {data.numel()} bytes, but {values.numel()} values as {self} take {needed}; "
-                "give one of nbytes(numel)"
+                f"the buffer has {data.numel()} bytes; {values.numel()} values as {self} take nbytes(numel) = {needed}"
             )
 
 
@@ -154,16 +151,14 @@ class Blockwise(Codec):
         self._check(values, out)
         if values.numel() == 0:
             return
-        head, body = self._parts(out, values.numel())
+        head = out[: scale_bytes(values.numel(), self.block, self.scale)]
         write_scales(block_maxima(values, self.block), self._levels, self._is_half, head)
-        scales = read_scales(head, self._is_half)
         generator = None
         if self.rounding == "stochastic":
             # The CPU's generator takes 32 bits only: the upper ones are folded in.
             generator = torch.Generator(values.device).manual_seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
-        length = chunk_length(values.numel(), self.block, values.device)
-        scratch = scratch_for(values, length)
-        for chunk, scale, part in zip(*self._chunks(values, scales, body, length), strict=True):
+        scratch = scratch_for(values, chunk_length(values.numel(), self.block, values.device))
+        for chunk, scale, part in self._chunks(values, out):
             numbers = quantize(chunk, scale, self.block, self._levels, generator, scratch)
             pack(numbers, self.bits, self.block, part)
 
@@ -172,12 +167,10 @@ class Blockwise(Codec):
         self._check(out, data)
         if out.numel() == 0:
             return
-        head, body = self._parts(data, out.numel())
-        scales = read_scales(head, self._is_half)
-        length = chunk_length(out.numel(), self.block, out.device)
-        for chunk, scale, part in zip(*self._chunks(out, scales, body, length), strict=True):
+        for chunk, scale, part in self._chunks(out, data):
             unpack(part, self.bits, self.block, chunk)
-            dequantize(chunk, scale, self.block)
+            for rows, column in _blocks(chunk, scale, self.block):
+                rows.mul_(column)
 
     @property
     def _levels(self) -> int:
@@ -187,19 +180,13 @@ class Blockwise(Codec):
     def _is_half(self) -> bool:
         return self.scale == "fp16"
 
-    def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bytes of the scales and those of the values."""
-        head = scale_bytes(numel, self.block, self.scale)
-        return data[:head], data[head:]
-
-    def _chunks(
-        self, values: torch.Tensor, scales: torch.Tensor, body: torch.Tensor, length: int
-    ) -> tuple[tuple[torch.Tensor, ...], ...]:
-        return (
-            torch.split(values, length),
-            torch.split(scales, length // self.block),
-            torch.split(body, length * self.bits // 8),
-        )
+    def _chunks(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Return values, their scales, which have been written, and the bytes of their integers, chunk by chunk."""
+        head = scale_bytes(values.numel(), self.block, self.scale)
+        scales = read_scales(data[:head], self._is_half)
+        length = chunk_length(values.numel(), self.block, values.device)
+        rows = torch.split(values, length), torch.split(scales, length // self.block)
+        return zip(*rows, torch.split(data[head:], length * self.bits // 8), strict=True)
 
 
 @dataclass(frozen=True)
@@ -256,11 +243,9 @@ class TopK(Codec):
 
 
 def codec_of(name: str | Codec) -> Codec | None:
-    """Return the codec that a name stands for, ``None`` for ``none``; a codec stands for itself.
+    """Return the codec of a name such as ``int8:block=128`` or ``topk:0.01,value=fp16``, ``None`` for ``none``.
 
-    ``none``, ``bf16``, ``fp16``, ``int8``, ``int4`` (options ``block=64``, ``scale=fp16`` or ``fp32``,
-    ``rounding=nearest`` or ``stochastic``), ``topk:DENSITY`` (option ``value=fp32`` or ``fp16``); options follow a
-    colon and are separated by commas: ``int8:block=128,rounding=stochastic``, ``topk:0.01,value=fp16``.
+    A codec stands for itself. ``xffl.costs.CODECS`` has the names with their options.
     """
     if isinstance(name, Codec):
         return name
@@ -363,20 +348,12 @@ def quantize(
         # and less than half a step, so an integer keeps its value: zeros stay zeros.
         bits = scratch[0].view(torch.int64)[: -(-values.numel() // 4)].random_(-(2**63), None, generator=generator)
         noise.copy_(bits.view(torch.int16)[: values.numel()]).add_(0.5).mul_(2.0**-16)
-    for (rows, column), (ratios, _) in zip(
-        _blocks(values, scales, block), _blocks(numbers, scales, block), strict=True
-    ):
-        torch.div(rows, column, out=ratios)
+    for (rows, scale), (ratios, _) in zip(_blocks(values, scales, block), _blocks(numbers, scales, block), strict=True):
+        torch.div(rows, scale, out=ratios)
     if generator is not None:
         # Ratios pass ``levels`` by a rounding (by 0.2 % where the maximum saturates); with noise that could be a step.
         numbers.clamp_(-levels, levels).add_(noise)
     return numbers.round_()
-
-
-def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiply integers by their block's scale, in place."""
-    for rows, column in _blocks(numbers, scales, block):
-        rows.mul_(column)
 
 
 def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
@@ -433,9 +410,7 @@ def _blocks(flat: torch.Tensor, each: torch.Tensor, block: int) -> Iterator[tupl
         yield flat[whole * block :].unsqueeze(0), each[whole:].unsqueeze(1)
 
 
-def _pairs(
-    data: torch.Tensor, numbers: torch.Tensor, block: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _pairs(data: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
     pairs, remainder = divmod(numbers.numel(), 2 * block)
     whole, middle = pairs * block, (remainder + 1) // 2
@@ -447,8 +422,7 @@ def _pairs(
         yield data[whole:].unsqueeze(0), rest[:, :middle], rest[:, middle:]
 
 
-HUGE = 1e30
-"""A type whose largest number is below this has less range than fp32, in which codes are read."""
+HUGE = 1e30  # a type whose largest number is below this has less range than fp32, in which codes are read
 
 
 class ErrorFeedback:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.algorithms.combiners import WeightedCombiner
+from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
-from xffl.aggregation.engine.tensors import Manifest, ModelTensor, Pattern
+from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint.format import Record, check_data, check_path, locate_checkpoint, read_index, read_record
 from xffl.checkpoint.load import load_checkpoint
@@ -43,11 +43,8 @@ __all__ = [
     "read_told",
 ]
 
-
-PART = "round"
-"""The only part of an export, and of what is made of several."""
-CELL_FOLDER = "cell_0"
-"""The folder of the tensors in both, whichever cell an export is of."""
+PART = "round"  # the only part of an export, and of what is made of several
+CELL_FOLDER = "cell_0"  # the folder of the tensors in both, whichever cell an export is of
 _CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
 """Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
 
@@ -86,24 +83,20 @@ class RoundPlan:
             del options["nonfinite"]
         for name in sorted(options.keys() - {"server", "combine", "every", *_CROSSING}):
             raise ConfigError(
-                f"{name} {options[name]!r} is not supported in rounds over files, which have server and combine; leave "
-                "it out"
+                f"{name} {options[name]!r} is not supported in rounds over files, only server and combine; leave it out"
             )
         check_combiner(make("combine", self.read()[0]))
         try:
             json.dumps(self.plain())
         except TypeError as error:
             raise ConfigError(
-                f"the options of rounds go into the exports as JSON, and {self.options} cannot; give server and "
-                "combine by name"
+                f"exports hold options as JSON, which {self.options} are not; give server and combine by name"
             ) from error
 
 
-def check_combiner(combiner: object) -> None:
+def check_combiner(combiner: Combiner) -> None:
     """Refuse a combiner that needs more than exports hold."""
-    if isinstance(combiner, WeightedCombiner) and (
-        combiner.needs_distances or combiner.needs_norms or combiner.has_scale
-    ):
+    if combiner.needs_distances or combiner.needs_norms or combiner.has_scale:
         raise ConfigError(
             f"combine {type(combiner).__name__} needs more than the exports hold (distances, norms or the model "
             "before); give mean, or one that looks at each element by itself"
@@ -211,12 +204,7 @@ def load_global(
 
 
 def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Return which round a global model is the result of, and the SHA-256 of its index; local.
-
-    :param path: The folder that ``xffl aggregate`` has written.
-    :return: Both; the index holds the checksums of all files.
-    :raises CheckpointError: if it is no such folder.
-    """
+    """Return which round a global model is the result of, and the SHA-256 of its index, which has all files'; local."""
     record = _read_record(Path(path), "global")
     return int(record.values["global"]["round"]), record.indexes[CELL_FOLDER]
 
@@ -236,28 +224,25 @@ def is_exported(
     cells: int,
     round: int,  # noqa: A002 - as in a report
     start: str | None,
-    plan: RoundPlan | None = None,
+    plan: RoundPlan | None,
 ) -> bool:
     """Tell whether this export exists already, whole and as it was written; local."""
     wanted: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
-    if plan is not None:
-        wanted["plan"] = plan.plain()
+    wanted |= {} if plan is None else {"plan": plan.plain()}
     try:
         values = read_told(Path(path), "export")
-        is_same = all(values.get(name) == one for name, one in wanted.items())
-        if is_same:
-            check_folder(Path(path))
+        if any(values.get(name) != one for name, one in wanted.items()):
+            return False
+        check_folder(Path(path))
     except CheckpointError:
         return False
-    return is_same
+    return True
 
 
-def check_folder(path: Path) -> Record:
+def check_folder(path: Path) -> None:
     """Compare the files of an export or of a global model with their checksums; local."""
     folder = locate_checkpoint(check_path(path))
-    record = read_record(folder)
-    check_data(read_index(folder, record))
-    return record
+    check_data(read_index(folder, read_record(folder)))
 
 
 class FileRound:
@@ -271,8 +256,7 @@ class FileRound:
         cell, sizes = state.lone_cell or (0, (1,))
         self._folders = read_over_files({"cell": f"{cell}/{len(sizes)}"})
         self._rounds_before, self._is_begun = 0, False
-        self.start: str | None = None
-        """The digest of the global model that this cell has started from"""
+        self.start: str | None = None  # the digest of the global model that this cell has started from
 
     def begin(self) -> None:
         """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""
@@ -325,9 +309,7 @@ def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other:
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             shown = [f"{_text_of(table.get(name))} in {place}" for table, place in ((theirs, who), (ours, other))]
-            raise CheckpointError(
-                f"tensor {name!r} is {' and '.join(shown)}; give all cells the same model and policies"
-            )
+            raise CheckpointError(f"tensor {name!r} is {' and '.join(shown)}; give all the same model and policies")
 
 
 def _text_of(tensor: Any) -> str:
@@ -357,7 +339,12 @@ class _MovingTensors:
         self._entries, self._is_export = manifest.moving, is_export
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {entry.name: self._value(entry) for entry in self._entries}
+        """Return the tensors; an export has the mean of what the cell's ranks have made each for itself."""
+        values = {entry.name: entry.tensor() for entry in self._entries}
+        if self._is_export:
+            means = [entry.name for entry in self._entries if entry.is_buffer and entry.policy == "average"]
+            values |= {name: _cell_mean(values[name]) for name in means}
+        return {name: value.detach() for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -365,11 +352,6 @@ class _MovingTensors:
                 target, source = local_tensor(entry.tensor()), local_tensor(state[entry.name])
                 if target.data_ptr() != source.data_ptr():  # else the checkpoint was read in place
                     target.copy_(source)
-
-    def _value(self, entry: ModelTensor) -> torch.Tensor:
-        tensor = entry.tensor()
-        is_mean = self._is_export and entry.is_buffer and entry.policy == "average"
-        return _cell_mean(tensor) if is_mean else tensor.detach()
 
 
 def _cell_mean(buffer: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import io
 import math
 import mmap
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -21,18 +22,10 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, server_of
+from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, options_of, server_of
 from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
-from xffl.aggregation.exports import (
-    CELL_FOLDER,
-    PART,
-    RoundPlan,
-    check_combiner,
-    check_folder,
-    compare,
-    read_told,
-)
+from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, check_folder, compare, read_told
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
     INDEX,
@@ -54,9 +47,7 @@ from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
-
-PIECE_BYTES = 8 << 20
-"""Bytes that are read at a time."""
+PIECE_BYTES = 8 << 20  # bytes that are read at a time
 DATA = "__0_0.distcp"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -73,15 +64,6 @@ class PieceReader:
         self.index = read_index(folder, self.record)
         self._files: dict[Path, Bytes] = {}
         self._pieces: dict[tuple[Path, int], Bytes] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(size for size, _ in self.index.files.values())
-
-    def check(self) -> None:
-        """Compare the files with their checksums."""
-        check_data(self.index)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return a tensor's data type and shape."""
@@ -120,9 +102,7 @@ class PieceReader:
                 if size != math.prod(shape):
                     raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
             except (ValueError, KeyError, zipfile.BadZipFile) as error:
-                raise CheckpointError(
-                    f"{file} does not hold {name!r} as xffl writes it ({error}); write it anew"
-                ) from error
+                raise CheckpointError(f"{file} holds no {name!r} as xffl writes it ({error}); write it anew") from error
             self._pieces[file, offset] = self._files[file][start : start + size]
         return self._pieces[file, offset].reshape(shape)
 
@@ -184,19 +164,16 @@ class PieceWriter:
 
 def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
     """Cut a tensor into boxes that follow each other in memory, of a few MiB at most; pure."""
-    yield from _cut(shape, max(1, PIECE_BYTES // dtype.itemsize))
-
-
-def _cut(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    if math.prod(shape) <= limit or not shape:
+    limit = max(1, PIECE_BYTES // dtype.itemsize)
+    if math.prod(shape) <= limit:
         yield (0,) * len(shape), shape
         return
-    row = math.prod(shape[1:])
-    step = max(1, limit // row)
-    for start in range(0, shape[0], step):
-        count = min(step, shape[0] - start)
-        for starts, sizes in _cut(shape[1:], limit) if count * row > limit else [((0,) * (len(shape) - 1), shape[1:])]:
-            yield (start, *starts), (count, *sizes)
+    # The first axis that is not cut into single rows: a box has as many of its rows as fit.
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= limit)
+    step, inner = limit // math.prod(shape[axis + 1 :]), shape[axis + 1 :]
+    for outer in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            yield (*outer, start, *(0 for _ in inner)), (*(1 for _ in outer), min(step, shape[axis] - start), *inner)
 
 
 def _find_storage(file: Path, end: int) -> tuple[int, int]:
@@ -239,8 +216,7 @@ class OfflineServer:
             if others:
                 there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (asked, self._asked))
                 raise CheckpointError(
-                    f"{before} is the state of a server optimizer with {there}, and {here} is asked for; go on with "
-                    "the same server"
+                    f"{before} is the state of a server optimizer with {there}, not {here}; go on with the same server"
                 )
             self._old, self._prefix = PieceReader(before, STATE), "model/"
             self._elements, self._numbers = saved["elements"], saved["numbers"]
@@ -256,7 +232,7 @@ class OfflineServer:
                 f"{folder} has no state of round {values['round'] - 1}, so the model that the cells have started from "
                 "is not known; for a first round give it (--start)"
             )
-        self._old.check()
+        check_data(self._old.index)
 
     @torch.no_grad()
     def step(
@@ -269,7 +245,9 @@ class OfflineServer:
         old_box = real_box if self._prefix else box
         weights = self._old.read(f"{self._prefix}{name}", old_box).to(wide_type(mean.dtype))
         optimizer = self._server.make([weights])
-        options = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in self._options().items()}
+        options = {
+            key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in options_of(self._probe).items()
+        }
         optimizer.param_groups[0].update(options)
         state = {key: self._old.read(f"{key}/{name}", old_box) for key in self._elements}
         state |= {key: _number(value) for key, value in self._numbers.items()}
@@ -301,13 +279,10 @@ class OfflineServer:
             "asked": self._asked,
             "elements": self._after[0],
             "numbers": self._after[1],
-            "options": self._options(),
+            "options": options_of(self._probe),
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
         writer.publish(STATE, {}, {STATE: to_plain(saved, STATE)})
-
-    def _options(self) -> dict[str, Any]:
-        return {key: value for key, value in self._probe.param_groups[0].items() if key != "params"}
 
 
 def _plain(value: Any) -> Any:
@@ -325,9 +300,9 @@ def _number(value: Any) -> Any:
 
 _HINTS = {
     "cells": "give exports of one round",
+    "sizes": "train all cells with the same sizes of cells, by which samples are dealt out",
     "round": "give exports of one round",
     "start": "give exports of cells that have started from the same global model",
-    "sizes": "train all cells with the same sizes of cells, by which samples are dealt out",
     "plan": "give all cells the same configuration of rounds",
 }
 
@@ -338,13 +313,10 @@ class Round:
 
     number: int
     cells: int
-    shares: tuple[float, ...]
-    """Weight of each cell, relative to the sum of all"""
+    shares: tuple[float, ...]  # weight of each cell, relative to the sum of all
     tensors: int
-    size_bytes: int
-    """Of the tensors of the result"""
-    was_there: bool = False
-    """Whether the result of the same exports existed already, as it was written"""
+    size_bytes: int  # of the tensors of the result
+    was_there: bool = False  # whether the result of the same exports existed already, as it was written
 
 
 class _Export(PieceReader):
@@ -368,28 +340,19 @@ def aggregate_exports(
     is_tried: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Round:
-    """Make a round of the exports of all cells, in one process.
+    """Make a round of the exports of all cells, given in any order, in one process.
 
     The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, which takes
     its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it into any layout. It has the bits
     that a round over the network gives on processors of this kind. Where the result of the same exports exists whole,
-    nothing is done.
+    nothing is done; that of an earlier round is replaced. ``is_tried`` checks all and writes nothing.
 
-    :param paths: The exports' folders, in any order.
-    :param out: The folder to make; a result of an earlier round there is replaced.
-    :param weights: The weight of each cell, by its number; by default what its export says.
-    :param combine: As for :class:`xffl.Aggregator`; what needs distances, norms or the model before is refused. By
-        default as the cells' configuration says (:class:`xffl.aggregation.exports.RoundPlan`), else the mean.
-    :param server: As for :class:`xffl.Aggregator`: a server optimizer; needs ``state``. By default as the cells'
-        configuration says, else none. Round 0 has none.
-    :param state: The folder where the server optimizer's state goes from round to round, a folder for each.
-    :param start: For the first round of a server optimizer: the model that all cells have started from, as this made it
-        of one export of each cell before its first step.
-    :param is_tried: Whether to check all and write nothing.
-    :param progress: Called with a stage, the bytes done and all of its bytes.
-    :return: What was made.
-    :raises ConfigError: if an argument is invalid.
-    :raises CheckpointError: if an export is damaged, or the exports do not go together; nothing is written.
+    ``weights`` are by the cells' numbers, in place of those in the exports. ``combine`` and ``server`` are as for
+    :class:`xffl.Aggregator`, by default as the cells' configuration says
+    (:class:`xffl.aggregation.exports.RoundPlan`); round 0 has no server optimizer. A server optimizer needs ``state``,
+    where its state goes from round to round, and for its first round ``start``, the model that all cells have started
+    from, as this made it of one export of each cell before its first step. ``progress`` is called with a stage, the
+    bytes done and all of its bytes.
     """
     target = check_path(out)
     exports = _open_exports(paths)
@@ -411,10 +374,11 @@ def aggregate_exports(
     made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes)
     if _is_made(target, made_of):
         return replace(made, was_there=True)
-    report = _StageProgress(progress, sum(export.size_bytes for export in exports))
-    for export in exports:
-        export.check()
-        report("checked", export.size_bytes)
+    sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]
+    report = _StageProgress(progress, sum(sizes))
+    for export, size in zip(exports, sizes, strict=True):
+        check_data(export.index)
+        report("checked", size)
     _check_target(target)
     outer = None
     if optimizer is not None and state is not None:
@@ -429,9 +393,12 @@ def aggregate_exports(
 def _is_made(target: Path, made_of: Mapping[str, Any]) -> bool:
     """Tell whether the result of the same exports exists, as it was written."""
     try:
-        return read_told(target, "global").get("made_of") == made_of and check_folder(target) is not None
+        if read_told(target, "global").get("made_of") != made_of:
+            return False
+        check_folder(target)
     except CheckpointError:
         return False
+    return True
 
 
 def _check_target(target: Path) -> None:
@@ -446,13 +413,12 @@ class _StageProgress:
     """Reports how far a stage has come."""
 
     def __init__(self, report: Callable[[str, int, int], None] | None, size: int) -> None:
-        self._report, self._size, self._stage, self._done = report, size, "", 0
+        self._report, self._size, self._done = report, size, Counter[str]()
 
     def __call__(self, stage: str, count: int) -> None:
-        self._done = self._done + count if stage == self._stage else count
-        self._stage = stage
+        self._done[stage] += count
         if self._report is not None:
-            self._report(stage, self._done, self._size)
+            self._report(stage, self._done[stage], self._size)
 
 
 def _open_exports(paths: Sequence[str | Path]) -> list[_Export]:
@@ -464,17 +430,15 @@ def _open_exports(paths: Sequence[str | Path]) -> list[_Export]:
     first = exports[0]
     for export in exports:
         values = export.values
-        for what in ("cells", "sizes", "round", "start", "plan"):
+        for what, hint in _HINTS.items():
             if values.get(what) != first.values.get(what):
                 raise CheckpointError(
-                    f"{export.path} is of {what} {values.get(what)}, {first.path} of {first.values.get(what)}; "
-                    f"{_HINTS[what]}"
+                    f"{export.path} is of {what} {values.get(what)}, {first.path} of {first.values.get(what)}; {hint}"
                 )
         compare(values["tensors"], first.values["tensors"], str(export.path), str(first.path))
         if values["cell"] in by_cell:
             raise CheckpointError(
-                f"{export.path} and {by_cell[values['cell']].path} are both of cell {values['cell']}; give one of each "
-                "cell"
+                f"{export.path} and {by_cell[values['cell']].path} are both of cell {values['cell']}; give one of each"
             )
         by_cell[values["cell"]] = export
     cells = first.values["cells"]

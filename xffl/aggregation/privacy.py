@@ -38,15 +38,12 @@ from xffl.topology import Topology
 
 __all__ = ["Accountant", "KeyPair", "Keystream", "Masker", "Noise", "Privacy", "SecureSum", "make_masker", "privatize"]
 
-
 PLACES = ("cell", "sum")
 """What has the whole of the noise: each cell's own update, or the sum over the cells."""
 
-LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
-"""Beyond these, noise is nothing, or nothing is left of the update."""
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e6  # beyond these, noise is nothing, or nothing is left of the update
 
-FRACTION = 53
-"""Bits of a uniform number, as many as a 64-bit float holds."""
+FRACTION = 53  # bits of a uniform number, as many as a 64-bit float holds
 
 
 @dataclass(frozen=True)
@@ -181,11 +178,9 @@ class Accountant:
         return self._spent.total()
 
     def spend(self, cells: int, rounds: int = 1) -> None:
-        """Count exchanges; call it when one begins, whether or not the round is taken: its messages were seen.
+        """Count exchanges to which so many cells contribute, several to plan a run.
 
-        :param cells: Number of cells that contribute.
-        :param rounds: How many exchanges; more than 1 to plan a run.
-        :raises ConfigError: if one is not a positive integer.
+        Call it when one begins, whether or not the round is taken: its messages were seen.
         """
         cells, rounds = integer("cells", cells), integer("rounds", rounds)
         self._spent[self._privacy.noise, self._privacy.where, cells] += rounds
@@ -233,11 +228,7 @@ class Accountant:
         return {"spent": [[*kind, rounds] for kind, rounds in self._spent.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, also from a run with other noise.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is not that of an accountant.
-        """
+        """Take over what :meth:`state_dict` returned, also from a run with other noise."""
         spent: Counter[tuple[float, str, int]] = Counter()
         try:
             for noise, where, cells, rounds in state["spent"]:
@@ -246,8 +237,7 @@ class Accountant:
                 spent[float(noise), where, int(cells)] += int(rounds)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the state is not that of a privacy accountant ({type(error).__name__}: {error}); load one that "
-                "Accountant.state_dict returned"
+                f"the state is not that of a privacy accountant ({type(error).__name__}: {error}); load another one"
             ) from error
         self._spent = spent
 
@@ -255,8 +245,7 @@ class Accountant:
 LEAST_CELLS = 3
 """Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
 
-DEVICE_CHUNK = 2**22
-"""Values that are masked at a time where they lie on a GPU, to which masks are copied."""
+DEVICE_CHUNK = 2**22  # values that are masked at a time where they lie on a GPU, to which masks are copied
 
 INTEGER_BITS = 62
 """Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""
@@ -269,8 +258,7 @@ class SecureSum:
     The mean's error is at most ``cells * 2**-(fraction_bits + 1) + 2**-51 * sum(share * |x|)``, before it is rounded to
     the values' type. Values beyond ``limit`` make the round fail.
 
-    :param fraction_bits: Binary digits after the point, from 1 to 60. 32: values up to a billion, and an error of a
-        few ``1e-10``.
+    :param fraction_bits: Binary digits after the point, 1 to 60. 32: values up to a billion, an error of some 1e-10.
     :raises ConfigError: if it is anything else.
     """
 
@@ -377,9 +365,7 @@ class Masker:
                 f"cell {self._cell}; call start_attempt with the cells that contribute"
             )
         if place in self._used:
-            raise StateError(
-                f"place {place} has a row in attempt {self._attempt} already; a second one would reveal both"
-            )
+            raise StateError(f"place {place} has a row in attempt {self._attempt} already; a second would reveal both")
         self._used.add(place)
         self._check_range(values)
         streams = [
@@ -442,12 +428,7 @@ class Masker:
 
 
 def make_masker(
-    options: SecureSum,
-    rank: int,
-    topology: Topology,
-    *,
-    context: str,
-    group: dist.ProcessGroup | None = None,
+    options: SecureSum, rank: int, topology: Topology, *, context: str, group: dist.ProcessGroup | None = None
 ) -> Masker:
     """Make a key pair and send all ranks its public half; collective over the world: 32 bytes a rank."""
     with run_on_all_ranks("secure sums", group=group) as share:
@@ -463,8 +444,7 @@ def make_masker(
     return Masker(options, rank, keys, publics=publics, topology=topology, context=context)
 
 
-KEY_BYTES = 32
-"""Bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many."""
+KEY_BYTES = 32  # bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many
 NEED = ("privacy", "privacy and secure sums need cryptography")
 """The extra, and the message where the package is missing."""
 

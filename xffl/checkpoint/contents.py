@@ -7,10 +7,8 @@ statistics that each has made of its own data).
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import pickle
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,21 +24,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry
-from xffl.distributed.sharding import (
-    Plain,
-    bytes_of,
-    from_plain,
-    local_tensor,
-    sharded_parameters,
-    tensors_named,
-    to_plain,
-)
+from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry, sync
+from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 
 __all__ = ["Part", "RandomState"]
-
 
 Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
@@ -49,9 +38,7 @@ Part = nn.Module | torch.optim.Optimizer | Stateful
 UNNAMED = ("params", "param_names")
 """Entries of a parameter group that list its parameters, which have other names here."""
 
-
-EXTRA_STATE = "_extra_state"
-"""What torch calls a module's extra state in a state dict."""
+EXTRA_STATE = "_extra_state"  # what torch calls a module's extra state in a state dict
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch calls a module inside its wrappers, which names leave out."""
 
@@ -118,8 +105,7 @@ def collect(parts: Mapping[str, Part]) -> Contents:
         for key in model_names(name, contents.tensors, contents.values):
             if key in contents.tensors and not is_extra_state(key) and is_overlapping(contents.tensors[key]):
                 raise ConfigError(
-                    f"tensor {key!r} is expanded: several of its elements are one in memory, so nothing could be "
-                    "loaded into it; clone() it"
+                    f"tensor {key!r} is expanded: several elements are one in memory, which cannot be loaded; clone it"
                 )
     check_readable(contents.tensors)
     return contents
@@ -301,11 +287,6 @@ class RankState:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def own_file(place: int) -> str:
-    """Return the name of the file of a rank of the cell."""
-    return f"own_{place}.pt"
-
-
 def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
     """Refuse what cannot be kept."""
     if own is None:
@@ -330,17 +311,11 @@ def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
             kind = type(tensor).__name__ if isinstance(tensor, DTensor) else f"{tensor.layout} on {tensor.device}"
             raise ConfigError(
-                f"own tensor {name!r} is {kind}; a rank keeps dense tensors of its own, give what is spread over ranks "
-                "as a part"
+                f"own tensor {name!r} is {kind}; a rank keeps dense ones, give what is spread over ranks as a part"
             )
     check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return RankState(values, copies)
-
-
-def hash_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each buffer's bytes; local."""
-    return {name: hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest() for name, tensor in buffers.items()}
 
 
 def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
@@ -356,12 +331,11 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
     """Write this rank's file, where it keeps anything."""
     if not own.values and not own.buffers:
         return {}
-    file = folder / own_file(place)
+    file = folder / f"own_{place}.pt"
     content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
     with file.open("wb") as stream:
         torch.save(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    sync(file)
     return {file.name: file_entry(file)}
 
 
@@ -398,7 +372,7 @@ def read_rank_state(
     folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run."""
-    file = folder / own_file(place)
+    file = folder / f"own_{place}.pt"
     if not wanted and not (is_same and file.name in files):
         return {}, {}
     if file.name not in files:

@@ -30,10 +30,8 @@ from xffl.extras import optional_import
 
 __all__ = ["Consolidated", "consolidate_checkpoint"]
 
-
 MAX_SHARD_BYTES = 5 * 10**9
-_GLOBAL = "global"
-"""What the record of a round over files has among its values."""
+_GLOBAL = "global"  # what the record of a round over files has among its values
 NAME = "model"
 CONFIGURATION = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -166,9 +164,7 @@ def _short(name: str, part: str) -> str:
 def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[str]:
     """Return the tensors of a model, but for tied ones after the first."""
     if part not in record.parts:
-        raise CheckpointError(
-            f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one of these"
-        )
+        raise CheckpointError(f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one")
     if _GLOBAL in record.values:
         return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
     untied = index.tensors.keys() - index.ties

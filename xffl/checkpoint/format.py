@@ -50,7 +50,6 @@ from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = [
-    "ALGORITHM",
     "INDEX",
     "Record",
     "check_data",
@@ -70,7 +69,6 @@ __all__ = [
     "write_text",
 ]
 
-
 LATEST = "latest"
 RECORD = "checkpoint.json"
 INDEX = "index.json"
@@ -85,23 +83,16 @@ class Record:
 
     xffl: str
     torch: str
-    saved_at: str
-    """ISO 8601, UTC"""
+    saved_at: str  # ISO 8601, UTC
     world_size: int
-    cells: tuple[int, ...]
-    """Ranks of each cell"""
+    cells: tuple[int, ...]  # ranks of each cell
     replica_size: int | None
-    cell_shape: tuple[tuple[str, int], ...] | None
-    """Sizes of the axes of the mesh inside a cell"""
-    after_round: bool
-    """Whether all cells held the same averaged weights"""
+    cell_shape: tuple[tuple[str, int], ...] | None  # sizes of the axes of the mesh inside a cell
+    after_round: bool  # whether all cells held the same averaged weights
     parts: tuple[str, ...]
-    own: tuple[str, ...]
-    """Names of what each rank keeps for itself"""
-    values: dict[str, Any]
-    """Plain values, as :func:`xffl.distributed.sharding.to_plain` writes them"""
-    indexes: dict[str, str]
-    """SHA-256 of each cell's index by the cell's folder"""
+    own: tuple[str, ...]  # names of what each rank keeps for itself
+    values: dict[str, Any]  # plain values, as ``to_plain`` writes them
+    indexes: dict[str, str]  # SHA-256 of each cell's index by the cell's folder
 
     @classmethod
     def now(cls, **fields: Any) -> Record:
@@ -122,10 +113,10 @@ def locate_checkpoint(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder; of a link to one, such as to an archive, the link alone."""
+    """Delete a folder, if it is there; of a link to one, such as to an archive, the link alone."""
     if path.is_symlink():
         path.unlink()
-    else:
+    elif path.exists():
         shutil.rmtree(path)
 
 
@@ -156,14 +147,16 @@ def read_record(folder: Path) -> Record:
             f"wrote it ({fields.get('xffl')})"
         )
     if raw != _sealed(fields):
-        raise CheckpointError(
-            f"{file} is not as it was written (its checksum differs); the checkpoint is damaged, load another one"
-        )
-    record = _record_of(fields, file)
+        raise CheckpointError(f"{file} is not as it was written (its checksum differs); load another checkpoint")
+    try:
+        own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
+        own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
+        own["cell_shape"] = None if (shape := fields["cell_shape"]) is None else tuple(map(tuple, shape))
+        record = Record(**own)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
     if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
-        raise CheckpointError(
-            f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; it is damaged, load another one"
-        )
+        raise CheckpointError(f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; load another one")
     return record
 
 
@@ -179,22 +172,10 @@ def _sealed(fields: Mapping[str, Any]) -> str:
     return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
 
 
-def _record_of(fields: dict[str, Any], file: Path) -> Record:
-    try:
-        own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
-        own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
-        own["cell_shape"] = None if (shape := fields["cell_shape"]) is None else tuple(map(tuple, shape))
-        return Record(**own)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it survives a power cut."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_text(text, encoding="utf-8")
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -218,8 +199,7 @@ def sync_all(folder: Path) -> None:
 def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; what is left of it is removed where the block fails."""
     partial = temporary_path(target, "partial")
-    if partial.exists():  # of a call that was killed
-        shutil.rmtree(partial)
+    delete(partial)  # of a call that was killed
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -242,24 +222,21 @@ def replace_folder(path: Path) -> None:
     """Give the partial form of a folder its name, whatever had it before; a kill leaves one of them whole."""
     old = temporary_path(path, "old")
     if path.exists():
-        if old.exists():  # of a save that was killed while it deleted this
-            delete(old)
+        delete(old)  # of a save that was killed while it deleted this
         # Renamed, not deleted: until the next rename it is the only whole checkpoint, found by locate_checkpoint().
         path.rename(old)
     temporary_path(path, "partial").rename(path)
     # Both renames must be on the disk before the old checkpoint goes.
     sync(path.parent)
-    if old.exists():
-        delete(old)
+    delete(old)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint; what a kill leaves of it is not taken for one."""
     folder, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
-    if folder != old and old.exists():
+    if folder != old:
         delete(old)  # while the newer one stands: it would show again afterwards
-    if removed.exists():
-        delete(removed)
+    delete(removed)
     # Out of the way first: a kill in the middle of a deletion must leave nothing under a checkpoint's name.
     folder.rename(removed)
     delete(removed)
@@ -282,12 +259,10 @@ def read_pointer(folder: Path) -> str | None:
         return None
 
 
-ALGORITHM = "sha256"
-"""Name of the algorithm in the index of a cell."""
+ALGORITHM = "sha256"  # name of the algorithm in the index of a cell
 BLOCK_BYTES = 1 << 20
 
-FileEntry = tuple[int, str]
-"""Bytes and checksum of a file."""
+FileEntry = tuple[int, str]  # bytes and checksum of a file
 
 
 def checksum(path: Path) -> str:
@@ -333,16 +308,6 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _WrittenPiece:
-    """Where a rank has written a piece, and what its file is."""
-
-    relative_path: str
-    offset: int
-    length: int
-    file: FileEntry
-
-
-@dataclass(frozen=True)
 class _StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
@@ -356,27 +321,8 @@ class CellIndex:
     folder: Path
     tensors: dict[str, _StoredTensor]
     values: dict[str, Plain]
-    files: dict[str, FileEntry]
-    """Bytes and checksum of each file"""
-    ties: dict[str, str]
-    """Tensors that are another one of the same model, by name"""
-
-    def data_files(self) -> list[str]:
-        """Return the files that hold tensors, the largest first."""
-        names = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
-        return sorted(names, key=lambda name: (-self.files[name][0], name))
-
-    def metadata(self) -> Metadata:
-        """Return what torch's planners and reader want to know."""
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
-        for name, tensor in self.tensors.items():
-            boxes = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
-            ]
-            properties = TensorProperties(dtype=tensor.dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
-            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
-        return metadata
+    files: dict[str, FileEntry]  # bytes and checksum of each file
+    ties: dict[str, str]  # tensors that are another one of the same model, by name
 
 
 class CellWriter(FileSystemWriter):
@@ -396,24 +342,25 @@ class CellWriter(FileSystemWriter):
             sync(self.folder)
         names = {piece.storage_data.relative_path for piece in pieces}
         files = {name: file_entry(self.folder / name) for name in names}
-        for number, piece in enumerate(pieces):
-            at = piece.storage_data
-            place = _WrittenPiece(at.relative_path, at.offset, at.length, files[at.relative_path])
-            pieces[number] = replace(piece, storage_data=place)
         written: Future[list[WriteResult]] = Future()
-        written.set_result(pieces)
+        written.set_result(
+            [
+                replace(piece, storage_data=(piece.storage_data, files[piece.storage_data.relative_path]))
+                for piece in pieces
+            ]
+        )
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on the cell's first rank when all have written."""
         places = {written.index: written.storage_data for by_rank in results for written in by_rank}
-        files = self.files | {place.relative_path: place.file for place in places.values()}
+        files = self.files | {place.relative_path: entry for place, entry in places.values()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), "only tensors are given to torch"
             chunks = []
             for box in tensor.chunks:
-                place = places[MetadataIndex(name, box.offsets)]
+                place, _ = places[MetadataIndex(name, box.offsets)]
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
@@ -429,7 +376,15 @@ class CellReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         r"""Return the index in torch's form."""
-        return self.index.metadata()
+        metadata = Metadata(state_dict_metadata={}, storage_data={})
+        for name, tensor in self.index.tensors.items():
+            boxes = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+            ]
+            properties = TensorProperties(dtype=tensor.dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
+            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+        return metadata
 
 
 def write_index(
@@ -451,9 +406,7 @@ def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
     path = folder / INDEX
     try:
         if checksum(path) != record.indexes.get(folder.name):
-            raise CheckpointError(
-                f"{path} is not the file that was saved (its checksum differs); load another checkpoint"
-            )
+            raise CheckpointError(f"{path} is not the file that was saved (its checksum differs); load another one")
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["checksum"] != ALGORITHM:
             raise ValueError(f"its checksums are {content['checksum']!r}")
@@ -475,8 +428,9 @@ def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
 
 
 def check_data(index: CellIndex, place: int = 0, places: int = 1) -> None:
-    """Read this rank's share of a cell's files and compare them with their checksums."""
-    for name in index.data_files()[place::places]:
+    """Read this rank's share of a cell's files of tensors, dealt out by size, and compare them with their checksums."""
+    names = {chunk.relative_path for tensor in index.tensors.values() for chunk in tensor.chunks}
+    for name in sorted(names, key=lambda name: (-index.files[name][0], name))[place::places]:
         check_file(index.folder / name, index.files[name])
 
 
@@ -514,20 +468,12 @@ class Cell:
     sizes: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None
-    is_first: bool
-    """Whether this is the cell's first rank, which writes the index"""
-    world: dist.ProcessGroup | None = None
-    """Group of all ranks; ``None`` for torch's default one"""
+    world: dist.ProcessGroup | None = None  # group of all ranks; ``None`` for torch's default one
 
     @property
     def place(self) -> int:
-        """Rank in the cell."""
+        """Rank in the cell, whose first one writes the index."""
         return self.rank - sum(self.sizes[: self.number])
-
-    @property
-    def name(self) -> str:
-        """Name of the cell's folder."""
-        return f"cell_{self.number}"
 
 
 def this_cell(
@@ -543,13 +489,8 @@ def this_cell(
             f"the state says rank {rank} of {world_size}, but torch.distributed rank {joined[0]} of {joined[1]}; give "
             "the state of this process, inside its session"
         )
-    topology = state.topology
-    number = topology.cell_of(rank)
-    is_first = rank == topology.offsets[number]
-    if groups is None:
-        return Cell(number, topology.sizes, rank, state.federation, is_first)
-    world, group = groups
-    return Cell(number, topology.sizes, rank, group or world, is_first, world)
+    world, group = groups or (None, state.federation)
+    return Cell(state.topology.cell_of(rank), state.topology.sizes, rank, group or world, world)
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:

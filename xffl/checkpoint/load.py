@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,11 +60,9 @@ from xffl.topology import Topology
 
 __all__ = ["compare_cells", "load_checkpoint"]
 
-
 T = TypeVar("T")
 
-SHOWN = 4
-"""Problems that a message writes out."""
+SHOWN = 4  # problems that a message writes out
 NOTHING_LOADED = "nothing was loaded; give what was saved, or another checkpoint"
 PARTLY_LOADED = "models and optimizers may be loaded in part: load another checkpoint before they are used"
 
@@ -79,32 +76,10 @@ class _LoadPlan:
     """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
     devices: dict[str, torch.device] = field(default_factory=dict)
     """Tensors of the modules' extra states, with where they go"""
-    models: dict[str, list[str]] = field(default_factory=dict)
-    """Names of each model's state dict here"""
-    values: dict[str, Any] = field(default_factory=dict)
-    """What the modules' extra states were, once they are read"""
+    models: dict[str, list[str]] = field(default_factory=dict)  # names of each model's state dict here
+    values: dict[str, Any] = field(default_factory=dict)  # what the modules' extra states were, once they are read
     problems: list[str] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _LoadRequest:
-    """What a caller wants to load."""
-
-    parts: Mapping[str, Part]
-    own: Mapping[str, Stateful]
-    reset: frozenset[str]
-    local: frozenset[str]
-    path: Path
-    topology: Topology
-    cell: Cell
-
-    def __str__(self) -> str:
-        """Write what must be the same on all ranks."""
-        names = (
-            f"parts={sorted(self.parts)} own={sorted(self.own)} reset={sorted(self.reset)} local={sorted(self.local)}"
-        )
-        return f"path={self.path} {names}"
 
 
 def load_checkpoint(
@@ -144,27 +119,32 @@ def load_checkpoint(
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
 
-    def check() -> _LoadRequest:
+    def check() -> tuple[Path, Cell, Mapping[str, Stateful]]:
         check_parts(parts)
         for knob, names in (("reset", reset), ("local", local)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(f"{knob} is {names!r}; give a list of names")
-        rank_state = check_rank_state(own)
-        place = check_path(path), state.topology, this_cell(state)
-        return _LoadRequest(parts, rank_state, frozenset(reset), frozenset(local), *place)
+        kept = check_rank_state(own)
+        return check_path(path), this_cell(state), kept
 
-    request = run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, str)
-    target, cell = request.path, request.cell
+    def show(checked: tuple[Path, Cell, Mapping[str, Stateful]]) -> str:
+        target, _, kept = checked
+        names = f"own={sorted(kept)} reset={sorted(set(reset))} local={sorted(set(local))}"
+        return f"path={target} parts={sorted(parts)} {names}"
+
+    target, cell, kept = run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
 
     def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
         return run_collectively(what, act, target, advice)
 
-    folder, record, wanted = run_collectively("record", lambda: _record(request), target, NOTHING_LOADED, str)
+    folder, record, wanted = run_collectively(
+        "record", lambda: _record(target, parts, kept, reset, state.topology), target, NOTHING_LOADED, str
+    )
     current = on_all_ranks("contents", lambda: collect(parts))
     if len(record.cells) != len(cell.sizes):
         names = on_all_ranks("contents", lambda: trained_names(parts))
-        on_all_ranks("comparing cells", lambda: compare_cells(folder, record, names, request.local, cell))
-    plan = on_all_ranks("comparing", lambda: _plan(folder, record, request, current))
+        on_all_ranks("comparing cells", lambda: compare_cells(folder, record, names, local, cell))
+    plan = on_all_ranks("comparing", lambda: _plan(folder, record, parts, cell, current))
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
     is_same = is_same_layout(record, state.topology)
     rank_state, buffers = on_all_ranks(
@@ -180,15 +160,16 @@ def load_checkpoint(
         on_all_ranks("taking extra states back", lambda: [call() for call in reversed(undo)], PARTLY_LOADED)
         raise
     on_all_ranks("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
-    on_all_ranks("applying", lambda: _apply(plan, parts), PARTLY_LOADED)
-    on_all_ranks("applying own state", lambda: _apply_rank_state(request.own, rank_state), PARTLY_LOADED)
+    on_all_ranks("applying", lambda: _apply(plan, parts, kept, rank_state), PARTLY_LOADED)
     return {name: from_plain(value, {}) for name, value in record.values.items()}
 
 
-def _record(request: _LoadRequest) -> tuple[Path, Record, list[str]]:
+def _record(
+    target: Path, parts: Mapping[str, Part], own: Collection[str], reset: Collection[str], topology: Topology
+) -> tuple[Path, Record, list[str]]:
     """Find the folder, read its record, check that it fits cells and parts, and name the rank state to load."""
-    folder = locate_checkpoint(request.path)
-    record, parts, sizes = read_record(folder), request.parts, request.cell.sizes
+    folder, sizes = locate_checkpoint(target), topology.sizes
+    record = read_record(folder)
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
@@ -199,12 +180,11 @@ def _record(request: _LoadRequest) -> tuple[Path, Record, list[str]]:
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
-    return folder, record, sorted(select_rank_state(folder, record, request.own, request.reset, request.topology))
+    return folder, record, sorted(select_rank_state(folder, record, own, reset, topology))
 
 
-def _plan(folder: Path, record: Record, request: _LoadRequest, current: Contents) -> _LoadPlan:
+def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    parts, cell = request.parts, request.cell
     index = read_index(folder, record, cell.number % len(record.cells))
     check_data(index, cell.place, cell.sizes[cell.number])
     plan = _LoadPlan(index)
@@ -244,8 +224,7 @@ def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
         elif tensor is not None and saved is not None:
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
                 plan.problems.append(
-                    f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, but {tuple(tensor.shape)} {tensor.dtype} "
-                    "here"
+                    f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, here {tuple(tensor.shape)} {tensor.dtype}"
                 )
             plan.targets[key] = tensor
     plan.unused |= there - set(plan.models[name])
@@ -297,15 +276,6 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
-@contextmanager
-def _naming_partial_load() -> Iterator[None]:
-    """Add to errors of xffl, too, that tensors have been written before."""
-    try:
-        yield
-    except XfflError as error:
-        raise type(error)(f"{error}; {PARTLY_LOADED}") from error
-
-
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
     """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
     tensors = {
@@ -345,24 +315,23 @@ def _read(plan: _LoadPlan, cell: Cell, buffers: Mapping[str, torch.Tensor]) -> N
             plan.targets[name].copy_(kept)
 
 
-@_naming_partial_load()
-def _apply_rank_state(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
-    for name, kept in saved.items():
-        own[name].load_state_dict(kept)
-
-
-@_naming_partial_load()
-def _apply(plan: _LoadPlan, parts: Mapping[str, Part]) -> None:
-    """Give the parts what was read. Nothing moves."""
-    values = plan.index.values
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            held = plan.targets | plan.values
-            set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
-        elif isinstance(part, torch.optim.Optimizer):
-            _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
-        else:
-            part.load_state_dict(from_plain(values[name], plan.targets))
+def _apply(
+    plan: _LoadPlan, parts: Mapping[str, Part], own: Mapping[str, Stateful], rank_state: Mapping[str, Any]
+) -> None:
+    """Give the parts and what this rank keeps for itself what was read. Nothing moves."""
+    held = plan.targets | plan.values
+    try:
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
+            elif isinstance(part, torch.optim.Optimizer):
+                _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
+            else:
+                part.load_state_dict(from_plain(plan.index.values[name], plan.targets))
+        for name, saved in rank_state.items():
+            own[name].load_state_dict(saved)
+    except XfflError as error:  # say of these, too, that tensors have been written before
+        raise type(error)(f"{error}; {PARTLY_LOADED}") from error
 
 
 def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _LoadPlan) -> None:
@@ -392,18 +361,13 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
         for name in mine:
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
-            is_there = name in index.tensors
-            if not is_there or not _is_same(read_tensor(head, name), read_tensor(index, name)):
+            # Bits are compared: equal NaNs are the same.
+            is_same = name in index.tensors and head.tensors[name].shape == index.tensors[name].shape
+            is_same = is_same and head.tensors[name].dtype == index.tensors[name].dtype
+            if not is_same or not torch.equal(*(bytes_of(read_tensor(one, name)) for one in (head, index))):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
                     f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in "
                     f"{index.folder} as in {head.folder} (files {', '.join(places)}); start {len(record.cells)} cells, "
                     f"or give local=[{name!r}] where its policy is local"
                 )
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bits: equal NaNs are the same."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(bytes_of(one), bytes_of(other))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,19 +28,10 @@ from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]
 
-
 LOG = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 FINAL = "final"
-
-
-class Saver(Protocol):
-    """What saves, such as a strategy."""
-
-    @property
-    def save_checkpoint(self) -> Callable[..., Any]:
-        """Called with the path and what else was given; collective over the world."""
 
 
 class CheckpointManager:
@@ -66,11 +56,10 @@ class CheckpointManager:
         self.keep_last = keep_last
         self.keep_every = keep_every
 
-    def save(self, strategy: Saver, step: int, **kwargs: Any) -> None:
+    def save(self, strategy: Any, step: int, **kwargs: Any) -> None:
         r"""Save the checkpoint of a step through a strategy, then delete the oldest; collective over the world.
 
-        Where the strategy saves in the background, the thread that writes also deletes, when the new checkpoint is
-        whole.
+        Where the strategy saves in the background, the thread that writes also deletes, when the new one is whole.
 
         :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
             :class:`PendingSave`, saves in the background.
@@ -83,7 +72,7 @@ class CheckpointManager:
         path = run_collectively("step", lambda: self.path_of(step), self.output_dir, advice, str)
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
-    def save_final(self, strategy: Saver, **kwargs: Any) -> None:
+    def save_final(self, strategy: Any, **kwargs: Any) -> None:
         """Save ``final``, which is never deleted, as :meth:`save`; give it the ``step`` among its values."""
         path = self.path_of(FINAL)
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
@@ -149,10 +138,13 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
     pointed = whole.get(read_pointer(folder) or "")
     if pointed is not None and all(record.saved_at <= pointed[1].saved_at for _, record in whole.values()):
         return pointed[0]
-    latest = max(steps) if steps else None
-    if final is not None and (latest is None or _is_newer(final, latest, steps[latest][1])):
+    latest = max(steps, default=None)
+    if final is None:
+        return None if latest is None else steps[latest][0]
+    own = final.values.get("step")
+    if latest is None or (own >= latest if type(own) is int else final.saved_at > steps[latest][1].saved_at):
         return folder / FINAL
-    return None if latest is None else steps[latest][0]
+    return steps[latest][0]
 
 
 def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
@@ -176,8 +168,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     :param config: Its ``experiment.output_dir`` is the run's folder.
     :param trainer: Its ``load_checkpoint(path)`` is called.
     :return: Whether there was one.
-    :raises CheckpointError: if the ranks find different ones, the run has one that cannot be read, or it cannot be
-        loaded.
+    :raises CheckpointError: if the ranks find different ones, or one cannot be read or loaded.
     """
     output_dir = Path(config.experiment.output_dir)
     advice = "give the run's folder on a file system that all ranks share"
@@ -214,11 +205,3 @@ def _steps(folder: Path) -> dict[int, tuple[Path, Record]]:
 def _whole(path: Path) -> Record | None:
     """Read the record of a checkpoint that may be aside or missing."""
     return find_record(path) or (None if path.exists() else find_record(temporary_path(path, "old")))
-
-
-def _is_newer(final: Record, step: int, record: Record) -> bool:
-    """Tell whether ``final`` is of a later step than the last checkpoint, or else was saved at a later time."""
-    own = final.values.get("step")
-    if isinstance(own, int) and not isinstance(own, bool):
-        return own >= step
-    return final.saved_at > record.saved_at

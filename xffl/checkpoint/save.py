@@ -34,7 +34,6 @@ from xffl.checkpoint.contents import (
     collect_rank_state,
     differing_names,
     find_buffers,
-    hash_buffers,
     write_rank_state,
 )
 from xffl.checkpoint.format import (
@@ -57,26 +56,13 @@ from xffl.checkpoint.format import (
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
-from xffl.distributed.sharding import Plain, to_plain
+from xffl.distributed.sharding import Plain, bytes_of, to_plain
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
 
 __all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
 
-
-PREVIOUS_STAYS = (
-    "what was saved before stays; see that there is space and that the folder can be written, then save again"
-)
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """What a caller wants to save; see :func:`save_checkpoint`."""
-
-    parts: Mapping[str, Part]
-    metadata: Mapping[str, Any] | None = None
-    rank_state: Mapping[str, Stateful] | None = None
-    after_round: bool = False
+PREVIOUS_STAYS = "what was saved before stays; see that there is space and who may write there, then save again"
 
 
 @dataclass(frozen=True)
@@ -87,24 +73,10 @@ class PreparedSave:
     topology: Topology
     cell: Cell
     parts: tuple[str, ...]
-    metadata: dict[str, Plain]
+    values: dict[str, Plain]
     after_round: bool
     contents: Contents
     rank_state: RankState
-
-    def record(self) -> Record:
-        """Return what the checkpoint says of itself, but for the indexes' checksums."""
-        return Record.now(
-            world_size=self.topology.world_size,
-            cells=self.topology.sizes,
-            replica_size=self.topology.replica_size,
-            cell_shape=None if (shape := self.topology.cell_shape) is None else tuple(dict(shape).items()),
-            after_round=self.after_round,
-            parts=self.parts,
-            own=tuple(sorted(self.rank_state.values)),
-            values=self.metadata,
-            indexes={},
-        )
 
 
 def save_checkpoint(
@@ -141,13 +113,16 @@ def save_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
-    write_checkpoint(prepare_save(path, SaveRequest(parts, values, own, after_round), state))
+    write_checkpoint(prepare_save(path, parts, state, values, own, after_round))
 
 
 def prepare_save(
     path: str | os.PathLike[str],
-    request: SaveRequest,
+    parts: Mapping[str, Part],
     state: DistributedState,
+    values: Mapping[str, Any] | None,
+    own: Mapping[str, Stateful] | None,
+    after_round: bool,
     *,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
     is_copied: bool = False,
@@ -159,25 +134,25 @@ def prepare_save(
     world = None if groups is None else groups[0]
 
     def check() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
-        check_parts(request.parts)
-        checks.one_of("after_round", request.after_round, (True, False))
-        own = check_rank_state(request.rank_state)
-        return check_path(path), _plain_values(request.metadata), this_cell(state, groups), own
+        check_parts(parts)
+        checks.one_of("after_round", after_round, (True, False))
+        kept = check_rank_state(own)
+        return check_path(path), _plain_values(values), this_cell(state, groups), kept
 
     def show(checked: tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]) -> str:
-        path, metadata, _, own = checked
-        values = json.dumps(metadata, sort_keys=True)
-        names = f"parts={sorted(request.parts)} values={values} own={sorted(own)}"
-        return f"path={path} {names} after_round={request.after_round}"
+        target, plain, _, kept = checked
+        names = f"parts={sorted(parts)} values={json.dumps(plain, sort_keys=True)} own={sorted(kept)}"
+        return f"path={target} {names} after_round={after_round}"
 
     shown = Path(str(path))
-    target, plain, cell, own = run_collectively("arguments", check, shown, PREVIOUS_STAYS, show, world=world)
+    target, plain, cell, kept = run_collectively("arguments", check, shown, PREVIOUS_STAYS, show, world=world)
 
     def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
-        contents = collect(request.parts)
-        buffers = find_buffers(request.parts, contents)
+        contents = collect(parts)
+        buffers = find_buffers(parts, contents)
         taken = contents.on_host() if is_copied else contents
-        return taken, collect_rank_state(own), buffers, hash_buffers(buffers)
+        digests = {name: hashlib.sha256(bytes_of(one.cpu()).numpy().data).hexdigest() for name, one in buffers.items()}
+        return taken, collect_rank_state(kept), buffers, digests
 
     contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 
@@ -186,8 +161,8 @@ def prepare_save(
         return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 
     rank_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
-    names = tuple(sorted(request.parts))
-    return PreparedSave(target, state.topology, cell, names, plain, request.after_round, contents, rank_state)
+    names = tuple(sorted(parts))
+    return PreparedSave(target, state.topology, cell, names, plain, after_round, contents, rank_state)
 
 
 def write_checkpoint(saving: PreparedSave) -> None:
@@ -202,8 +177,8 @@ def write_checkpoint(saving: PreparedSave) -> None:
     on_all_ranks("preparing", lambda: _prepare(target, cell))
     partial = temporary_path(target, "partial")
     try:
-        on_all_ranks("writing", lambda: _write(partial / cell.name, saving))
-        on_all_ranks("publishing", lambda: _publish(target, saving.record(), cell))
+        on_all_ranks("writing", lambda: _write(partial / f"cell_{cell.number}", saving))
+        on_all_ranks("publishing", lambda: _publish(saving))
     except CheckpointError:
         if cell.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
@@ -228,13 +203,12 @@ def _prepare(path: Path, cell: Cell) -> None:
         before.rename(path)
     if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
-            f"{path} exists and is no checkpoint that could be replaced; remove it, or save under another name"
+            f"{path} exists and is no checkpoint that could be replaced; remove it, or give another name"
         )
     # Nothing is deleted before the check above; these folders are of saves that were killed.
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
-        if left.exists():
-            delete(left)
+        delete(left)
     for number in range(len(cell.sizes)):
         (temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
@@ -250,7 +224,7 @@ def _write(folder: Path, saving: PreparedSave) -> None:
     try:
         if not folder.is_dir():
             conflict = (
-                f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share the files"
+                f"rank {cell.rank} does not see {folder}, which rank 0 has made; save where all ranks share files"
             )
         elif conflict is None:
             files = write_rank_state(folder, cell.place, saving.rank_state)
@@ -295,7 +269,7 @@ def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | s
     mine = values if digests.index(digests[place]) == place else None
     by_rank: list[dict[str, Plain] | None] = [None] * len(digests)
     head = cell.rank - place
-    dist.gather_object(mine, by_rank if cell.is_first else None, dst=head, group=cell.group)
+    dist.gather_object(mine, by_rank if cell.place == 0 else None, dst=head, group=cell.group)
     merged: dict[str, Plain] = {}
     for rank, theirs in enumerate(by_rank):
         for name, value in (theirs or {}).items():
@@ -307,25 +281,36 @@ def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | s
     return merged
 
 
-def _publish(path: Path, record: Record, cell: Cell) -> None:
+def _publish(saving: PreparedSave) -> None:
     """Give the checkpoint its name; rank 0 does it."""
-    if cell.rank != 0:
+    if saving.cell.rank != 0:
         return
-    partial = temporary_path(path, "partial")
-    for number in range(len(record.cells)):
-        index = partial / f"cell_{number}" / INDEX
+    topology, indexes = saving.topology, {}
+    for number in range(topology.cells):
+        index = temporary_path(saving.target, "partial") / f"cell_{number}" / INDEX
         if not index.is_file():
             raise CheckpointError(
                 f"rank 0 does not see {index}, which cell {number} has written; save where all ranks share the files"
             )
-        record.indexes[f"cell_{number}"] = checksum(index)
-    publish(path, record)
+        indexes[f"cell_{number}"] = checksum(index)
+    record = Record.now(
+        world_size=topology.world_size,
+        cells=topology.sizes,
+        replica_size=topology.replica_size,
+        cell_shape=None if (shape := topology.cell_shape) is None else tuple(dict(shape).items()),
+        after_round=saving.after_round,
+        parts=saving.parts,
+        own=tuple(sorted(saving.rank_state.values)),
+        values=saving.values,
+        indexes=indexes,
+    )
+    publish(saving.target, record)
 
 
 # In the background ----------------------------------------------------------------------------------------------------
 
 GRACE_S = 30.0
-"""How long a process that ends without :meth:`AsyncSaver.close` still waits for what is being written."""
+"""How long a process that ends without ``AsyncSaver.close`` still waits for what is being written."""
 
 
 class PendingSave:
@@ -390,23 +375,13 @@ class AsyncSaver:
         own: Mapping[str, Stateful] | None = None,
         after_round: bool = False,
     ) -> PendingSave:
-        """Copy what is to be kept and begin to write it; see :func:`xffl.checkpoint.save_checkpoint`.
+        """Copy what is to be kept and begin to write it; :meth:`wait` tells whether it went well.
 
-        Collective over the world. Waits for the save before this one.
-
-        :param path: The folder to make.
-        :param parts: Models, optimizers and other objects by name.
-        :param values: Plain values that loading returns.
-        :param own: Objects that each rank keeps for itself.
-        :param after_round: Whether a round has just given all cells the same weights.
-        :return: The save under way; :meth:`wait` tells whether it went well.
-        :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
-        :raises StateError: if the saver is closed.
-        :raises CheckpointError: if the save before this one failed; nothing of this one is begun then.
+        Collective over the world, with the arguments and errors of :func:`xffl.checkpoint.save_checkpoint`. Waits for
+        the save before this one, and begins nothing where that failed or the saver is closed.
         """
         self.wait()
-        request = SaveRequest(parts, values, own, after_round)
-        saving = prepare_save(path, request, self._state, groups=self._groups, is_copied=True)
+        saving = prepare_save(path, parts, self._state, values, own, after_round, groups=self._groups, is_copied=True)
         self._do(lambda _: write_checkpoint(saving))
         return PendingSave(saving.target, self)
 

@@ -51,10 +51,7 @@ class Client(ABC):
 
     @abstractmethod
     def before_step(self, optimizer: Optimizer) -> None:
-        """Change the gradients that an optimizer is about to use.
-
-        :param optimizer: One of the optimizers.
-        """
+        """Change the gradients that an optimizer is about to use."""
 
     def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:  # noqa: B027 - not all need it
         """Take note of a step.
@@ -75,18 +72,11 @@ class Client(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs on this rank.
-
-        :return: Numbers, texts and copies of tensors.
-        """
+        """Return what a resumed run needs on this rank: numbers, texts and copies of tensors."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank; after :meth:`setup`.
-
-        :param state: The saved state.
-        :raises CheckpointError: if it is that of other parameters.
-        """
+        """Take over what :meth:`state_dict` returned on this rank, after :meth:`setup`; raise if it does not fit."""
 
     def __str__(self) -> str:
         return type(self).__qualname__
@@ -111,9 +101,7 @@ def set_up(
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where a client cannot change the gradients that a step is about to use; local."""
     if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
-        raise ConfigError(
-            "step(closure) computes gradients where a client cannot change them; call backward() first, and step()"
-        )
+        raise ConfigError("step(closure) computes gradients that a client cannot change; call backward(), then step()")
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(
             "the gradients are still scaled, which a client's part of them would not be; call "
@@ -160,8 +148,7 @@ class FedProx(Client):
 
     Local: one more copy of this rank's shard, and a pass over it before each step. A parameter without a gradient is
     left alone; a sparse gradient stays sparse, and gets the rows that have moved since the round. Gradients are changed
-    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 the weights are those of no client, to the last
-    bit.
+    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 every bit of the weights is that of no client.
 
     Li et al., 2020, arXiv 1812.06127.
 

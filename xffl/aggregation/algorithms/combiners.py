@@ -85,11 +85,7 @@ class Combiner:
     has_scale: bool = False
 
     def check(self, cells: int) -> None:
-        """Raise if so few cells cannot be combined.
-
-        :param cells: Number of cells that contribute to the round.
-        :raises ConfigError: if they are too few.
-        """
+        """Raise a ``ConfigError`` if so few contributing cells cannot be combined."""
         if cells < 1:
             raise ConfigError(f"{cells} cells contribute to the round, but it takes 1; give a cell a positive weight")
 
@@ -164,11 +160,9 @@ class NormalizedMean(WeightedCombiner):
         return AggregationWeights(slowed, math.fsum(slowed) / total * (longer / total))
 
 
-FAR = 1e300
-"""Squared distance beyond which sums of some leave the range of a 64-bit float."""
+FAR = 1e300  # squared distance beyond which sums of some leave the range of a 64-bit float
 
-SETTLED = 1e-12
-"""Relative change of all weights below which the geometric median has been found."""
+SETTLED = 1e-12  # relative change of all weights below which the geometric median has been found
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,6 @@ class TrimmedMean(Coordinatewise):
     ``aggregate_trimmed_avg`` rounds as we do, but takes the plain mean of cells too few to leave out one.
 
     :param share: Part of the cells that is left out at each end, at least 0, below 0.5.
-    :raises ConfigError: if the share is anything else.
     """
 
     share: float = 0.2
@@ -236,7 +229,6 @@ class Krum(WeightedCombiner):
     needs ``n >= 2 * faulty + 3``.
 
     :param faulty: Number of cells that may send anything at all, 0 or more.
-    :raises ConfigError: if the number is anything else.
     """
 
     needs_distances = True
@@ -285,7 +277,6 @@ class MultiKrum(Krum):
     :param faulty: Number of cells that may send anything at all, 0 or more.
     :param selected: Number of cells that are averaged, 1 or more; ``None`` for all but ``faulty``. More than that let
         a faulty one in.
-    :raises ConfigError: if a number is anything else.
     """
 
     selected: int | None = None
@@ -319,7 +310,6 @@ class GeometricMedian(WeightedCombiner):
 
     :param iterations: Most steps to make, 1 or more.
     :param smoothing: Distance of the whole model below which a cell counts no more than at this distance; above 0.
-    :raises ConfigError: if a number is anything else.
     """
 
     needs_distances = True
@@ -369,7 +359,6 @@ class NormClipping(WeightedCombiner):
     Sun et al., 2019, arXiv 1911.07963.
 
     :param clip: Longest update that counts in full, L2 over the whole model; above 0.
-    :raises ConfigError: if the length is anything else.
     """
 
     needs_norms = True

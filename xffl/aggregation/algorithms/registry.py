@@ -12,7 +12,7 @@ import ast
 import inspect
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from xffl.checks import one_of
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "resolve_algorithm",
 ]
 
-
 KINDS: Mapping[str, str] = {
     "algorithm": "",
     "server": "torch.optim.Optimizer",
@@ -53,14 +53,13 @@ KINDS: Mapping[str, str] = {
 
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
 """The kinds that an algorithm is put together from, and whose keywords they are."""
-_OPTIONAL = ("client", "privacy")
-"""Those of which ``None`` means none."""
+_OPTIONAL = ("client", "privacy")  # those of which ``None`` means none
 
 
 def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:
     """Return the entries of a kind, by default of all, kind by kind; local, without torch."""
     if kind is not None:
-        _check_kind(kind)
+        one_of("kind", kind, KINDS)
     return tuple(entry for entry in ENTRIES if kind in (None, entry.kind))
 
 
@@ -72,11 +71,10 @@ def find(kind: str, name: str) -> AlgorithmInfo | None:
 def make(kind: str, spec: object) -> Any:
     """Make what a spec (see the module) of a kind says; what is neither text nor mapping is made already; local.
 
-    That is an instance of the kind's class; for ``server`` what :func:`xffl.aggregation.algorithms.server.server_of`
-    returns, for ``partition`` a function with its options bound, for ``algorithm`` what :func:`resolve_algorithm`
-    returns.
+    That is an instance of the kind's class; for ``partition`` a function with its options bound, for ``server`` and
+    ``algorithm`` what ``server_of`` and :func:`resolve_algorithm` return.
     """
-    _check_kind(kind)
+    one_of("kind", kind, KINDS)
     if kind == "algorithm":
         return resolve_algorithm(spec)
     if kind == "server":
@@ -136,9 +134,7 @@ def load(path: str, what: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as wrong:
-        raise ConfigError(
-            f"{what}: {path} cannot be imported ({wrong}); give the path of a class or function"
-        ) from wrong
+        raise ConfigError(f"{what}: {path} cannot be imported ({wrong}); give that of a class or function") from wrong
 
 
 def check_options(
@@ -181,9 +177,8 @@ def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
     name, options = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
-        raise ConfigError(
-            f"algorithm {name!r} is unknown; choose one of {', '.join(one.name for one in entries('algorithm'))}"
-        )
+        known = ", ".join(one.name for one in entries("algorithm"))
+        raise ConfigError(f"algorithm {name!r} is unknown; choose one of {known}")
     return entry, options
 
 
@@ -214,11 +209,6 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
         if part is not None or kind not in _OPTIONAL:
             keywords[_SIDES[kind]][kind] = make(kind, part)
     return keywords["aggregator"], keywords["scaling"]
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
 
 
 def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> str:
@@ -276,11 +266,9 @@ def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[A
     """Return a parser of the options that are not left out, and their names."""
     parser = ArgumentParser(exit_on_error=False)
     skip: set[str | int] = {*left_out, *([leading] if leading else [])}
-    add: Callable[..., list[str]] = (
-        parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
-    )
+    add: Any = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
     try:
-        names = add(target, skip=skip, fail_untyped=False)
+        names: list[str] = add(target, skip=skip, fail_untyped=False)
     except (TypeError, ValueError) as wrong:
         raise ConfigError(
             f"{what}: the options of {target!r} cannot be read ({wrong}); give a class or function"
@@ -443,7 +431,8 @@ _ALGORITHMS = (
     _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
 )
 
-_PARTS_BY_KIND = (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS)
-
-ENTRIES: tuple[AlgorithmInfo, ...] = (*_ALGORITHMS, *(part for parts in _PARTS_BY_KIND for part in parts.values()))
+ENTRIES: tuple[AlgorithmInfo, ...] = (
+    *_ALGORITHMS,
+    *(part for parts in (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS) for part in parts.values()),
+)
 """All entries, kind by kind."""

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.report import RoundReport
@@ -34,37 +34,27 @@ class Schedule(ABC):
     """Number of local steps that a cell makes until the next round.
 
     Schedules hold options only, no state: the ranks compare them as text, which is made of the attributes.
+    ``has_threshold`` says that a round may be skipped, where the cells' models lie close together.
     """
 
-    @property
-    def has_threshold(self) -> bool:
-        """Whether a round may be skipped, since the cells' models lie close together."""
-        return False
+    has_threshold: ClassVar[bool] = False
 
     def check(self, cells: int) -> None:  # noqa: B027 - most schedules fit any federation
-        """Raise where the schedule does not fit a federation; local.
-
-        :param cells: Number of cells.
-        :raises ConfigError: if the schedule is made for another number of cells.
-        """
+        """Raise a ``ConfigError`` where the schedule is for another number of cells; local."""
 
     @abstractmethod
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
-        """Return the local steps of a cell until the next round; local, and the same on all ranks of the cell.
+        """Return the local steps of a cell until the next round, at least 1; local, the same on all ranks of the cell.
 
-        :param rounds: Rounds that have taken place.
-        :param cell: The cell.
-        :param report: What the last round told, or the last check that skipped one; ``None`` before the first. Use only
-            what is the same on all ranks.
-        :return: Local steps, at least 1.
+        ``rounds`` have taken place, and the last one, or the last check that skipped one, gave the report: ``None``
+        before the first. Use only what is the same on all ranks.
         """
 
     def least_divergence(self, rounds: int) -> float | None:
-        """Return how far apart the cells' models have to be for the next round; the same on all ranks.
+        """Return how far apart the cells' models have to be for the next round, ``None`` where it takes place anyway.
 
-        :param rounds: Rounds that have taken place.
-        :return: The least L2 distance of the cells' models from the last agreed one, as a root mean square with the
-            cells' weights; ``None`` where the round takes place anyway.
+        That is the least L2 distance from the last agreed model, as a root mean square with the cells' weights; the
+        same on all ranks.
         """
         return None
 
@@ -221,16 +211,14 @@ class Divergence(Schedule):
     :param threshold: Least distance for a round, in the units of the weights.
     """
 
+    has_threshold = True
+
     every: int
     threshold: float
 
     def __post_init__(self) -> None:
         integer_fields(self, "every", hint="give the local steps between two checks")
         number("threshold", self.threshold, above=0.0, hint="give the least distance for a round")
-
-    @property
-    def has_threshold(self) -> bool:  # noqa: D102
-        return True
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
         return self.every
@@ -263,7 +251,7 @@ class Warmup(Schedule):
         return self.then
 
     @property
-    def has_threshold(self) -> bool:  # noqa: D102
+    def has_threshold(self) -> bool:  # type: ignore[override]  # noqa: D102
         return self._next.has_threshold
 
     def check(self, cells: int) -> None:  # noqa: D102

@@ -21,14 +21,12 @@ from xffl.aggregation.algorithms.registry import check_options, locate, read_spe
 from xffl.checks import number, one_of
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "server_of"]
-
+__all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "options_of", "server_of"]
 
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
 
-_PLAIN_MEAN = ("none", "fedavg")
-"""Names that ask for no server optimizer."""
+_PLAIN_MEAN = ("none", "fedavg")  # names that ask for no server optimizer
 
 _UNFIT = {
     "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",
@@ -67,7 +65,7 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         if not callable(self.factory):
-            raise ConfigError(f"server {self.factory!r} cannot be called; give an optimizer's class or name")
+            raise ConfigError(f"server must be a name, a mapping, a class or a function, got {self.factory!r}")
         if self.device is not None:
             object.__setattr__(self, "device", _device(self.device))
         object.__setattr__(self, "_text", self._try_out())
@@ -88,9 +86,7 @@ class ServerOptimizer:
             return None
         made = self.schedule(optimizer)
         if not isinstance(made, LRScheduler):
-            raise ConfigError(
-                f"schedule {_title(self.schedule)} must make an LRScheduler of torch.optim, but makes {made!r}"
-            )
+            raise ConfigError(f"schedule {_title(self.schedule)} must make an LRScheduler, but makes {made!r}")
         return made
 
     def _try_out(self) -> str:
@@ -118,7 +114,10 @@ class ServerOptimizer:
         tensor = start.clone()
         optimizer = self.make([tensor])
         schedule = self.make_schedule(optimizer)
-        text = _described(optimizer, schedule)
+        # What was made is told from what it holds: that is data, where a factory may be any function.
+        text = f"{_title(type(optimizer))}({_plain(options_of(optimizer))})"
+        if schedule is not None:
+            text += f", {_title(type(schedule))}({_plain(schedule.state_dict())})"
         rates = []
         for _ in range(_PROBE_ROUNDS):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -132,22 +131,17 @@ class ServerOptimizer:
 
 
 def server_of(spec: object) -> ServerOptimizer | None:
-    """Return the server optimizer that a spec asks for; local.
+    """Return the server optimizer that a spec asks for, ``None`` for the plain mean; local.
 
-    :param spec: ``None``, ``none`` or ``fedavg``: the plain mean. An entry of kind ``server`` or a class of
-        :mod:`torch.optim`, by name (``AdamW``) or dotted path (one's own, too), with options after a colon
-        (``fedadam:lr=0.03``) or in a mapping (``{"name": "fedadam", "lr": 0.03}``). There, ``device`` and ``schedule``
-        may stand as well: a schedule is a function, or a spec of a class in :mod:`torch.optim.lr_scheduler`. A
-        :class:`ServerOptimizer` is returned as it is; another callable becomes its factory.
-    :return: The server optimizer; ``None`` for the plain mean.
-    :raises ConfigError: if there is nothing of that name, or it cannot be used (see :class:`ServerOptimizer`).
+    A spec of the registry: an entry of kind ``server`` or a class of :mod:`torch.optim`, by name (``AdamW``) or dotted
+    path, with options, ``device`` and ``schedule`` among them: a function, or a spec of a class in
+    :mod:`torch.optim.lr_scheduler`. ``None``, ``none`` and ``fedavg`` are the plain mean. A :class:`ServerOptimizer` is
+    returned as it is; another callable becomes its factory.
     """
     if spec is None or isinstance(spec, ServerOptimizer):
         return spec
     if not isinstance(spec, (str, Mapping)):
-        if not callable(spec):
-            raise ConfigError(f"server must be a name, a mapping, an optimizer's class or a function, got {spec!r}")
-        return ServerOptimizer(spec)
+        return ServerOptimizer(spec)  # type: ignore[arg-type]
     name, options = read_spec("server", spec)
     if name in _PLAIN_MEAN:
         if options:
@@ -162,7 +156,7 @@ def server_of(spec: object) -> ServerOptimizer | None:
 def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
     """Write what a server optimizer was made with; local."""
     description = {"class": type(optimizer).__qualname__, "schedule": "none"}
-    description |= {key: _plain(value) for key, value in _options(optimizer).items()}
+    description |= {key: _plain(value) for key, value in options_of(optimizer).items()}
     if schedule is not None:
         description["schedule"] = type(schedule).__qualname__
         description |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
@@ -187,15 +181,11 @@ def _device(device: str | torch.device) -> torch.device:
         return torch.device(device)  # without a number it stays the current one of each rank
     except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
         reason = " ".join(str(wrong).split())
-        raise ConfigError(
-            f"device {device!r} of the server is not here ({reason}); give cpu or an accelerator's"
-        ) from wrong
+        raise ConfigError(f"device {device!r} of the server is not here ({reason}); give cpu or another") from wrong
 
 
 def _refusal(title: str, why: str) -> str:
-    return (
-        f"server {title} cannot step flat pieces of shards: {why}; take an elementwise optimizer, such as SGD or AdamW"
-    )
+    return f"server {title} cannot step flat pieces of shards: {why}; take an elementwise one, such as SGD or AdamW"
 
 
 def _title(factory: object) -> str:
@@ -203,14 +193,9 @@ def _title(factory: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _options(optimizer: Optimizer) -> dict[str, Any]:
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of an optimizer's only group."""
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-
-
-def _described(optimizer: Optimizer, schedule: LRScheduler | None) -> str:
-    """Tell what was made from what it holds: that is data, where a factory may be any function."""
-    text = f"{_title(type(optimizer))}({_plain(_options(optimizer))})"
-    return text if schedule is None else f"{text}, {_title(type(schedule))}({_plain(schedule.state_dict())})"
 
 
 def _plain(value: object) -> str:
@@ -240,10 +225,8 @@ class Adaptive(Optimizer):
     - ``adam``: ``beta2 v + (1 - beta2) g^2``,
     - ``yogi``: ``v - (1 - beta2) g^2 sign(v - g^2)``.
 
-    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2. The ``flwr`` package (1.41) differs from the paper: its
-    ``v`` starts from 0 (here ``initial=0``), where the paper asks for ``tau^2`` at least; its FedAdam corrects the bias
-    of the moments (here ``is_bias_corrected=True``), where the paper does not, and counts the first round as 2 in doing
-    so, where Kingma and Ba count 1; its ``tau`` is 1e-9 unless told otherwise.
+    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2, which wants ``v`` to start from ``tau^2`` at least; the
+    manual says where other programs differ.
 
     :param params: Tensors to step, or parameter groups.
     :param lr: Server learning rate, 0 or more.
@@ -253,7 +236,6 @@ class Adaptive(Optimizer):
     :param initial: ``v`` before the first step, 0 or more; ``None`` for ``tau^2``.
     :param is_bias_corrected: Multiply the learning rate of step ``t`` by ``sqrt(1 - beta2^t) / (1 - beta1^t)`` (Kingma
         and Ba, 2015, arXiv 1412.6980). Not with ``adagrad``, whose ``v`` is a sum.
-    :raises ConfigError: if an option is outside its range.
     """
 
     def __init__(
@@ -275,9 +257,7 @@ class Adaptive(Optimizer):
         if initial is not None:
             number("initial", initial, 0.0, hint=f"leave it out for tau^2 = {tau**2}")
         if is_bias_corrected and rule == "adagrad":
-            raise ConfigError(
-                "is_bias_corrected=True needs rule adam or yogi: the v of adagrad is a sum without a bias"
-            )
+            raise ConfigError("is_bias_corrected=True needs rule adam or yogi: adagrad's v is a sum without a bias")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -291,10 +271,7 @@ class Adaptive(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step along the gradients; local."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:

@@ -147,7 +147,7 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
         share(hashlib.sha256(listed.encode()).hexdigest())
     if not dist.is_initialized():
         return
-    sums = [_checksum(one.tensor) if _counts(one.tensor, cell.is_first) else 0 for one in tensors]
+    sums = [_checksum(one.tensor) if _counts(one.tensor, cell.place == 0) else 0 for one in tensors]
     found = find_unequal_cells(torch.tensor(sums, dtype=torch.int64), cell.number, len(cell.sizes))
     if found is not None:
         index, others = found
