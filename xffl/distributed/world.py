@@ -25,17 +25,16 @@ from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.consistency import barrier, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.norms import total_norm
 from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.parameters import AXES, DeviceParameters, MeshSizes
-from xffl.distributed.process_group import (
+from xffl.distributed.session import (
     cleanup_distributed_process_group,
     find_sizes,
     set_up_cells,
     setup_distributed_process_group,
     waits_when_destroyed,
 )
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.sharding import local_tensor, total_norm
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
