@@ -29,11 +29,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CommParameters": "xffl.distributed.parameters",
-    "DeviceParameters": "xffl.distributed.parameters",
+    **dict.fromkeys(("CommParameters", "DeviceParameters", "FaultToleranceParameters"), "xffl.distributed.parameters"),
     "DistributedState": "xffl.distributed.distributed_state",
     "DistributedWorld": "xffl.distributed.world",
-    "FaultToleranceParameters": "xffl.distributed.parameters",
     "FaultTolerantWorld": "xffl.distributed.fault_tolerance",
     "cleanup_distributed_process_group": "xffl.distributed.session",
     "setup_distributed_process_group": "xffl.distributed.session",

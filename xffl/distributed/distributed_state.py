@@ -309,9 +309,7 @@ class DistributedState:
             else:
                 device = check_device("init_device", init_device, may_be_meta=True)
                 if device.type == "meta" and not meta_initialization:
-                    raise ConfigError(
-                        "init_device 'meta' holds no values; give meta_initialization=True with it, or a real device"
-                    )
+                    raise ConfigError("init_device 'meta' needs meta_initialization=True, as it holds no values")
             share(f"meta_initialization={meta_initialization}")
         self.init_device, self.meta_initialization = device, meta_initialization
 
@@ -709,7 +707,6 @@ def _check_replicas(
 
 
 def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
-    """Return a mesh that FSDP can shard over."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a DeviceMesh of one dimension, or None for all ranks, got {mesh!r}")
     if mesh.ndim != 1:

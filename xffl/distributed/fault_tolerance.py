@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
 
-
 CONNECT_S = 10.0
 """How long groups wait for each other to connect, once they have agreed on who lives."""
 PLACES = 10_000
@@ -200,9 +199,7 @@ class FaultTolerantWorld(DistributedWorld):
         if self._manager is None:
             return optimizer
         if self._optimizer is not None:
-            raise ConfigError(
-                "a step of all replica groups is one optimizer's; call optimizer() once, or use a strategy"
-            )
+            raise ConfigError("a step of all replica groups is one optimizer's; call it once, or use a strategy")
         self._optimizer = CommittedOptimizer(self, optimizer)
         return self._optimizer
 
@@ -429,8 +426,7 @@ class FaultTolerantWorld(DistributedWorld):
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
-        self._pg = _group_class(self.device)(timeout=timeout)
-        self._pg.place = (self._group, self.world_size)
+        self._pg = _make_group(self.device, timeout, self._group, self.world_size)
         with _bound_to(address):
             self._manager = torchft.Manager(
                 pg=self._pg,
@@ -450,7 +446,7 @@ class FaultTolerantWorld(DistributedWorld):
                 store_addr=host,
                 store_port=port,
                 lighthouse_addr=lighthouse,
-                # Of its last digits torchft makes the ranks that configure() of the groups gets, see _group_class.
+                # Of its last digits torchft makes the ranks that configure() of the groups gets, see _make_group.
                 replica_id=f"island_{'x' if self._group is None else self._group[0]}_{life}",
                 hostname=address,
                 checkpoint_transport=ShardTransport(address, token),
@@ -477,22 +473,10 @@ class CommittedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps only where all replica groups that take part have each other's gradients."""
 
     def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
-        self._world, self.wrapped = world, wrapped  # all else is the wrapped one's
+        self._world, self.wrapped = world, wrapped  # all else, such as param_groups and state, is the wrapped one's
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer that steps."""
-        return self.wrapped.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the optimizer that steps."""
-        return self.wrapped.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the optimizer that steps."""
-        return self.wrapped.defaults
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["wrapped"], name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as to any optimizer."""
@@ -543,15 +527,16 @@ def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Futur
     return done
 
 
-def _group_class(device: torch.device) -> Any:
-    """Return torchft's class of groups over the ranks at one place of all replica groups, with three changes."""
+def _make_group(device: torch.device, timeout: timedelta, place: tuple[int, int] | None, ranks: int) -> Any:
+    """Make torchft's group over the ranks at one place of all replica groups, with three changes."""
     import torchft
 
     is_gloo = device.type == "cpu"
     base = torchft.ProcessGroupGloo if is_gloo else torchft.ProcessGroupNCCL
+    # Who was lost before all have connected is not waited for as long as who computes.
+    connect_timeout = min(timeout, timedelta(seconds=CONNECT_S))
 
     class Group(base):  # type: ignore[misc, valid-type]
-        place: tuple[tuple[int, int] | None, int] = (None, 1)
         conflict: str | None = None
         is_new = True
         """Whether the groups that it joins are others than before"""
@@ -559,32 +544,30 @@ def _group_class(device: torch.device) -> Any:
         def configure(self, store_addr: str, *rest: Any) -> None:
             # A lighthouse that was started again counts from 1 again, and the store keeps what was written for its
             # earlier numbers. The last argument has the lives of the groups, see _meet.
-            own, ranks = self.place
             self.is_new = True
             lives = [rank // ranks for rank in rest[-1]]
             others = [(life // PLACES % PLACES, life % PLACES) for life in lives]
-            if own is not None and (others.count(own) > 1 or any(most != own[1] for _, most in others)):
+            if place is not None and (others.count(place) > 1 or any(most != place[1] for _, most in others)):
                 self.conflict = (
                     f"replica groups {['/'.join(map(str, other)) for other in sorted(others)]} (XFFL_ISLAND) do not go "
                     "together; give each group a number of its own, and all the same number of groups"
                 )
                 raise RuntimeError(self.conflict)
-            super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *rest)
+            self.set_timeout(connect_timeout)  # the store's, which is in a process of one of the groups
+            try:
+                super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *rest)
+            finally:
+                self.set_timeout(timeout)
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            if not is_gloo:
-                return super()._create_pg(store, rank, world_size)
-            # Who was lost before it has connected is not waited for as long as who computes.
-            usual: timedelta = self._timeout  # type: ignore[has-type]
-            self._timeout = min(usual, timedelta(seconds=CONNECT_S))
-            try:
-                made = super()._create_pg(store, rank, world_size)
-            finally:
-                self._timeout = usual
-            made._get_backend(device)._set_default_timeout(usual)
+            if not is_gloo:  # its ranks come here only when each has aborted what hung
+                store.set_timeout(timeout)
+            made = super()._create_pg(store, rank, world_size)
+            if is_gloo:
+                made._get_backend(device)._set_default_timeout(timeout)
             return made
 
-    return Group
+    return Group(timeout=timeout)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from xffl.topology import Topology
 
 __all__ = ["JOINED", "CellMeshes", "ParallelDims", "make_cell_meshes"]
 
-
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("cp", "dp_shard"),

@@ -42,7 +42,6 @@ from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 
 __all__ = ["ShardTransport", "digest", "give", "local", "take"]
 
-
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 LONGEST_TEXT = 1 << 30

@@ -41,7 +41,6 @@ from xffl.topology import Topology
 
 __all__ = ["cleanup_distributed_process_group", "session", "setup_distributed_process_group"]
 
-
 ON_GPUS = "cpu:gloo,cuda:nccl"
 
 _ARGUMENTS = {

@@ -165,17 +165,13 @@ def _counts_here(gradient: torch.Tensor, dims: ParallelDims) -> bool:
     if isinstance(gradient, DTensor):
         names = gradient.device_mesh.mesh_dim_names
         if not names:
-            raise ConfigError(
-                f"a gradient lies on {gradient.device_mesh}, whose dimensions have no names; shard over world.get_mesh"
-            )
+            raise ConfigError(f"a gradient's mesh {gradient.device_mesh} has no names; shard over world.get_mesh")
         for name, placement in zip(names, gradient.placements, strict=True):
             if placement.is_replicate():
                 continue
             stem = name.rstrip("0123456789").removesuffix("_")  # later meshes of a process have a number behind
             if stem not in AXES_OF:
-                raise ConfigError(
-                    f"a gradient is cut along {name!r}, not along an axis of the world; shard over world.get_mesh"
-                )
+                raise ConfigError(f"a gradient is cut along {name!r}, no axis of the world; shard over world.get_mesh")
             cut.update(AXES_OF[stem])
     return all(axis in cut or dims.at[axis] == 0 for axis in AXES)
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from xffl.distributed.consistency import barrier, compute_device, run_on_all_ran
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, make_cell_meshes
-from xffl.distributed.parameters import AXES, DeviceParameters, MeshSizes
+from xffl.distributed.parameters import AXES, DTYPES, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
     find_sizes,
@@ -38,11 +38,11 @@ from xffl.distributed.sharding import local_tensor, total_norm
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
-__all__ = ["DistributedWorld", "loss_parallel"]
-
+__all__ = ["DistributedWorld"]
 
 W = TypeVar("W", bound="DistributedWorld")
 
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # divided by the ranks afterwards: gloo has no mean
@@ -220,11 +220,6 @@ class DistributedWorld:
         return self.dims.rank("dp")
 
     @property
-    def tp_size(self) -> int:
-        """Ranks that share a layer."""
-        return self.dims.size("tp")
-
-    @property
     def pp_size(self) -> int:
         """Stages of the pipeline."""
         return self.dims.size("pp")
@@ -235,19 +230,9 @@ class DistributedWorld:
         return self.dims.rank("pp")
 
     @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether the cell has replicas."""
-        return self.dims.size("dp_replicate") > 1
-
-    @property
     def dp_shard_enabled(self) -> bool:
         """Whether FSDP cuts the model over ranks with data of their own."""
         return self.dims.size("dp_shard") > 1
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether FSDP cuts the model, over ``dp_shard`` and ``cp``."""
-        return self.dims.size("dp_shard_cp") > 1
 
     @property
     def cp_enabled(self) -> bool:
@@ -277,7 +262,7 @@ class DistributedWorld:
     @property
     def mixed_precision_dtype(self) -> torch.dtype:
         """What computation is done in."""
-        return _dtype_of(self.device_parameters.param_dtype)
+        return _DTYPES[self.device_parameters.param_dtype]
 
     # Determinism ------------------------------------------------------------------------------------------------------
 
@@ -498,7 +483,7 @@ class DistributedWorld:
 
         :yield: Nothing.
         """
-        is_cast = self.mixed_precision_enabled and not self.fsdp_enabled  # FSDP casts by itself
+        is_cast = self.mixed_precision_enabled and self.dims.size("dp_shard_cp") == 1  # FSDP casts by itself
         cast = torch.autocast(self.device.type, dtype=self.mixed_precision_dtype) if is_cast else nullcontext()
         with cast, self.loss_parallel():
             yield
@@ -512,12 +497,16 @@ class DistributedWorld:
 
         :yield: Nothing.
         """
-        with loss_parallel() if self.loss_parallel_enabled else nullcontext():
+        context: AbstractContextManager[Any] = parallel.loss_parallel() if self.loss_parallel_enabled else nullcontext()
+        context.__enter__()
+        try:
             yield
+        finally:  # torch's own stays switched on where its block raises
+            context.__exit__(None, None, None)
 
     def get_fsdp_mp_policy(self) -> MixedPrecisionPolicy:
         """Return FSDP's mixed-precision policy: computation in ``param_dtype``, sums in ``reduce_dtype``."""
-        reduce_dtype = _dtype_of(self.device_parameters.reduce_dtype)
+        reduce_dtype = _DTYPES[self.device_parameters.reduce_dtype]
         if self.mixed_precision_enabled:
             return MixedPrecisionPolicy(param_dtype=self.mixed_precision_dtype, reduce_dtype=reduce_dtype)
         return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
@@ -587,7 +576,7 @@ class DistributedWorld:
         model = self._made.model_mesh
         assert model.mesh_dim_names is not None, "made with names"
         replicas, shards, _ = model.mesh_dim_names
-        return model[replicas, shards] if self.dp_replicate_enabled else model[shards]
+        return model[replicas, shards] if self.dims.size("dp_replicate") > 1 else model[shards]
 
 
 def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) -> None:
@@ -604,28 +593,9 @@ def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) ->
         )
 
 
-@contextmanager
-def loss_parallel() -> Iterator[None]:
-    """Let cross-entropy work on logits that are cut by the vocabulary, as torch's context of the same name."""
-    context = parallel.loss_parallel()
-    context.__enter__()
-    try:
-        yield
-    finally:  # torch's own stays switched on where its block raises
-        context.__exit__(None, None, None)
-
-
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that a backend can move, without gradient; local."""
     if isinstance(tensor, DTensor):
-        raise ConfigError(
-            f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
-        )
+        raise ConfigError(f"a DTensor of {tensor.placements} is spread already; give its to_local() or full_tensor()")
     # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
     return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), "checked by DeviceParameters"
-    return dtype

@@ -13,7 +13,6 @@ from xffl.errors import ConfigError
 
 __all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "read_config"]
 
-
 HOOKS = ("none", "fp16", "bf16", "powersgd")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -82,9 +81,7 @@ class DistributedConfig:
         object.__setattr__(self, "federated", read_federation(self.federated, "distributed.federated"))
         object.__setattr__(self, "wrap", tuple(self.wrap))
         if not all(isinstance(layer, type) for layer in self.wrap):
-            raise ConfigError(
-                f"wrap {self.wrap!r} names no layer classes; give a list such as [nn.TransformerEncoderLayer]"
-            )
+            raise ConfigError(f"wrap must be layer classes, such as [nn.TransformerEncoderLayer], got {self.wrap!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +158,7 @@ def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> Devi
     dtype = PRECISIONS[precision]
     if mesh is not None and mesh.param_dtype not in ("float32", dtype):
         raise ConfigError(
-            f"training.mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one of them"
+            f"mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one of them"
         )
     return replace(parameters, param_dtype=dtype)
 
@@ -190,6 +187,4 @@ def _read(kind: type[T], source: object, where: str, *, is_strict: bool) -> T:
     try:
         return kind(**values)
     except TypeError as wrong:
-        raise ConfigError(
-            f"the options of {where} cannot be read: {wrong}; give values of the documented types"
-        ) from wrong
+        raise ConfigError(f"the options of {where} cannot be read: {wrong}; give the documented types") from wrong

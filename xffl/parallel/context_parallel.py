@@ -43,17 +43,12 @@ __all__ = [
     "split_sequence",
 ]
 
-
 SOFTMAX: tuple[Callable[..., Any], ...] = (F.softmax, torch.softmax, torch.special.softmax, torch.Tensor.softmax)
 
 
 @contextmanager
 def context_parallel(
-    mesh: DeviceMesh,
-    *,
-    buffers: Sequence[torch.Tensor] = (),
-    buffer_seq_dims: Sequence[int] = (),
-    ring: bool = False,
+    mesh: DeviceMesh, *, buffers: Sequence[torch.Tensor] = (), buffer_seq_dims: Sequence[int] = (), ring: bool = False
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Let attention inside the block see whole sequences, of which each rank has its part.
 
@@ -104,15 +99,13 @@ def split_sequence(
     return tuple(_part(tensor, mesh, place) for tensor, place in zip(tensors, dims, strict=True))
 
 
-def give_positions(
-    model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1, ring: bool = False
-) -> RemovableHandle:
+def give_positions(model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1) -> RemovableHandle:
     """Give a model the positions of its part in the global sequence wherever a call leaves them out.
 
     For models whose ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
     Nothing moves.
     """
-    check_mesh(mesh, "context", ring=ring)
+    check_mesh(mesh, "context")
     name = find_positions(model)
     if name is None:
         raise ConfigError(
@@ -121,8 +114,6 @@ def give_positions(
         )
 
     def make(first: torch.Tensor) -> torch.Tensor:
-        if ring:  # its order of the sequence is torch's own
-            raise ConfigError(f"{name} was left out; under the ring give it, and have it among the buffers")
         # A later pipeline stage gets activations, whose sequence tensor parallelism has cut in activation_parts.
         length = first.shape[1] * (activation_parts if first.is_floating_point() else 1)
         start = mesh.get_local_rank() * length
@@ -158,8 +149,7 @@ class _GatheredAttention(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ConfigError(
-                "nn.MultiheadAttention cannot be spread by context parallelism; call F.scaled_dot_product_attention, "
-                "or give cp=1"
+                "context parallelism cannot spread nn.MultiheadAttention; use F.scaled_dot_product_attention or cp=1"
             )
         if func in SOFTMAX and args[0].ndim > 3 and args[0].shape[-1] == args[0].shape[-2]:
             raise ConfigError(
@@ -237,9 +227,7 @@ def _ring(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int]
 def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:
     """Raise unless a mesh has one dimension, as context and tensor parallelism need it; local."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(
-            f"{kind} parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['{kind[0]}p']"
-        )
+        raise ConfigError(f"{kind} parallelism needs a mesh of one dimension, such as mesh['{kind[0]}p'], got {mesh}")
     if ring and mesh.device_type != "cuda":
         raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
 

@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import torch
@@ -28,7 +29,6 @@ from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 
 __all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
-
 
 NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
 """The extra, and the message where the package is missing."""
@@ -380,13 +380,11 @@ class ZeroModel(nn.Module):
         # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
         # some variables of its own.
         self._local_rank = str(world.local_rank if device.index is None else device.index)
-        with _restored(os.environ):
-            os.environ.update(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type)
+        with mock.patch.dict(os.environ, LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])
+            # Else it would compile an operation of shared memory for the CPU, which takes a minute.
             operations = deepspeed.ops.__compatible_ops__ if device.type == "cpu" else {}
-            with _restored(operations):
-                # Else it would compile an operation of shared memory for the CPU, which takes a minute.
-                operations["deepspeed_shm_comm"] = False
+            with mock.patch.dict(operations, deepspeed_shm_comm=False):
                 comm: Any = importlib.import_module("deepspeed.comm.comm")
                 if comm.cdb is None:
                     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
@@ -407,7 +405,7 @@ class ZeroModel(nn.Module):
     def working(self) -> Iterator[None]:
         """Let DeepSpeed work in this block, with the cell as its world; local."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
-        # In every forward pass, so only what DeepSpeed reads: _restored would copy all variables.
+        # In every forward pass, so only what DeepSpeed reads: mock.patch would copy all variables.
         backend, variable = comm.cdb, os.environ.get("LOCAL_RANK")
         comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
         try:
@@ -475,7 +473,6 @@ def _engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.o
 
 
 def _import(device: torch.device, *, is_fp16: bool) -> Any:
-    """Import DeepSpeed for the device of this process."""
     with optional_import(*NEED):
         deepspeed = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
@@ -488,15 +485,3 @@ def _import(device: torch.device, *, is_fp16: bool) -> Any:
     if is_fp16 and not accelerator.is_fp16_supported():
         raise ConfigError(f"DeepSpeed does not compute in float16 on this {device.type}; give mixed_precision='bf16'")
     return deepspeed
-
-
-@contextmanager
-def _restored(values: MutableMapping[str, Any]) -> Iterator[None]:
-    """Leave a mapping after the block as it was before."""
-    before = dict(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - before.keys():
-            del values[name]
-        values.update(before)

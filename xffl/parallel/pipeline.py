@@ -56,9 +56,7 @@ class PipelineModel(nn.Module):
         what = f"micro_batches with schedule={schedule!r} over {mesh.size()} stages"
         micro_batches = integer(what, micro_batches, mesh.size() if schedule == "1f1b" else 1)
         if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise ConfigError(
-                "DDP(static_graph=True) does not follow micro-batches; leave static_graph out in a pipeline"
-            )
+            raise ConfigError("DDP(static_graph=True) does not follow micro-batches; leave it out in a pipeline")
         self.module = module
         self.stage, self.stages = mesh.get_local_rank(), mesh.size()
         self.micro_batches, self.schedule, self.loss = micro_batches, schedule, loss
@@ -336,7 +334,6 @@ def _shape_text(value: Any) -> str:
 
 
 def _sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
-    """Return shape and data type of tensors."""
     return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
@@ -399,7 +396,6 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
 
 
 def _find_layers(model: nn.Module) -> tuple[str, Container]:
-    """Return the list of layers and its name."""
     sizes: dict[str, int] = {}
     for place, module in model.named_modules():
         if place and isinstance(module, Container) and len({type(child) for child in module.children()}) == 1:

@@ -31,7 +31,6 @@ from xffl.parallel.config import StrategyConfig, read_config, with_precision
 
 __all__ = ["DistributedStrategy", "to_device"]
 
-
 T = TypeVar("T")
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
@@ -426,9 +425,7 @@ class DistributedStrategy(ABC):
             gc.collect()  # a model that was dropped stays in the dictionary until its reference cycles are collected
             wrapped = list(self._wrapped.items())
             if not wrapped:
-                raise StateError(
-                    "there is no model to load into; call wrap_model first, or give load_checkpoint a model"
-                )
+                raise StateError("no model to load into; call wrap_model first, or give load_checkpoint a model")
             if len(wrapped) > 1 or (optimizer is None and len(wrapped[0][1]) > 1):
                 what = "models" if len(wrapped) > 1 else "optimizers"
                 raise ConfigError(
@@ -491,32 +488,27 @@ class Accumulator:
             )
 
 
-def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T:
+def to_device(batch: T, device: torch.device) -> T:
     """Return a batch with its tensors on a device; local.
 
     Mappings, lists, tuples, named tuples, packed sequences and dataclasses are made anew with what they hold moved,
     however deep; where nothing has to move, and whatever else there is, comes back as it is.
-
-    :param batch: Any object.
-    :param device: Where its tensors are to lie.
-    :param non_blocking: Whether copies from pinned memory to a GPU may go on in the background. Copies from a GPU never
-        do, since the CPU would read them before they are there.
-    :return: An object of the same kind.
     """
-    is_async = non_blocking and device.type == "cuda"
+    # Copies from a GPU are not asynchronous: the CPU would read them before they are there.
+    is_async = device.type == "cuda"
     moved: Any = batch
     if isinstance(batch, torch.Tensor):
         moved = batch.to(device, non_blocking=is_async)
     elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
         moved = batch.to(device=device, non_blocking=is_async)  # type: ignore[call-arg]
     elif isinstance(batch, (list, tuple)):
-        items = [to_device(item, device, non_blocking=non_blocking) for item in batch]
+        items = [to_device(item, device) for item in batch]
         if any(new is not old for new, old in zip(items, batch, strict=True)):
             moved = type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     elif isinstance(batch, Mapping) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
         is_mapping = isinstance(batch, Mapping)
         fields = dict(batch) if is_mapping else {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}  # type: ignore[arg-type]
-        values = {key: to_device(value, device, non_blocking=non_blocking) for key, value in fields.items()}
+        values = {key: to_device(value, device) for key, value in fields.items()}
         changed = {key: value for key, value in values.items() if value is not fields[key]}
         if changed and isinstance(batch, dict):
             moved = copy.copy(batch)  # keeps the class, and what a subclass holds beside its items

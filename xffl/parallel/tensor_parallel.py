@@ -30,7 +30,6 @@ from xffl.parallel.context_parallel import check_mesh, fill_positions, find_posi
 
 __all__ = ["GatheredInput", "Replicated", "apply_tensor_parallel", "plan_for"]
 
-
 QUERIES = ("q_proj", "wq")
 KEYS = ("k_proj", "v_proj", "wk", "wv")
 COLUMNS = (*QUERIES, *KEYS, "gate_proj", "up_proj", "c_fc", "fc1", "w1", "w3")
@@ -119,9 +118,7 @@ def apply_tensor_parallel(
     """
     check_mesh(mesh, "tensor")
     if spread := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
-        raise ConfigError(
-            f"{shorten(spread, SHOWN)}: the model is spread already; cut it before fully_shard, and only once"
-        )
+        raise ConfigError(f"{shorten(spread, SHOWN)}: the model is spread already; cut it once, before fully_shard")
     if plan is None:
         chosen = plan_for(model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     else:
@@ -188,20 +185,15 @@ def _check_pairs(names: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyl
     for parent in sorted(columns ^ rows):
         known, missing = (COLUMNS, ROWS) if parent in columns else (ROWS, COLUMNS)
         alone = shorten([name for name in plan if _parent(name) == parent and _leaf(name) in known], SHOWN)
-        raise ConfigError(
-            f"{alone} without one of {', '.join(missing)} in {parent or 'the model'}; give a plan of your own"
-        )
+        raise ConfigError(f"{alone} without one of {', '.join(missing)} in {parent or 'the model'}; give your own plan")
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the styles by full name for a plan of patterns."""
     names = [name for name, _ in model.named_modules()]
     chosen: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
-            raise ConfigError(
-                f"the plan has {style!r} for {pattern!r}; give styles of torch.distributed.tensor.parallel by name"
-            )
+            raise ConfigError(f"the plan must map names to torch's parallel styles, got {pattern!r}: {style!r}")
         matched = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not matched:
             near = closest(pattern, names, cutoff=0.0)
@@ -251,10 +243,7 @@ def _check_heads(model: nn.Module, plan: Mapping[str, ParallelStyle], size: int)
                 attributes = QUERY_HEADS if other in QUERIES else KEY_HEADS
                 changes += [(attention, key, count // size) for key in attributes if vars(attention).get(key) == count]
             if other in HEAD_NORMS and any(weight.numel() != width for weight in layer.parameters()):
-                raise ConfigError(
-                    f"{_join(_parent(name), other)} spans all heads, of which a rank has only some; give a plan of "
-                    "your own"
-                )
+                raise ConfigError(f"{_join(_parent(name), other)} spans all heads, not a rank's; give your own plan")
     return changes
 
 
@@ -321,7 +310,6 @@ def _keep_whole_sequence(model: nn.Module, embedding: nn.Module, size: int) -> N
 
 
 def _check_covers(model: nn.Module, plan: Mapping[str, ParallelStyle], problem: str) -> None:
-    """Raise where a parameter has no style."""
     holders = {name for name in plan if not isinstance(plan[name], GatheredInput)}
     uncovered = [
         _join(owner, name)
@@ -376,9 +364,6 @@ class Replicated(ParallelStyle):
             output = output.redistribute(placements=[self.output_layout])
         return output.to_local()
 
-    def __repr__(self) -> str:
-        return f"Replicated(layout={self.layout}, output_layout={self.output_layout})"
-
 
 class GatheredInput(ParallelStyle):
     """Make a module's first input whole once for all projections that read it, and reduce its gradient once.
@@ -394,9 +379,6 @@ class GatheredInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, Replicate()), with_kwargs=True)
         return module
-
-    def __repr__(self) -> str:
-        return f"GatheredInput(layout={self.layout})"
 
 
 def _take(
