@@ -96,7 +96,19 @@ def split_sequence(
     dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
     if len(dims) != len(tensors):
         raise ConfigError(f"{len(tensors)} tensors came with {len(dims)} dimensions; give one for each, or one for all")
-    return tuple(_part(tensor, mesh, place) for tensor, place in zip(tensors, dims, strict=True))
+    parts = []
+    for tensor, place in zip(tensors, dims, strict=True):
+        if not -tensor.ndim <= place < tensor.ndim:
+            raise ConfigError(f"a tensor {tuple(tensor.shape)} has no dimension {place}; give that of its sequence")
+        length, rest = divmod(tensor.shape[place], mesh.size())
+        if rest or not length:
+            raise ConfigError(
+                f"a sequence of {tensor.shape[place]} (dimension {place} of {tuple(tensor.shape)}) does not divide by "
+                f"the {mesh.size()} ranks of the context-parallel mesh; pad it to a multiple"
+            )
+        part = tensor.narrow(place, mesh.get_local_rank() * length, length)
+        parts.append(part.clone(memory_format=torch.contiguous_format))
+    return tuple(parts)
 
 
 def give_positions(model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1) -> RemovableHandle:
@@ -230,18 +242,6 @@ def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:
         raise ConfigError(f"{kind} parallelism needs a mesh of one dimension, such as mesh['{kind[0]}p'], got {mesh}")
     if ring and mesh.device_type != "cuda":
         raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
-
-
-def _part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    if not -tensor.ndim <= dim < tensor.ndim:
-        raise ConfigError(f"a tensor {tuple(tensor.shape)} has no dimension {dim}; give that of its sequence")
-    length, rest = divmod(tensor.shape[dim], mesh.size())
-    if rest or not length:
-        raise ConfigError(
-            f"a sequence of {tensor.shape[dim]} (dimension {dim} of {tuple(tensor.shape)}) does not divide by the "
-            f"{mesh.size()} ranks of the context-parallel mesh; pad it to a multiple"
-        )
-    return tensor.narrow(dim, mesh.get_local_rank() * length, length).clone(memory_format=torch.contiguous_format)
 
 
 def _check_attention(

@@ -53,13 +53,9 @@ class NativeStrategy(DistributedStrategy):
 
     def _check_options(self) -> None:
         device_parameters, distributed = self.device_parameters, self.config.distributed
-        by_layer = {
-            "activation_checkpointing": device_parameters.activation_checkpointing != "none",
-            "compile": device_parameters.compile,
-            "fsdp_forward_prefetch": device_parameters.fsdp_forward_prefetch,
-        }
-        for name in [name for name, is_asked in by_layer.items() if is_asked and not distributed.wrap]:
-            raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
+        for name in ("activation_checkpointing", "compile", "fsdp_forward_prefetch"):
+            if getattr(device_parameters, name) not in (False, "none") and not distributed.wrap:
+                raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
         if distributed.ddp.static_graph and self.config.training.gradient_accumulation > 1:
             raise ConfigError("DDP with static_graph=True does not accumulate over micro-batches; leave it out")
 

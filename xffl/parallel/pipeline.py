@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
+from xffl.costs import layers_of_stages
 from xffl.distributed.parameters import SCHEDULES
 from xffl.errors import ConfigError, StateError
 
@@ -378,10 +379,13 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
     everywhere. A parameter that would lie on several stages (tied embeddings) or on none is refused.
     """
     name, container = _find_layers(model)
-    keys = [key for key, _ in container.named_children()]
-    bounds = _bounds(len(keys), stage, stages)
-    # A layer's stage is the number of cuts up to it.
-    homes = {f"{name}.{key}": sum(bound <= index for bound in bounds) for index, key in enumerate(keys)}
+    if stages < 1 or not 0 <= stage < stages:
+        raise ConfigError(f"stage {stage} of {stages} does not exist; give 0 <= stage < stages")
+    if stages > len(container):
+        raise ConfigError(f"{stages} stages cannot share {len(container)} layers; give at most {len(container)} stages")
+    counts = layers_of_stages(len(container), stages)
+    stage_of = [index for index, count in enumerate(counts) for _ in range(count)]
+    homes = {f"{name}.{key}": stage_of[index] for index, (key, _) in enumerate(container.named_children())}
     homes |= _surroundings(model, name, stages)
     _check_homes(model, homes, stages)
     for part, home in homes.items():
@@ -409,22 +413,6 @@ def _find_layers(model: nn.Module) -> tuple[str, Container]:
     container = model.get_submodule(best[0])
     assert isinstance(container, Container)
     return best[0], container
-
-
-def _bounds(count: int, stage: int, stages: int) -> list[int]:
-    """Return where the stages but the first begin."""
-    if stages < 1 or not 0 <= stage < stages:
-        raise ConfigError(f"stage {stage} of {stages} does not exist; give 0 <= stage < stages")
-    if stages > count:
-        raise ConfigError(f"{stages} stages cannot share {count} layers; give at most {count} stages")
-    counts = [1] * stages
-    # The embedding and the head count as a layer each.
-    loads = [1 + (index == 0) + (index == stages - 1) for index in range(stages)]
-    for _ in range(count - stages):
-        lightest = loads.index(min(loads))
-        counts[lightest] += 1
-        loads[lightest] += 1
-    return [sum(counts[: index + 1]) for index in range(stages - 1)]
 
 
 def _surroundings(model: nn.Module, name: str, stages: int) -> dict[str, int]:

@@ -126,7 +126,10 @@ def spread(
             loss_parallel=options.parameters.loss_parallel,
         )
     form = _form(state, world, state.topology.cell_of(dist.get_rank()))
-    _set_batch_norm_group(model, state, world)
+    for module in model.modules():
+        # SyncBatchNorm would compare batches of the world, across the slow link in every step; here those of a cell.
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.process_group = state.federation if world is None else world.get_group("dp_cp")
     _prepare_layers(model, options)
     if form == "fsdp":
         mesh = state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
@@ -339,14 +342,6 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
     return "ddp" if replicas > 1 else "plain"
 
 
-def _set_batch_norm_group(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
-    """Let SyncBatchNorm compare a cell's batches, where it would take the world: across the slow link in every step."""
-    group = state.federation if world is None else world.get_group("dp_cp")
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
-            module.process_group = group
-
-
 def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:
     """Let layers be computed again in the backward pass, and compile them; names stay as they are."""
     for module in model.modules():
@@ -471,8 +466,12 @@ def materialize(
 
     def keep(module: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
         # A tensor that another module has initialized before (a tied one) keeps its values.
-        if id(module) in own_modules and id(tensor) not in done:
-            _keep_part(tensor, values, device)
+        if id(module) in own_modules and id(tensor) not in done and isinstance(tensor, DTensor):
+            # src_data_rank=None: cut from the values that every rank has made, without communication.
+            part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        elif id(module) in own_modules and id(tensor) not in done:
+            tensor.copy_(values)
         done.add(id(tensor))
 
     with torch.random.fork_rng(devices=[]):
@@ -550,12 +549,3 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """Return what initializes a module; torch's attention calls it by another name."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def _keep_part(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> None:
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(values)
-        return
-    # src_data_rank=None: cut from the values that every rank has made, without communication.
-    part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.to_local().copy_(part.to_local())

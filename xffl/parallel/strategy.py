@@ -84,12 +84,7 @@ class DistributedStrategy(ABC):
 
     @classmethod
     def from_config(cls, config: object) -> DistributedStrategy:
-        """Make the strategy that a configuration names in ``distributed.strategy``; nothing moves.
-
-        :param config: As for the class.
-        :return: The strategy, not yet set up.
-        :raises ConfigError: if there is none of that name, or a value is invalid.
-        """
+        """Make the strategy that a configuration names in ``distributed.strategy``, not yet set up; nothing moves."""
         from xffl.parallel import STRATEGIES
 
         parsed = read_config(config)
@@ -137,12 +132,7 @@ class DistributedStrategy(ABC):
     # Life -------------------------------------------------------------------------------------------------------------
 
     def use_world(self, world: DistributedWorld) -> None:
-        """Let another world take the place of the one that the configuration asks for; local.
-
-        :param world: A world for the same device parameters that is not set up.
-        :raises StateError: if one of the two is set up already.
-        :raises ConfigError: if it is for other device parameters.
-        """
+        """Let another world for the same device parameters, not set up either, take the place of this one; local."""
         if self.world.is_set_up or world.is_set_up:
             raise StateError("a world that is set up keeps its place; give another one before fit() or setup()")
         if world.device_parameters != self.device_parameters:
@@ -150,17 +140,11 @@ class DistributedStrategy(ABC):
         self.world = world
 
     def setup(self, state: DistributedState | None = None) -> None:
-        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`.
-
-        :param state: A state that is set up already; by default one is made.
-        """
+        """Join the other processes, or take a state that is set up; collective over the world, as its ``setup``."""
         self.world.setup(state)
 
     def teardown(self, *, synchronize: bool = True) -> None:
-        """Leave the other processes; collective over the world with ``synchronize``.
-
-        :param synchronize: Whether the ranks wait for each other first; not after an exception.
-        """
+        """Leave the other processes; with ``synchronize``, not after an exception, the ranks wait for each other."""
         self.world.teardown(synchronize=synchronize)
 
     def __enter__(self) -> DistributedStrategy:
@@ -336,11 +320,7 @@ class DistributedStrategy(ABC):
         return True
 
     def to_device(self, batch: T) -> T:
-        """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.strategy.to_device`.
-
-        :param batch: Tensors, mappings, sequences, named tuples, dataclasses of them, and anything else.
-        :return: An object of the same kind.
-        """
+        """Return a batch with its tensors on this rank's device, an object of the same kind; local."""
         return to_device(batch, self.device)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -410,12 +390,7 @@ class DistributedStrategy(ABC):
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
     def register(self, model: Models, optimizer: Optimizers = None, *, others: Mapping[str, Any] | None = None) -> None:
-        """Let replica groups that come back take these parts over; local, and nothing in a plain world.
-
-        :param model: What :meth:`wrap_model` returned, or several by name.
-        :param optimizer: Its optimizer, or several by name.
-        :param others: Other parts by name, as in :meth:`save_checkpoint`.
-        """
+        """Let replica groups that come back take these parts over; local, with arguments as :meth:`save_checkpoint`."""
         for name, part in self._all_parts(model, optimizer, others).items():
             self.world.register(name, part)
 
