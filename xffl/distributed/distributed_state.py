@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import integer, one_of
+from xffl.checks import integer, one_of, shorten
 from xffl.cluster.network import Timeouts
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
@@ -54,9 +54,6 @@ _SETUP_FIELDS = (
     *("fsdp_mesh", "hsdp_mesh", "is_sender", "receive_from", "federated_group", "replica_group", "federation"),
 )
 """The fields that a set-up fills; each set-up says all of them."""
-
-_MEMBERS_SHOWN = 8
-"""Members of a tuple that are written out before the rest is counted."""
 
 
 @dataclass
@@ -727,8 +724,7 @@ def _text_of(value: Any) -> str:
         return str(value)
     if value and isinstance(value[0], dist.ProcessGroup):
         return f"{_text_of(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
-    first = ", ".join(str(member) for member in value[:_MEMBERS_SHOWN])
-    return f"({first}, ... {len(value)} in all)" if len(value) > _MEMBERS_SHOWN else f"({first})"
+    return f"({shorten(value, 8)})"
 
 
 def _shape_text(topology: Topology) -> str:

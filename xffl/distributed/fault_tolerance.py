@@ -13,8 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -427,7 +426,8 @@ class FaultTolerantWorld(DistributedWorld):
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
         self._pg = _make_group(self.device, timeout, self._group, self.world_size)
-        with _bound_to(address):
+        server, bind = torchft.manager.ManagerServer, {"bind": f"{address}:0"}  # torchft's own choice: all interfaces
+        with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**options | bind)):
             self._manager = torchft.Manager(
                 pg=self._pg,
                 load_state_dict=None,
@@ -568,14 +568,3 @@ def _make_group(device: torch.device, timeout: timedelta, place: tuple[int, int]
             return made
 
     return Group(timeout=timeout)
-
-
-@contextmanager
-def _bound_to(address: str) -> Iterator[None]:
-    """Let a manager that is made in the block listen at one address: torchft's own choice is all interfaces."""
-    import torchft.manager
-
-    server = torchft.manager.ManagerServer
-    bound = {"bind": f"{address}:0"}
-    with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**(options | bound))):
-        yield

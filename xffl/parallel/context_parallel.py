@@ -74,7 +74,13 @@ def context_parallel(
     check_mesh(mesh, "context", ring=ring)
     parts = split_sequence(buffers, mesh, buffer_seq_dims)
     if ring:
-        with _ring(mesh, buffers, buffer_seq_dims) as parts:
+        from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+        if not buffers:
+            raise ConfigError("the ring of context parallelism takes buffers; give tokens, targets and positions")
+        # Not run here, since it needs several GPUs. Torch's prototype changes its buffers in place.
+        parts, dims = tuple(buffer.clone() for buffer in buffers), list(buffer_seq_dims)
+        with torch_context_parallel(mesh, buffers=list(parts), buffer_seq_dims=dims, no_restore_buffers=set(parts)):
             yield parts
     else:
         attention = _GatheredAttention(mesh)
@@ -222,18 +228,6 @@ class _Gather(torch.autograd.Function):
         total = torch.empty_like(parts[0])
         dist.reduce_scatter(total, parts, group=ctx.group)
         return total.to(gradient.dtype), None, None
-
-
-@contextmanager
-def _ring(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Use torch's prototype, which changes its buffers in place. Not run here: it needs several GPUs."""
-    from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
-
-    if not buffers:
-        raise ConfigError("the ring of context parallelism takes buffers; give tokens, targets and positions")
-    parts = tuple(buffer.clone() for buffer in buffers)
-    with torch_context_parallel(mesh, buffers=list(parts), buffer_seq_dims=list(dims), no_restore_buffers=set(parts)):
-        yield parts
 
 
 def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:

@@ -165,7 +165,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Make the engine: it takes over the optimizer and cuts what the stage says; collective over the world."""
         with run_on_all_ranks("optimizers given to wrap_optimizer") as share:
             zero_model = _zero_model(model)
-            _check_optimizer(zero_model, optimizer)
+            if zero_model.engines:
+                raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            if optimizer.state:
+                raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
+            names = {parameter: name for name, parameter in zero_model.module.named_parameters()}
+            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if stepped - names.keys():
+                raise ConfigError("the optimizer holds a parameter that the model has not; give it model.parameters()")
+            if missing := [name for p, name in names.items() if p.requires_grad and p not in stepped]:
+                raise ConfigError(f"the optimizer lacks parameter {missing[0]!r}; give it all that train, or freeze it")
             share(f"{type(optimizer).__name__} {self.ds_config}")
         engine = zero_model.make_engine(optimizer, self.ds_config, self.world)
         masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
@@ -263,22 +274,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return {**dict.fromkeys(models, masters.view), **dict.fromkeys(optimizers, masters)}
 
 
-def _check_optimizer(model: ZeroModel, optimizer: torch.optim.Optimizer) -> None:
-    if model.has_engine:
-        raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if optimizer.state:
-        raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if stepped - names.keys():
-        raise ConfigError("the optimizer holds a parameter that the model has not; make it of model.parameters()")
-    missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
-    if missing:
-        raise ConfigError(f"the optimizer lacks parameter {missing[0]!r}; give it all that train, or freeze it")
-
-
 def _only(what: str, value: Any) -> Any:
     """Return the only model or optimizer, which may come by name; ``None`` where there is none."""
     if not isinstance(value, Mapping):
@@ -300,19 +295,6 @@ def _read_masters(model: nn.Module) -> Masters | None:
     if masters is not None:
         masters.read()
     return masters
-
-
-def _unit_of(cell: dist.ProcessGroup, alone: dist.ProcessGroup) -> SimpleNamespace:
-    """Return the ranks that share the data-parallel work, those of a cell, as DeepSpeed's ``mpu`` tells them."""
-    return SimpleNamespace(
-        get_data_parallel_group=lambda: cell,
-        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(cell),
-        get_data_parallel_rank=lambda: dist.get_rank(cell),
-        get_data_parallel_world_size=cell.size,
-        get_model_parallel_group=lambda: alone,
-        get_model_parallel_rank=lambda: 0,
-        get_model_parallel_world_size=lambda: 1,
-    )
 
 
 class _CellBackend:
@@ -358,25 +340,29 @@ class ZeroModel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._engine: list[Any] = []  # a list, since the engine is a module, whose parameters are these already
+        self.engines: list[Any] = []  # a list, since the engine is a module, whose parameters are these already
         self._backend: _CellBackend | None = None
         self._local_rank = "0"
 
     @property
-    def has_engine(self) -> bool:
-        """Whether the engine is made."""
-        return bool(self._engine)
-
-    @property
     def engine(self) -> Any:
         """DeepSpeed's engine."""
-        if not self._engine:
+        if not self.engines:
             raise StateError(NO_ENGINE)
-        return self._engine[0]
+        return self.engines[0]
 
     def make_engine(self, optimizer: torch.optim.Optimizer, config: dict[str, Any], world: DistributedWorld) -> Any:
         """Let DeepSpeed make the engine; collective over the cell."""
-        device, cell = world.device, world.get_group("cell")
+        device, cell, alone = world.device, world.get_group("cell"), world.get_group("tp")
+        unit = SimpleNamespace(  # the ranks that share the data-parallel work, as DeepSpeed's mpu tells them
+            get_data_parallel_group=lambda: cell,
+            get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(cell),
+            get_data_parallel_rank=lambda: dist.get_rank(cell),
+            get_data_parallel_world_size=cell.size,
+            get_model_parallel_group=lambda: alone,
+            get_model_parallel_rank=lambda: 0,
+            get_model_parallel_world_size=lambda: 1,
+        )
         # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
         # some variables of its own.
         self._local_rank = str(world.local_rank if device.index is None else device.index)
@@ -394,11 +380,11 @@ class ZeroModel(nn.Module):
                         model=self.module,
                         optimizer=optimizer,
                         config=config,
-                        mpu=_unit_of(cell, world.get_group("tp")),
+                        mpu=unit,
                         dist_init_required=False,
                     )
         engine.set_gradient_accumulation_boundary(True)
-        self._engine.append(engine)
+        self.engines.append(engine)
         return engine
 
     @contextmanager

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
 from xffl.costs import layers_of_stages
 from xffl.distributed.parameters import SCHEDULES
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, StateError
 
 __all__ = ["PipelineModel", "Skip", "split_model"]
@@ -259,8 +259,7 @@ class PipelineModel(nn.Module):
         finally:
             for part, mode in modes.items():
                 part.training = mode
-                if isinstance(part, FSDPModule):  # without a backward pass nothing else frees what was gathered
-                    part.reshard()
+            reshard(module)  # without a backward pass nothing else frees what was gathered
 
     def _micro_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         """Return what the backward pass of one micro-batch starts from."""

@@ -206,20 +206,23 @@ def check_model(
     units = _units(model, wrap)
     _check_ties(model, units)
     if "fsdp" in forms:
-        _check_for_fsdp(model, wrap, is_meta=is_meta)
-        _check_gradients(model, {name: unit for name, unit in units.items() if unit or not is_staged})
+        known_units = {name: unit for name, unit in units.items() if unit or not is_staged}
+        _check_for_fsdp(model, wrap, known_units, is_meta=is_meta)
     for cell, form in enumerate(forms) if options.mp_policy is not None else ():
         if form != "fsdp":
             raise ConfigError(f"cell {cell} is {form}, which has no mp_policy; use torch.autocast, or leave it out")
 
 
-def _check_for_fsdp(model: nn.Module, wrap: tuple[type[nn.Module], ...], *, is_meta: bool) -> None:
-    """Refuse, on the ranks of all cells, what FSDP2 would refuse on those of some."""
+def _check_for_fsdp(
+    model: nn.Module, wrap: tuple[type[nn.Module], ...], units: Mapping[str, int], *, is_meta: bool
+) -> None:
+    """Refuse, on the ranks of all cells, what FSDP2 refuses on those of some, or fails on later without a name."""
     for layer in (*wrap, type(model)):
         if issubclass(layer, (nn.ModuleList, nn.ModuleDict)) and layer.forward is nn.Module.forward:
             what = f"wrap names {layer.__name__}" if layer in wrap else f"the model is a {layer.__name__}"
             raise ConfigError(f"{what}, which has no forward; wrap what it holds, or give a model with a forward")
     memory: dict[int, str] = {}
+    first: dict[int, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(f"parameter {name!r} is a scalar, which FSDP cannot cut; give it the shape (1,)")
@@ -232,11 +235,6 @@ def _check_for_fsdp(model: nn.Module, wrap: tuple[type[nn.Module], ...], *, is_m
                 "them by assigning one Parameter to both modules"
             )
 
-
-def _check_gradients(model: nn.Module, units: Mapping[str, int]) -> None:
-    """Refuse what FSDP2 takes and then fails on in the first forward or backward pass, without a name."""
-    first: dict[int, tuple[str, torch.dtype]] = {}
-    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if not parameter.numel():

@@ -125,8 +125,7 @@ def apply_tensor_parallel(
         chosen = _resolve(model, plan)
     _check_sizes(model, chosen, mesh.size())
     heads = _check_heads(model, chosen, mesh.size())
-    tied = _tied(model)
-    _check_tied(tied, chosen, model)
+    tied = _tied(model, chosen)
     for name, style in chosen.items():
         layer = model.get_submodule(name)
         # src_data_rank=None: each rank cuts its own weights, and nothing is broadcast.
@@ -268,26 +267,23 @@ def _count(sources: list[Any], names: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return the places (module, name) of each parameter that has several."""
+def _tied(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[list[tuple[str, str]]]:
+    """Return the places (module, name) of each parameter that has several, which the plan must cut alike."""
     places: dict[int, list[tuple[str, str]]] = {}
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((owner, name))
-    return [shared for shared in places.values() if len(shared) > 1]
-
-
-def _check_tied(tied: list[list[tuple[str, str]]], plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
-    """Raise unless all places of a tied parameter cut it alike."""
-    for places in tied:
+    tied = [shared for shared in places.values() if len(shared) > 1]
+    for shared in tied:
         cuts = {}
-        for owner, name in places:
+        for owner, name in shared:
             style, module = plan[owner], model.get_submodule(owner)
             is_cut = isinstance(style, (ColwiseParallel, RowwiseParallel))
             cuts[_join(owner, name)] = f"along dimension {_cut_dim(module, style)}" if is_cut else type(style).__name__
         if len(set(cuts.values())) > 1:
             listed = ", ".join(f"{name} ({cut})" for name, cut in cuts.items())
             raise ConfigError(f"{listed} are one tied parameter, but the plan cuts it differently; cut both alike")
+    return tied
 
 
 def _keep_whole_sequence(model: nn.Module, embedding: nn.Module, size: int) -> None:
