@@ -346,7 +346,7 @@ def wrong(mesh: DeviceMesh) -> None:
         (lambda: with_layer(f"{attention}.o_proj", nn.Identity()), {}, ("without one of o_proj", attention)),
         (make_decoder, {"plan": {"layers.*.self_atn.q_proj": ColwiseParallel()}}, ("self_atn", "nearest is 'layers.")),
         (make_decoder, {"plan": {"*_proj": ColwiseParallel()}}, ("embed_tokens.weight", "does not say")),
-        (make_decoder, {"plan": {"lm_head": "columns"}}, ("'columns' for 'lm_head'",)),
+        (make_decoder, {"plan": {"lm_head": "columns"}}, ("got 'lm_head': 'columns'",)),
         (make_decoder, {"plan": {"*norm": ColwiseParallel()}}, ("does not say",)),
         (Tied, {"plan": {**plan_for(Tied()), "lm_head": Replicated()}}, ("one tied parameter", "Replicated")),
     ]

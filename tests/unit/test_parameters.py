@@ -140,7 +140,7 @@ def test_strategies_by_name() -> None:
         ({"distributed": {"strategy": "hsdp"}}, "needs device_parameters, such as"),
         (
             {"distributed": {"strategy": "ddp", "device_parameters": {"dp_shard": 2}}},
-            r"strategy 'ddp' does not do what the device parameters ask for \(fsdp\)",
+            "strategy 'ddp' does not do what the sizes ask for; give strategy='fsdp'",
         ),
         (
             {"distributed": {"device_parameters": {"tq": 2}}},

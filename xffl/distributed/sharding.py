@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.distributed.parallel_dims import JOINED, ParallelDims
+from xffl.distributed.parallel_dims import AXES_OF, ParallelDims
 from xffl.distributed.parameters import AXES
 from xffl.errors import ConfigError
 
@@ -93,13 +93,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
                     optimizer.state[parameters[number]][key] = value.to(device=cast.device)
 
 
-AXES_OF = {
-    **{axis: (axis,) for axis in AXES},
-    **JOINED,
-    "shard": tuple(axis for axis in AXES if axis != "dp_replicate"),
-    "replica": ("dp_replicate",),
-}
-"""Axes of a cell that a dimension of a mesh stands for; the last two are those of a state's own meshes."""
+AXES_OF_STATE = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
+"""Axes of a cell that a dimension of a state's own meshes stands for."""
 
 
 def total_norm(
@@ -170,9 +165,10 @@ def _counts_here(gradient: torch.Tensor, dims: ParallelDims) -> bool:
             if placement.is_replicate():
                 continue
             stem = name.rstrip("0123456789").removesuffix("_")  # later meshes of a process have a number behind
-            if stem not in AXES_OF:
+            axes = AXES_OF.get(stem) or AXES_OF_STATE.get(stem)
+            if axes is None:
                 raise ConfigError(f"a gradient is cut along {name!r}, no axis of the world; shard over world.get_mesh")
-            cut.update(AXES_OF[stem])
+            cut.update(axes)
     return all(axis in cut or dims.at[axis] == 0 for axis in AXES)
 
 

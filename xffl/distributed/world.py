@@ -581,10 +581,7 @@ class DistributedWorld:
 
 def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) -> None:
     if topology.sizes != sizes:
-        raise ConfigError(
-            f"the state has cells of {topology.sizes} ranks, but federated={sizes} was asked for; set the state up "
-            "with it, or leave it out"
-        )
+        raise ConfigError(f"the state has cells of {topology.sizes} ranks, not {sizes}; leave federated out")
     shape = None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
     if topology.replica_size != mesh.replica_size or topology.cell_shape != shape:
         raise ConfigError(

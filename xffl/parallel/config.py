@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from xffl.checks import integer, integer_fields, number, one_of
@@ -148,19 +148,6 @@ def read_ddp(options: object) -> DDPConfig:
     if not isinstance(options, DDPConfig | Mapping | None):
         raise ConfigError(f"ddp must be a mapping of DDP's options, or a DDPConfig, got {options!r}")
     return _read(DDPConfig, options, "ddp", is_strict=True)
-
-
-def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:
-    """Return a mesh with the data type that the training asks for; pure."""
-    mesh, precision = config.distributed.device_parameters, config.training.mixed_precision
-    if precision is None:
-        return parameters
-    dtype = PRECISIONS[precision]
-    if mesh is not None and mesh.param_dtype not in ("float32", dtype):
-        raise ConfigError(
-            f"mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one of them"
-        )
-    return replace(parameters, param_dtype=dtype)
 
 
 PARTS: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "comm": CommParameters, "ddp": DDPConfig}

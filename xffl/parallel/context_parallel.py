@@ -33,15 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import ConfigError
 
-__all__ = [
-    "POSITIONS",
-    "check_mesh",
-    "context_parallel",
-    "fill_positions",
-    "find_positions",
-    "give_positions",
-    "split_sequence",
-]
+__all__ = ["check_mesh", "context_parallel", "fill_positions", "find_positions", "give_positions", "split_sequence"]
 
 SOFTMAX: tuple[Callable[..., Any], ...] = (F.softmax, torch.softmax, torch.special.softmax, torch.Tensor.softmax)
 
@@ -186,7 +178,24 @@ class _GatheredAttention(TorchFunctionMode):
         is_causal: bool = False,
         **more: Any,
     ) -> torch.Tensor:
-        _check_attention(query, key, value, attn_mask, dropout_p)
+        if attn_mask is not None:
+            raise ConfigError(
+                f"context parallelism cannot spread a mask {tuple(attn_mask.shape)}; use is_causal, or cp=1"
+            )
+        if dropout_p > 0:
+            raise ConfigError(
+                f"attention drops out {dropout_p:g} of its weights, which context parallelism cannot do as one rank "
+                "would; set the model's attention dropout to 0, or give cp=1"
+            )
+        if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
+            raise ConfigError(
+                "context parallelism takes plain tensors, no DTensors; give projections use_local_output=True"
+            )
+        if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
+            raise ConfigError(
+                f"attention has {query.shape[-2]} queries, {key.shape[-2]} keys and {value.shape[-2]} values, but "
+                "context parallelism spreads self-attention only; give cp=1 for caches of keys and for cross-attention"
+            )
         self.calls += 1
         length = query.shape[-2]
         # Keys and values together: one message instead of two.
@@ -236,31 +245,6 @@ def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:
         raise ConfigError(f"{kind} parallelism needs a mesh of one dimension, such as mesh['{kind[0]}p'], got {mesh}")
     if ring and mesh.device_type != "cuda":
         raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
-
-
-def _check_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
-) -> None:
-    if attn_mask is not None:
-        raise ConfigError(
-            f"attention was given a mask {tuple(attn_mask.shape)}, which context parallelism cannot spread; let the "
-            "model use is_causal, or give cp=1"
-        )
-    if dropout_p > 0:
-        raise ConfigError(
-            f"attention drops out {dropout_p:g} of its weights, which context parallelism cannot do as one rank would; "
-            "set the model's attention dropout to 0, or give cp=1"
-        )
-    if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
-        raise ConfigError(
-            "attention was given DTensors, but context parallelism takes plain tensors; give tensor-parallel "
-            "projections use_local_output=True"
-        )
-    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
-        raise ConfigError(
-            f"attention has {query.shape[-2]} queries, {key.shape[-2]} keys and {value.shape[-2]} values, but context "
-            "parallelism spreads self-attention only; give cp=1 for caches of keys and for cross-attention"
-        )
 
 
 POSITIONS = ("positions", "position_ids")

@@ -146,8 +146,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 raise ConfigError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
             if is_meta(model) or init_weights is not None:
                 raise ConfigError(
-                    "strategy 'deepspeed' makes no weights of a model on the meta device; build it on a device, "
-                    "without init_weights, or give strategy='fsdp'"
+                    "strategy 'deepspeed' makes no weights; give no meta device and no init_weights, or 'fsdp'"
                 )
             if is_cut(model):
                 raise ConfigError("DeepSpeed has cut this model already; wrap a model once")
@@ -224,10 +223,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._accumulator.check_complete()
         optimizer = optimizers[0] if len(optimizers) == 1 else None
         if not isinstance(optimizer, EngineOptimizer):
-            raise StateError(
-                f"{[type(one).__name__ for one in optimizers]} step without what ZeRO has cut; give step what "
-                "wrap_optimizer(model, optimizer) returned"
-            )
+            raise StateError("ZeRO steps only what wrap_optimizer(model, optimizer) returned; give that to step")
         optimizer.step()
         if self._stage:  # clip_grad_norm asks for one step
             optimizer.engine.optimizer.clip_grad = self.config.training.max_grad_norm or 0.0
@@ -377,11 +373,7 @@ class ZeroModel(nn.Module):
                 self._backend = _CellBackend(getattr(comm.cdb, "inner", comm.cdb), cell)
                 with self.working():
                     engine, *_ = deepspeed.initialize(
-                        model=self.module,
-                        optimizer=optimizer,
-                        config=config,
-                        mpu=unit,
-                        dist_init_required=False,
+                        model=self.module, optimizer=optimizer, config=config, mpu=unit, dist_init_required=False
                     )
         engine.set_gradient_accumulation_boundary(True)
         self.engines.append(engine)

@@ -43,10 +43,7 @@ class NativeStrategy(DistributedStrategy):
         super().__init__(config)
         plainest = self.device_parameters.strategy
         if plainest not in self.kinds:
-            raise ConfigError(
-                f"strategy {self.name!r} does not do what the device parameters ask for ({plainest}); give "
-                f"strategy={plainest!r}, or other sizes"
-            )
+            raise ConfigError(f"strategy {self.name!r} does not do what the sizes ask for; give strategy={plainest!r}")
         self._check_options()
         self._scale: LossScale | None = None
         self._is_in_context = False

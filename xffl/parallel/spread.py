@@ -167,10 +167,7 @@ def _check_on_all_ranks(
         forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
         # Without a world only: a strategy's configuration has DDP options for whatever its cells become.
         if world is None and is_ddp_requested and "fsdp" in forms:
-            raise ConfigError(
-                "ddp options were given, but the cells are FSDP, which follows none of them; leave ddp out, or make "
-                "replicas of one rank (hsdp=1)"
-            )
+            raise ConfigError("the cells are FSDP, which follows no ddp options; leave ddp out, or give hsdp=1")
         # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
         checked = options if world is None else replace(options, mp_policy=None)
         check_model(model, forms, checked, is_meta=is_bare, is_staged=world is not None and world.pp_enabled)
@@ -230,10 +227,7 @@ def _check_for_fsdp(
             raise ConfigError(f"parameter {name!r} is not contiguous, which FSDP cannot cut; make it so")
         other = memory.setdefault(parameter.data_ptr(), name) if parameter.numel() and not is_meta else name
         if other != name:
-            raise ConfigError(
-                f"parameters {other!r} and {name!r} share memory but are two objects, which FSDP would part; tie "
-                "them by assigning one Parameter to both modules"
-            )
+            raise ConfigError(f"parameters {other!r} and {name!r} share memory; assign one Parameter to both modules")
 
         if not parameter.requires_grad:
             continue
@@ -265,10 +259,7 @@ def _check_ties(model: nn.Module, units: Mapping[str, int]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = homes.setdefault(id(parameter), name)
         if units[other] != units[name]:
-            raise ConfigError(
-                f"{other!r} and {name!r} are one tied parameter, but wrap puts them into two units; wrap a layer that "
-                "holds both, or neither"
-            )
+            raise ConfigError(f"{other!r} and {name!r} are one tied parameter, which wrap parts; wrap both or neither")
 
 
 def _units(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> dict[str, int]:
@@ -417,10 +408,7 @@ def is_meta(model: nn.Module) -> bool:
     bare = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     with_values = [name for name, tensor in named_tensors(model) if not tensor.is_meta]
     if bare and with_values:
-        raise ConfigError(
-            f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all of the model under "
-            "torch.device('meta'), or none of it"
-        )
+        raise ConfigError(f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; make them alike")
     return bool(bare)
 
 

@@ -27,7 +27,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.config import StrategyConfig, read_config, with_precision
+from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
 
 __all__ = ["DistributedStrategy", "to_device"]
 
@@ -68,7 +68,14 @@ class DistributedStrategy(ABC):
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
         distributed = self.config.distributed
         mesh = type(self)._preset() if distributed.device_parameters is None else distributed.device_parameters
-        self.device_parameters = with_precision(mesh, self.config)
+        if (precision := self.config.training.mixed_precision) is not None:
+            dtype = PRECISIONS[precision]
+            if distributed.device_parameters is not None and mesh.param_dtype not in ("float32", dtype):
+                raise ConfigError(
+                    f"mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one"
+                )
+            mesh = dataclasses.replace(mesh, param_dtype=dtype)
+        self.device_parameters = mesh
         self.world = DistributedWorld(
             self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
         )

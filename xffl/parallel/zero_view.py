@@ -293,10 +293,7 @@ def find_masters(model: nn.Module) -> Masters | None:
     for parameter in (parameter for module in model.modules() for parameter in module._parameters.values()):
         if parameter is not None and "ds_tensor" in parameter.__dict__:
             name = next(name for name, other in model.named_parameters() if other is parameter)
-            raise ConfigError(
-                f"parameter {name!r} is cut by a DeepSpeed engine that this package knows nothing of; make it with "
-                "xffl.parallel.DeepSpeedStrategy"
-            )
+            raise ConfigError(f"parameter {name!r} is cut by a DeepSpeed engine of others; use DeepSpeedStrategy")
     return None
 
 
