@@ -104,7 +104,6 @@ class FaultTolerantWorld(DistributedWorld):
         self._store: TCPStore | None = None
         self._pg: Any = None
         self._parts: dict[str, Any] = {}
-        self._group: tuple[int, int] | None = None
         self._optimizer: CommittedOptimizer | None = None
         self._is_in_step = self._has_taken_over = self._is_checked = False
         self._is_torn = False
@@ -148,11 +147,6 @@ class FaultTolerantWorld(DistributedWorld):
         return self._manager
 
     @property
-    def replica_group(self) -> tuple[int, int] | None:
-        """This group's number and the most groups, as ``XFFL_ISLAND`` says; ``None`` where it says nothing."""
-        return self._group
-
-    @property
     def dp_size(self) -> int:
         """Ranks with data of their own, of all groups that take part in this step."""
         return super().dp_size * (1 if self._manager is None else max(1, self._manager.num_participants()))
@@ -160,9 +154,9 @@ class FaultTolerantWorld(DistributedWorld):
     def seed_for(self, seed: int, *axes: str) -> int:
         """Return a seed as :meth:`DistributedWorld.seed_for`; along ``dp`` and ``dp_replicate`` groups differ, too."""
         own = super().seed_for(seed, *axes)
-        if self._group is None or not {"dp", "dp_replicate"} & set(axes):
+        if self.replica_group is None or not {"dp", "dp_replicate"} & set(axes):
             return own
-        seed_bytes = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
+        seed_bytes = hashlib.blake2b(repr((own, self.replica_group[0])).encode(), digest_size=8).digest()
         return int.from_bytes(seed_bytes, "big") >> 1
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -414,8 +408,8 @@ class FaultTolerantWorld(DistributedWorld):
                     f"this job has {cells} federated groups, but it is one of several replica groups of one model; "
                     "leave federated and XFFL_FEDERATED out"
                 )
-            lighthouse, token, self._group = lighthouse_of(), token_of(), replica_group_of()
-            share(f"{lighthouse} {self._group}")
+            lighthouse, token, self.replica_group = lighthouse_of(), token_of(), replica_group_of()
+            share(f"{lighthouse} {self.replica_group}")
             address = bind_address(lighthouse)
             os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):
@@ -425,7 +419,7 @@ class FaultTolerantWorld(DistributedWorld):
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
-        self._pg = _make_group(self.device, timeout, self._group, self.world_size)
+        self._pg = _make_group(self.device, timeout, self.replica_group, self.world_size)
         server, bind = torchft.manager.ManagerServer, {"bind": f"{address}:0"}  # torchft's own choice: all interfaces
         with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**options | bind)):
             self._manager = torchft.Manager(
@@ -447,7 +441,7 @@ class FaultTolerantWorld(DistributedWorld):
                 store_port=port,
                 lighthouse_addr=lighthouse,
                 # Of its last digits torchft makes the ranks that configure() of the groups gets, see _make_group.
-                replica_id=f"island_{'x' if self._group is None else self._group[0]}_{life}",
+                replica_id=f"island_{'x' if self.replica_group is None else self.replica_group[0]}_{life}",
                 hostname=address,
                 checkpoint_transport=ShardTransport(address, token),
             )
@@ -462,7 +456,7 @@ class FaultTolerantWorld(DistributedWorld):
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
             # All that torchft tells other groups of this one is a number, so the group's own stands in its last digits.
-            number, most = self._group or (NOWHERE, NOWHERE)
+            number, most = self.replica_group or (NOWHERE, NOWHERE)
             place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]
         if self.world_size > 1:
             dist.broadcast_object_list(place, src=0)

@@ -173,10 +173,7 @@ def check_backend(backend: object) -> dist.Backend:
 def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
     """Return a device that this process can use."""
     shown = str(device)
-    number = index_of(device)
-    if number is not None:
-        if number < 0:
-            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
+    if (number := index_of(device)) is not None:
         device = f"cuda:{number}"
     if isinstance(device, str):
         with suppress(RuntimeError):  # refused below, as it is

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from xffl.topology import Topology
 __all__ = ["cleanup_distributed_process_group", "session", "setup_distributed_process_group"]
 
 ON_GPUS = "cpu:gloo,cuda:nccl"
+
+_check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
 
 _ARGUMENTS = {
     "node_local_rank": "group_local_rank",
@@ -245,10 +248,6 @@ def cleanup_distributed_process_group(
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
         state._rollback_all(destroys=destroys)
-
-
-def _check_seconds(timeout_s: float) -> float:
-    return number("timeout_s", timeout_s, above=0, below=1e9, hint="give seconds, such as 600")
 
 
 def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:

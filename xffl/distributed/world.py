@@ -84,6 +84,8 @@ class DistributedWorld:
         self.device_parameters = device_parameters
         self.lone_cell: int | None = None
         """Which cell this world is, where each cell is a job of its own; counts for seeds"""
+        self.replica_group: tuple[int, int] | None = None
+        """This replica group's number and the most groups, as ``XFFL_ISLAND`` says; ``None`` in a plain world"""
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
         self._device: torch.device | None = None
@@ -417,11 +419,6 @@ class DistributedWorld:
     @property
     def ft_manager(self) -> Any:
         """Torchft's manager, where this is one of several replica groups; ``None`` in a plain world."""
-        return None
-
-    @property
-    def replica_group(self) -> tuple[int, int] | None:
-        """This replica group's number and the most groups; ``None`` in a plain world."""
         return None
 
     # Gradients --------------------------------------------------------------------------------------------------------

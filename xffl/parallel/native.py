@@ -242,8 +242,7 @@ class LossScale:
         self._steps = 0
         self._group, self._device = group, device
         self._unscaled: set[int] = set()
-        self._has_overflowed = False
-        self._is_spent = False
+        self._has_overflowed = self._is_spent = False
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to compute gradients of; local."""

@@ -285,12 +285,9 @@ def _stage_class() -> Any:
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
-        shared: dict[str, Any]
-        """Arguments of a call that are not cut"""
-        sync: bool
-        """Whether a call reduces the gradients"""
-        sizes: list[tuple[list[int], torch.dtype]]
-        """Those of what the next stage expects"""
+        shared: dict[str, Any]  # arguments of a call that are not cut
+        sync: bool  # whether a call reduces the gradients
+        sizes: list[tuple[list[int], torch.dtype]]  # of what the next stage expects
 
         def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
             """Run the module; what is sent on is contiguous and of the size that the next stage expects."""

@@ -47,8 +47,6 @@ FUSED = ("c_attn", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "gate_up_pr
 HEAD_WIDTHS = ("head_dim", "head_width", "head_size")
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-SHOWN = 4
-"""Names that a message writes out."""
 
 
 def plan_for(
@@ -67,7 +65,7 @@ def plan_for(
     names = {name: module for name, module in model.named_modules() if name}
     if fused := [name for name in names if _leaf(name) in FUSED]:
         raise ConfigError(
-            f"{shorten(fused, SHOWN)}: one layer computes several projections, and equal cuts of it would mix them; "
+            f"{shorten(fused)}: one layer computes several projections, and equal cuts of it would mix them; "
             "give a plan of your own, or a model with separate projections (q_proj, k_proj, v_proj)"
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
@@ -118,7 +116,7 @@ def apply_tensor_parallel(
     """
     check_mesh(mesh, "tensor")
     if spread := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
-        raise ConfigError(f"{shorten(spread, SHOWN)}: the model is spread already; cut it once, before fully_shard")
+        raise ConfigError(f"{shorten(spread)}: the model is spread already; cut it once, before fully_shard")
     if plan is None:
         chosen = plan_for(model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     else:
@@ -130,11 +128,8 @@ def apply_tensor_parallel(
         layer = model.get_submodule(name)
         # src_data_rank=None: each rank cuts its own weights, and nothing is broadcast.
         parallelize_module(layer, mesh, style, src_data_rank=None)
-        if (
-            isinstance(layer, nn.Embedding)
-            and isinstance(style, RowwiseParallel)
-            and style.output_layouts == (Shard(1),)
-        ):
+        cuts_sequence = isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),)
+        if cuts_sequence and isinstance(layer, nn.Embedding):
             _keep_whole_sequence(model, layer, mesh.size())
     for (first, first_name), *others in tied:  # they were cut apart, alike: one parameter again
         for owner, name in others:
@@ -178,12 +173,12 @@ def _check_pairs(names: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyl
     rows = {_parent(name) for name in plan if _leaf(name) in ROWS}
     if not columns:
         raise ConfigError(
-            f"no layers of a transformer among {shorten(sorted({_leaf(name) for name in names}), SHOWN)}; tensor "
+            f"no layers of a transformer among {shorten(sorted({_leaf(name) for name in names}))}; tensor "
             f"parallelism knows {', '.join(COLUMNS)}; give a plan of your own"
         )
     for parent in sorted(columns ^ rows):
         known, missing = (COLUMNS, ROWS) if parent in columns else (ROWS, COLUMNS)
-        alone = shorten([name for name in plan if _parent(name) == parent and _leaf(name) in known], SHOWN)
+        alone = shorten([name for name in plan if _parent(name) == parent and _leaf(name) in known])
         raise ConfigError(f"{alone} without one of {', '.join(missing)} in {parent or 'the model'}; give your own plan")
 
 
@@ -314,7 +309,7 @@ def _check_covers(model: nn.Module, plan: Mapping[str, ParallelStyle], problem: 
         if owner not in holders
     ]
     if uncovered:
-        names = shorten(uncovered, SHOWN)
+        names = shorten(uncovered)
         raise ConfigError(f"{names}: {problem} Replicated() for layers that each rank computes whole")
 
 
