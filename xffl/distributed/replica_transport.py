@@ -218,7 +218,7 @@ class ShardTransport:
         """Send a state; tell whether all of it is what was offered."""
         link.sendall(struct.pack("!Q", len(offer.text)) + offer.text)
         for tensor in offer.tensors:
-            data = memoryview(bytes_of(tensor.cpu()).numpy())
+            data = bytes_of(tensor.cpu()).numpy().data
             for start in range(0, len(data), 1 << 22):
                 link.sendall(data[start : start + (1 << 22)])
                 with self._changed:
@@ -256,7 +256,7 @@ def _read_tensor(link: socket.socket, dtype: str, shape: list[int]) -> torch.Ten
     if dtype not in DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"a tensor of {dtype} and shape {shape}")
     data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8)
-    _fill(link, memoryview(data.numpy()))
+    _fill(link, data.numpy().data)
     return data.view(DTYPES[dtype]).view(shape)
 
 

@@ -154,12 +154,8 @@ def setup_distributed_process_group(
     The first six arguments say where this process stands (rank of ``world_size``, then on its node, then the number of
     the node), ``master_addr`` and ``master_port`` where rank 0 listens, and ``join_timeout_s`` how long to wait for all
     ranks to come, by default ``timeout_s``. The others are those of :func:`xffl.session
-    <xffl.distributed.session.session>`.
-
-    :raises StateError: if torch.distributed is initialized already.
-    :raises LaunchError: if the processes cannot be found or joined.
-    :raises ConfigError: if an argument is invalid.
-    :raises TopologyError: if the sizes do not fit the world.
+    <xffl.distributed.session.session>`. Raises :class:`~xffl.errors.StateError` where torch.distributed is initialized
+    already, :class:`~xffl.errors.LaunchError` where the processes cannot be found or joined.
     """
     if dist.is_initialized():
         raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")

@@ -354,7 +354,7 @@ class ZeroModel(nn.Module):
             get_data_parallel_group=lambda: cell,
             get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(cell),
             get_data_parallel_rank=lambda: dist.get_rank(cell),
-            get_data_parallel_world_size=cell.size,
+            get_data_parallel_world_size=lambda: cell.size(),
             get_model_parallel_group=lambda: alone,
             get_model_parallel_rank=lambda: 0,
             get_model_parallel_world_size=lambda: 1,
